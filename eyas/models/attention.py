@@ -63,16 +63,29 @@ def slot_attention(
     keys, values, slots = kv_cache.keys[layer], kv_cache.values[layer], packed.slots
     keys.index_copy_(0, slots, key[0].transpose(0, 1))
     values.index_copy_(0, slots, value[0].transpose(0, 1))
+    return attend_slots(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)[None], None
+
+
+def attend_slots(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their slots."""
     group = packed.groups[0] if packed.groups else None
     if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
         # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
-        bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
-        q = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        num_rows, num_heads, width = query.shape
+        bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
+        q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
         k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
-        return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2), None
+        return masked_attention(q, k, v, bias, scaling, softcap).view(num_heads, num_rows, width).transpose(0, 1)
     attend_rows = packed.attend or attend
-    out = attend_rows(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
-    return out[None], None
+    return attend_rows(query, keys, values, packed, scaling, window, softcap)
 
 
 def attend(

@@ -1,7 +1,8 @@
-"""Faster forward passes on the CPU: linear layers packed for oneDNN, and huge pages for what every pass reads.
+"""Faster forward passes on the CPU: linear layers packed for oneDNN or MKL, huge pages, and memory that is kept.
 
 For float32, torch calls MKL. On processors that are not Intel's it takes two to three times as long for the 8 to 64 rows of
-a tree (docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB
+a tree as oneDNN over packed weights; on Intel's it is the faster one, with transposed weights
+(docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB
 (docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Rows that the packed layout is made for; it serves any number.
@@ -25,18 +28,40 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 HUGE_PAGE = 2 << 20
 # Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or when memory is first touched.
 MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
-MAPPINGS = Path("/proc/self/maps")
+MAPPINGS, PROCESSORS = Path("/proc/self/maps"), Path("/proc/cpuinfo")
+
+# Parameters of glibc's mallopt(3), and the largest values that it takes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+NEVER_TRIM, LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
 
 
 def optimize_for_cpu(model: nn.Module) -> None:
     """Pack the model's linear layers and move its weights to huge pages. Weights on other devices stay as they are."""
     pack_weights(model)
     to_huge_pages([*model.parameters(), *model.buffers()])
+    if any(tensor.device.type == "cpu" for tensor in model.parameters()):
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep memory up to its peak, where malloc is glibc's.
+
+    Each layer of a pass over many sequences takes and frees megabytes. By default they go back to the kernel, which clears
+    every page again: 2,500 page faults a layer with 64 sequences, more time than all other work on them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack every plain float32 linear layer on the CPU, if torch was built with oneDNN. Other layers stay as they are."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """Pack every plain float32 linear layer on the CPU for the library that multiplies faster. Others stay as they are.
+
+    That is MKL on Intel's processors and oneDNN elsewhere. Without the library nothing changes.
+    """
+    backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
+    if not backend.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
         for names in SIBLINGS:
@@ -49,18 +74,18 @@ def pack_weights(model: nn.Module) -> None:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is kept in oneDNN's layout only."""
+    """A linear layer whose weight is kept in the layout of `_packed` only."""
 
     packed: Tensor
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A copy [N, K], for a model that reads the layer's weight."""
+        """As [N, K], for a model that reads the layer's weight; with oneDNN a copy."""
         return self.packed.to_dense()
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return _product(rows, self.packed, self.bias)
 
 
 @dataclass(eq=False)
@@ -76,6 +101,10 @@ class MergedLinear:
     rows: Tensor | None = None
     parts: Sequence[Tensor] = ()
 
+    def product(self, rows: Tensor) -> Tensor:
+        """rows [..., K] times all weights: [..., sum of N]."""
+        return _product(rows, self.packed, self.bias)
+
 
 class MergedLinearPart(nn.Linear):
     """One of the layers of a MergedLinear."""
@@ -85,15 +114,14 @@ class MergedLinearPart(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A copy [N, K]."""
+        """As [N, K]; with oneDNN a copy."""
         return torch.split(self.merged.packed.to_dense(), self.merged.sizes)[self.index]
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
         merged = self.merged
         if rows is not merged.rows:
-            out = torch.ops.mkldnn._linear_pointwise(rows, merged.packed, merged.bias, "none", [], "")
-            merged.rows, merged.parts = rows, torch.split(out, merged.sizes, -1)
+            merged.rows, merged.parts = rows, torch.split(merged.product(rows), merged.sizes, -1)
         part = merged.parts[self.index]
         if self.index == len(merged.sizes) - 1:
             merged.rows, merged.parts = None, ()
@@ -126,7 +154,22 @@ def _pack(module: Any) -> None:
     module.__class__ = PackedLinear
 
 
+@cache
+def _is_intel() -> bool:
+    return PROCESSORS.exists() and "GenuineIntel" in PROCESSORS.read_text()
+
+
+def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """rows [..., K] times the output of `_packed`, plus bias [N]: [..., N]."""
+    if packed.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+    return F.linear(rows, packed, bias)
+
+
 def _packed(weight: Tensor) -> Tensor:
+    """A weight [N, K] in oneDNN's layout; for MKL as a view of its transposed copy."""
+    if _is_intel():
+        return weight.t().contiguous().t()
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
 

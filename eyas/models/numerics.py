@@ -73,7 +73,8 @@ def use_float32_head(model: Any) -> None:
 def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [..., C] times weight [V, C] plus bias [V], products of the given dtype summed in float32."""
     flat = rows.reshape(-1, rows.shape[-1])
-    out = torch.mm(flat, weight.T, out_dtype=torch.float32) if flat.is_cuda else chunked_linear(flat, weight)
+    on_cpu = flat.device.type == "cpu"
+    out = chunked_linear(flat, weight) if on_cpu else torch.mm(flat, weight.T, out_dtype=torch.float32)
     out = out if bias is None else out + bias.float()
     return out.view(*rows.shape[:-1], len(weight))
 

@@ -8,6 +8,7 @@ are computed, V vocabulary, C hidden width, T layers whose hidden states are col
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, register_attention
 from eyas.models.checkpoint import check_device, read_target_config, resolve
 from eyas.models.cpu import optimize_for_cpu
+from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
@@ -38,6 +40,8 @@ IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What transformers and torch raise for a model that does not work the way we call it.
 MODEL_ERRORS = (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,21 @@ def load_target(
         shard_model(model, shard, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1, shapes)
     _adapt(target, max_model_len)
-    _check_attention(target)
+    _fuse(target, _check_attention(target))
     return target
+
+
+def _fuse(target: TargetModel, expected: Tensor) -> None:
+    """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
+
+    A new version of transformers may change a layer whose code we know.
+    """
+    if not fuse_layers(target.model):
+        return
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    if float((_check_attention(target) - expected).abs().max()) > tolerance * float(expected.abs().max()):
+        log.warning("%s: its layers run unfused, because fused ones compute something else", type(target.model).__name__)
+        unfuse_layers(target.model)
 
 
 def _adapt(target: TargetModel, max_model_len: int) -> None:
@@ -220,10 +237,11 @@ def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
     return model
 
 
-def _check_attention(target: TargetModel) -> None:
-    """Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits.
+def _check_attention(target: TargetModel) -> Tensor:
+    """Logits of a small pass [2, V].
 
-    An architecture that ignores arguments which it does not know would give wrong results without an error.
+    Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits. An
+    architecture that ignores arguments which it does not know would give wrong results without an error.
     """
     name = type(target.model).__name__
     kv_cache = target.new_kv_cache(4)
@@ -235,6 +253,7 @@ def _check_attention(target: TargetModel) -> None:
         raise CheckpointError(f"{name} does not work with packed rows over token slots: {error}") from error
     if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys):
         raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
+    return logits
 
 
 def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:

@@ -50,9 +50,11 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
     before = layer(torch.ones(2, 1024))
     if packed:
         pack_weights(layer)
-        start, size = torch.ops.mkldnn.data_ptr(layer.packed), torch.ops.mkldnn._nbytes(layer.packed)
+    weight = layer.packed if packed else layer.weight
+    if weight.is_mkldnn:
+        start, size = torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)
     else:
-        start, size = layer.weight.data_ptr(), layer.weight.nbytes
+        start, size = weight.data_ptr(), weight.nbytes
     earlier = huge_bytes(start, size)
     to_huge_pages([*layer.parameters(), *layer.buffers()])
     moved = huge_bytes(start, size) - earlier

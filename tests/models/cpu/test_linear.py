@@ -11,6 +11,14 @@ from eyas.models.cpu import MergedLinearPart, PackedLinear, pack_weights
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
 
+@pytest.fixture(autouse=True, params=["mkl", "onednn"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layouts, whatever processor this is."""
+    if request.param == "mkl" and not torch.backends.mkl.is_available():
+        pytest.skip("this torch was built without MKL")
+    monkeypatch.setattr("eyas.models.cpu._is_intel", lambda: request.param == "mkl")
+
+
 @pytest.mark.parametrize("sizes", [(32, 48), (256, 512), (256, 4096), (7, 3)])
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
 def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool) -> None:

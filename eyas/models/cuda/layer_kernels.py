@@ -1,0 +1,133 @@
+"""What a fused layer does between its products, as Triton kernels: the functions of `eyas.models.fused` for CUDA.
+
+Sums are float32, and results are rounded where transformers rounds. Launches depend on shapes only, so a graph can capture
+them. Legend as in eyas.models.fused; N is the number of rows that a norm sees.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from eyas.models.fused import HeadLayout, RMSNorm
+
+GATE_BLOCK = 1024
+
+
+def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm, as `fused.add_norm`: one launch."""
+    width = hidden.shape[-1]
+    state, normed = torch.empty_like(delta), torch.empty_like(delta)
+    inner = delta_norm or norm
+    block = triton.next_power_of_2(width)
+    _add_norm[(hidden.numel() // width,)](
+        *(hidden, delta, state, normed, norm.weight, inner.weight, norm.eps, inner.eps),
+        WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return state, normed
+
+
+def rotate_and_store(
+    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+) -> Tensor:
+    """Rotate and write to the cache as `fused.rotate_and_store`: one launch. rotary: plain cos and sin [1, R, D]."""
+    (rows, _, width), (cos, sin), norms = qkv.shape, rotary, heads.norms
+    query = torch.empty((rows, heads.num_heads, width), dtype=qkv.dtype, device=qkv.device)
+    _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
+        *(qkv, query, keys, values, slots, cos, sin, norms.weight if norms else qkv, norms.eps if norms else 0.0),
+        NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, WIDTH=width, HAS_NORM=norms is not None,
+        ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """Activated gates times the values beside them, as `fused.gate`: one launch."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    _gate[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
+        gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _add_norm(
+    hidden, delta, state, normed, weight, inner, eps, inner_eps,
+    WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
+    x, y = tl.load(hidden + at, mask=kept, other=0.0), tl.load(delta + at, mask=kept, other=0.0)
+    if HAS_INNER:
+        y = _normed(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
+    x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    tl.store(state + at, x, mask=kept)
+    tl.store(normed + at, _normed(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
+
+
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
+    """One row divided by its root mean square, times its weight."""
+    y = x.to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
+    if ADDS_ONE:
+        return (y * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    return (y.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, query, keys, values, slots, cos, sin, norms, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one row."""
+    row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    kept, left = d < WIDTH, d < WIDTH // 2
+    source = qkv + (row * (NUM_HEADS + 2 * NUM_KV) + head) * WIDTH
+    slot = tl.load(slots + row).to(tl.int64) * NUM_KV
+    x = tl.load(source + d, mask=kept, other=0.0)
+    if head >= NUM_HEADS + NUM_KV:
+        tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, x, mask=kept)
+    else:
+        partner = tl.where(left, d + WIDTH // 2, d - WIDTH // 2)
+        y = tl.load(source + partner, mask=kept, other=0.0)
+        if HAS_NORM:
+            root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
+            x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
+            y = _scaled(y, root, tl.load(norms + head * WIDTH + partner, mask=kept, other=0.0), ADDS_ONE)
+        c = tl.load(cos + row * WIDTH + d, mask=kept, other=0.0).to(tl.float32)
+        s = tl.load(sin + row * WIDTH + d, mask=kept, other=0.0).to(tl.float32)
+        turned = x.to(tl.float32) * c + tl.where(left, -y.to(tl.float32), y.to(tl.float32)) * s
+        if head < NUM_HEADS:
+            tl.store(query + (row * NUM_HEADS + head) * WIDTH + d, turned.to(x.dtype), mask=kept)
+        else:
+            tl.store(keys + (slot + head - NUM_HEADS) * WIDTH + d, turned.to(x.dtype), mask=kept)
+
+
+@triton.jit
+def _scaled(x, root, weight, ADDS_ONE: tl.constexpr):
+    y = x.to(tl.float32) * root
+    if ADDS_ONE:
+        return (y * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    return (y.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _gate(gate_up, out, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = d < WIDTH
+    gates = tl.load(gate_up + row * 2 * WIDTH + d, mask=kept, other=0.0)
+    ups = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=kept, other=0.0)
+    x = gates.to(tl.float32)
+    # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
+    x = x * tl.sigmoid(x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x))
+    x = x.to(gates.dtype).to(tl.float32) * ups.to(tl.float32)
+    tl.store(out + row * WIDTH + d, x.to(gates.dtype), mask=kept)

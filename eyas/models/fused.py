@@ -1,0 +1,279 @@
+"""Fused decoder layers: the layers of transformers' Llama-like models with a third of their operations.
+
+transformers' modules stay the definition of a model and keep its weights. `fuse_layers` gives each layer another `forward`
+with the same signature: one product for queries, keys and values, one for gate and up, the norm together with the residual
+sum before it, and rotary embedding together with the write to the KV cache. On the CPU these are few operations of torch, on
+CUDA the kernels of `eyas.models.cuda.layer_kernels`, which have the same signatures as the functions here.
+
+Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, I intermediate width, S slots.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.cache.kv_cache import KVCache
+from eyas.models.attention import attend_slots
+from eyas.models.cpu import MergedLinearPart
+from eyas.models.inputs import PackedInputs
+
+Product = Callable[[Tensor], Tensor]
+
+# Activations of the gate by the class that transformers makes of them.
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What tells the decoder layers apart that can be fused.
+
+    adds_one: norms multiply by 1 + weight. has_output_norms: attention and MLP end with a norm. has_softcap: attention
+    limits its scores. window_in_config: the sliding window is that of the config, for all layers.
+    """
+
+    adds_one: bool = False
+    has_output_norms: bool = False
+    has_softcap: bool = False
+    window_in_config: bool = False
+
+
+# By the class of transformers. A class belongs here if its code is that of `FusedLayer.forward`.
+KINDS = {
+    "LlamaDecoderLayer": LayerKind(),
+    "MistralDecoderLayer": LayerKind(window_in_config=True),
+    "Qwen2DecoderLayer": LayerKind(),
+    "Qwen3DecoderLayer": LayerKind(),
+    "Gemma2DecoderLayer": LayerKind(adds_one=True, has_output_norms=True, has_softcap=True),
+    "Gemma3DecoderLayer": LayerKind(adds_one=True, has_output_norms=True),
+}
+
+
+class RMSNorm:
+    """A root-mean-square norm over the last dimension. weight: [C], or [H + J, D] with one row for each head."""
+
+    def __init__(self, weight: Tensor, eps: float, adds_one: bool) -> None:
+        self.weight, self.eps, self.adds_one = weight.detach(), eps, adds_one
+        width = weight.shape[-1]
+        self._scaled = (self.weight.float() + adds_one) * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
+
+    @classmethod
+    def of(cls, module: Any, adds_one: bool) -> RMSNorm:
+        """The norm of a module of transformers."""
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        return cls(module.weight, float(eps), adds_one)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., C] in float32, or in a narrower type and rounded where transformers rounds."""
+        if x.dtype == torch.float32:
+            # x w / sqrt(mean(x^2) + eps), where hypot(|x|, sqrt(C eps)) is sqrt(C) times the root
+            root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            return (x * self._scaled).div_(root)
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype) if self.adds_one else self.weight * normed.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Heads of this rank. norms: of query and key heads, if the family has them."""
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    norms: RMSNorm | None
+
+
+def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite delta."""
+    state = hidden + delta_norm(delta) if delta_norm else delta.add_(hidden)
+    return state, norm(state)
+
+
+def rotate_and_store(
+    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+) -> Tensor:
+    """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
+
+    rotary: cos, and sin with a negative first half, [R, 1, D] each. Returns [R, H, D].
+    """
+    num_rotated = heads.num_heads + heads.num_kv_heads
+    x = qkv[:, :num_rotated]
+    x = heads.norms(x) if heads.norms else x
+    cos, sin = rotary
+    turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
+    keys.index_copy_(0, slots, turned[:, heads.num_heads :])
+    values.index_copy_(0, slots, qkv[:, num_rotated:])
+    return turned[:, : heads.num_heads]
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """Activated gates times the values beside them: [..., 2 I] to [..., I]."""
+    gates, ups = gate_up.chunk(2, -1)
+    return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(ups)
+
+
+@dataclass(eq=False)
+class ResidualStream:
+    """What a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins with.
+
+    rotary: cos and signed sin of the pass, by the identity of the cos that transformers made.
+    """
+
+    hidden: Tensor | None = None
+    normed: Tensor | None = None
+    rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def take(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """The norm of the hidden states [1, R, C]; computed if the layer before has not."""
+        normed = self.normed if hidden is self.hidden else None
+        self.hidden = self.normed = None
+        return norm(hidden) if normed is None else normed
+
+    def signed(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
+        found = self.rotary.get(id(cos))
+        if found is None:
+            half = sin.shape[-1] // 2
+            signed = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+            found = self.rotary[id(cos)] = cos, cos[0, :, None], signed
+        return found[1:]
+
+
+class FusedLayer:
+    """One decoder layer, with the `forward` that replaces the module's."""
+
+    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream, qkv: Product, gate_up: Product) -> None:
+        """qkv, gate_up: the merged products of the layer's projections."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index, self._stream, self._qkv, self._gate_up = int(attention.layer_idx), stream, qkv, gate_up
+        self._out, self._down = attention.o_proj, mlp.down_proj
+        self._activation = ACTIVATIONS[type(mlp.act_fn).__name__]
+        sizes = [_num_outputs(attention.q_proj), _num_outputs(attention.k_proj)]
+        num_heads, num_kv_heads = (size // attention.head_dim for size in sizes)
+        self._heads = HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
+        if getattr(attention, "q_norm", None) is not None:
+            norms = [RMSNorm.of(norm, kind.adds_one) for norm in (attention.q_norm, attention.k_norm)]
+            rows = [n.weight.expand(count, -1) for n, count in zip(norms, (num_heads, num_kv_heads), strict=True)]
+            norm = RMSNorm(torch.cat(rows), norms[0].eps, kind.adds_one)
+            self._heads = HeadLayout(num_heads, num_kv_heads, attention.head_dim, norm)
+        window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
+        softcap = attention.attn_logit_softcapping if kind.has_softcap else None
+        self._attention = attention.scaling, window, softcap
+        names = ("post_attention_layernorm", "post_feedforward_layernorm") if kind.has_output_norms else ()
+        self._out_norm, self._down_norm = [RMSNorm.of(getattr(layer, name), kind.adds_one) for name in names] or [None, None]
+        before_mlp = layer.pre_feedforward_layernorm if kind.has_output_norms else layer.post_attention_layernorm
+        self._mlp_norm = RMSNorm.of(before_mlp, kind.adds_one)
+        self.input_norm = RMSNorm.of(layer.input_layernorm, kind.adds_one)
+        self.next_norm = self.input_norm  # of the next layer, or the norm behind the last one
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        packed: PackedInputs,
+        kv_cache: KVCache,
+        **_: Any,
+    ) -> Tensor:
+        """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
+        stream, keys, values = self._stream, kv_cache.keys[self._index], kv_cache.values[self._index]
+        if self._index == 0:
+            stream.rotary.clear()
+        kernels = _kernels(packed, hidden_states)
+        normed = stream.take(hidden_states, self.input_norm)
+        qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
+        if kernels is None:
+            query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), keys, values, packed.slots)
+        else:
+            query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, keys, values, packed.slots)
+        attended = attend_slots(query, keys, values, packed, *self._attention)
+        out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
+        sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
+        state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
+        out = self._down(gated(self._gate_up(normed), self._activation))
+        stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, self._down_norm)
+        return stream.hidden
+
+
+def _kernels(packed: PackedInputs, hidden: Tensor) -> Any:
+    """The module of kernels that serves a pass, or None for plain operations."""
+    if packed.metadata is None or hidden.device.type == "cpu":
+        return None
+    from eyas.models.cuda import layer_kernels
+
+    return layer_kernels
+
+
+def fuse_layers(model: Any) -> bool:
+    """Fuse all decoder layers of a causal LM, if each is of a known kind with plain weights. Returns whether they are fused.
+
+    On the CPU weights must be float32. The merged weights take the place of the separate ones.
+    """
+    decoder = model.get_decoder()
+    layers = list(getattr(decoder, "layers", ()))
+    on_cpu = model.device.type == "cpu"
+    if model.dtype != torch.float32 if on_cpu else importlib.util.find_spec("triton") is None:
+        return False
+    if not layers or not all(map(_can_fuse, layers)):
+        return False
+    stream, fused = ResidualStream(), []
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = _merged([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up = _merged([mlp.gate_proj, mlp.up_proj])
+        fused.append(FusedLayer(layer, KINDS[type(layer).__name__], stream, qkv, gate_up))
+    final = RMSNorm.of(decoder.norm, KINDS[type(layers[0]).__name__].adds_one)
+    for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
+        this.next_norm = next_norm
+    for layer, this in zip(layers, fused, strict=True):
+        layer.forward = this.forward
+    decoder.norm.forward = lambda hidden: stream.take(hidden, final)
+    return True
+
+
+def unfuse_layers(model: Any) -> None:
+    """Let transformers' modules compute again what they define."""
+    decoder = model.get_decoder()
+    for module in (*decoder.layers, decoder.norm):
+        module.__dict__.pop("forward", None)
+
+
+def _can_fuse(layer: Any) -> bool:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if type(layer).__name__ not in KINDS or type(getattr(mlp, "act_fn", None)).__name__ not in ACTIVATIONS:
+        return False
+    siblings: list[list[Any]] = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+    return all(_can_merge(parts) for parts in siblings)
+
+
+def _can_merge(parts: Sequence[Any]) -> bool:
+    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+        return False
+    if all(isinstance(part, MergedLinearPart) for part in parts):
+        return True
+    plain = all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in parts)
+    return plain and len({part.bias is None for part in parts}) == 1
+
+
+@torch.no_grad()
+def _merged(parts: Sequence[Any]) -> Product:
+    """One product for sibling layers. Their weights become views of the merged one."""
+    if isinstance(parts[0], MergedLinearPart):
+        return parts[0].merged.product
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    for part, rows in zip(parts, weight.split([len(part.weight) for part in parts]), strict=True):
+        part.weight = nn.Parameter(rows, requires_grad=False)
+    return lambda rows: F.linear(rows, weight, bias)
+
+
+def _num_outputs(part: Any) -> int:
+    return int(part.merged.sizes[part.index] if isinstance(part, MergedLinearPart) else part.weight.shape[0])

@@ -1,0 +1,250 @@
+"""Counts on the `meta` device what a GPU would launch, and compiles the launched kernels for GPUs that are not there.
+
+The kernels of Triton are replaced by recorders, so that the launch arguments are those of the code itself.
+`python -m tests.launches 90` compiles the kernels of KERNEL_CALLS for sm_90 and prints what was found as JSON lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Modules with kernels. Those that they launch are the callables with one of Triton's two kinds of function.
+KERNEL_MODULES = ("eyas.models.cuda.kernel",)
+# Operations that launch nothing: views, and memory that is not written.
+FREE = {
+    "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice", "select",
+    "split", "chunk", "unbind", "detach", "alias", "as_strided", "empty", "empty_like", "empty_strided", "new_empty",
+    "_reshape_alias", "split_with_sizes", "lift_fresh", "view_as", "diagonal", "unfold", "view_dtype",
+}  # fmt: skip
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+GATHERS = {"embedding", "index", "index_select", "gather"}
+# KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel of Triton: the function, its arguments by name, and the compiler's options."""
+
+    function: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors but the KV cache, of which a launch reads a part that no shape tells."""
+        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        return sum(t.nbytes for name, t in tensors.items() if name not in ("keys", "values", "words"))
+
+
+class _Recorder:
+    """Takes the place of a kernel."""
+
+    def __init__(self, function: Any, record: Callable[[Launch], None]) -> None:
+        self._function, self._record = function, record
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        names = self._function.arg_names
+
+        def launch(*args: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in list(named) if name not in names}
+            self._record(Launch(self._function, dict(zip(names, args, strict=False)) | named, options))
+
+        return launch
+
+
+@contextmanager
+def recorded(record: Callable[[Launch], None]) -> Iterator[None]:
+    """Inside the context no kernel runs; each launch is recorded instead."""
+    from triton.runtime.jit import KernelInterface
+
+    kept: list[tuple[Any, str, Any]] = []
+    for module in map(importlib.import_module, KERNEL_MODULES):
+        kept += [(module, name, value) for name, value in vars(module).items() if isinstance(value, KernelInterface)]
+    for module, name, value in kept:
+        setattr(module, name, _Recorder(value, record))
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches and bytes of memory traffic of what runs inside it on the `meta` device.
+
+    num: launches. product_bytes: read and written by matrix products. other_bytes: by all else. by_name: launches by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = self.product_bytes = self.other_bytes = 0
+        self.by_name: Counter[str] = Counter()
+        self.bytes_by_name: Counter[str] = Counter()
+        self._recording: Any = None
+
+    def __enter__(self) -> Launches:
+        self._recording = recorded(lambda launch: self._add(launch.function.__name__, launch.nbytes))
+        self._recording.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._recording.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if name not in FREE and any(x.device == META for x in written) and not _is_view(name, read, written):
+            self._add(name, _traffic(name, read, written))
+        return out
+
+    def _add(self, name: str, nbytes: int) -> None:
+        self.num += 1
+        self.by_name[name] += 1
+        self.bytes_by_name[name] += nbytes
+        if name in PRODUCTS:
+            self.product_bytes += nbytes
+        else:
+            self.other_bytes += nbytes
+
+
+def _is_view(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+    storages = {x.untyped_storage()._cdata for x in read}
+    return not name.endswith("_") and written[0].untyped_storage()._cdata in storages
+
+
+def _traffic(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Bytes that an operation moves. An expanded tensor counts once; a gather reads what it writes."""
+    if name in GATHERS:
+        return 2 * sum(map(_nbytes, written))
+    if name == "index_copy_":
+        return 2 * _nbytes(read[2])
+    return sum(map(_nbytes, read)) + (0 if name.endswith("_") else sum(map(_nbytes, written)))
+
+
+def _nbytes(x: Tensor) -> int:
+    return min(x.untyped_storage().nbytes(), x.numel() * x.element_size())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a launch. shared: bytes of shared memory. matrix: kind of matrix instructions, or ''."""
+
+    name: str
+    sm: int
+    registers: int
+    spilled: int
+    shared: int
+    matrix: str
+    loads_ahead: bool
+
+
+def compiled(launch: Launch, sm: int) -> Compiled:
+    """Compile a launch as Triton does when it meets these arguments for the first time."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = launch.function
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    signature: dict[str, str] = {}
+    for place, parameter in enumerate(function.params):
+        value = launch.arguments[parameter.name]
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and specialised):
+            constants[(place,)], signature[parameter.name] = value, "constexpr"
+        elif isinstance(value, Tensor):
+            # torch aligns to 512 bytes, and views of words to 64
+            signature[parameter.name], attributes[(place,)] = f"*{_kind(value.dtype)}", [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and specialised:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch.options)
+    ptx = made.asm["ptx"]
+    registers, spilled = _assembled(ptx, sm)
+    matrix = next((kind for kind in ("wgmma", "tcgen05.mma", "mma.sync") if kind in ptx), "")
+    return Compiled(function.__name__, sm, registers, spilled, made.metadata.shared, matrix, "cp.async" in ptx)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    return kinds.get(dtype) or f"i{8 * dtype.itemsize}"
+
+
+def _assembled(ptx: str, sm: int) -> tuple[int, int]:
+    """Registers and bytes of spills, by ptxas."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    tool = folder / ("ptxas-blackwell" if sm >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place, "kernel.ptx")
+        source.write_text(ptx)
+        architecture = f"sm_{sm}{'a' * (sm >= 90)}"
+        command = [str(tool), "-v", f"--gpu-name={architecture}", str(source), "-o", str(Path(place, "kernel.cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(map(int, re.findall(r"Used (\d+) registers", said))), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+def attention_calls(sm: int) -> None:
+    """The attention of a plain step and of a tree: Llama 3.1 8B, and wide heads in float32 with a window and a soft cap."""
+    from eyas.models.cuda import kernel
+    from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+
+    layouts = ((torch.bfloat16, 32, 8, 128, None, None), (torch.float32, 16, 8, 256, 4096, 50.0))
+    for dtype, heads, kv_heads, width, window, softcap in layouts:
+        tiling = Tiling(heads // kv_heads, kv_heads, 132, 16 if dtype == torch.float32 else 64)
+        for rows in (1, 64):
+            shape = bucket_shape(rows, 32, tiling)
+            packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
+            query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
+            keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
+            kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
+
+
+KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls,)
+
+
+def main(sm: int) -> None:
+    """Compile every kernel for one kind of GPU."""
+    launches: list[Launch] = []
+    with recorded(launches.append):
+        for call in KERNEL_CALLS:
+            call(sm)
+    known: set[str] = set()
+    for launch in launches:
+        values = {name: value for name, value in launch.arguments.items() if not isinstance(value, Tensor)}
+        kinds = {name: value.dtype for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+        if (variant := f"{launch.function.__name__} {values} {kinds}") not in known:
+            known.add(variant)
+            print(json.dumps(asdict(compiled(launch, sm))), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(int(sys.argv[1]))

@@ -1,0 +1,141 @@
+"""What a GPU would launch and move, counted on the `meta` device. The figures are ratchets: they may only fall."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.scripts.gpu_draft import llama_head
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.cuda_graphs import Bucket, ScorerKind
+from eyas.drafters.eagle import EagleDrafter
+from eyas.models.attention import ATTENTION_NAME, register_attention
+from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.eagle_config import tensor_shapes
+from eyas.models.numerics import use_float32_head
+from eyas.models.target import TargetModel
+from eyas.request import NoiseKey
+from eyas.sampling.sampler import Draw, sample
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.launches import META, Launches
+
+VOCAB = 128256
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def llama_8b(num_layers: int) -> TargetModel:
+    """Llama 3.1 8B in bfloat16 without weights, with as many layers."""
+    register_attention()
+    config: Any = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=num_layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=ROPE,
+    )  # fmt: skip
+    config._attn_implementation = ATTENTION_NAME
+    with torch.device(META):
+        target = TargetModel(LlamaForCausalLM(config).to(torch.bfloat16), (0, num_layers // 2, num_layers - 1))
+    use_float32_head(target.model)
+    return target
+
+
+@cache
+def target_pass(num_layers: int, rows: int) -> Launches:
+    target = llama_8b(num_layers)
+    shape = bucket_shape(rows, 32, Tiling(4, 8, 132))
+    kv: Any = SimpleNamespace(
+        **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * num_layers for name in ("keys", "values")}
+    )
+    words = torch.empty(max_words(shape) + 100, dtype=torch.int32, device=META)
+    with Launches() as found:
+        target.forward(view(words, shape, shape.logits), kv)
+    return found
+
+
+def test_a_layer_of_the_target_launches_few_kernels() -> None:
+    two, four = target_pass(2, 64), target_pass(4, 64)
+    assert (four.num - two.num) / 2 <= 42, four.by_name - two.by_name
+
+
+def test_a_target_pass_launches_little_around_its_layers() -> None:
+    two, four = target_pass(2, 64), target_pass(4, 64)
+    assert two.num - (four.num - two.num) <= 24, two.by_name
+
+
+def test_a_target_layer_moves_little_beside_its_products() -> None:
+    two, four = target_pass(2, 64), target_pass(4, 64)
+    assert (four.other_bytes - two.other_bytes) / 2 <= 60e6, four.bytes_by_name - two.bytes_by_name
+
+
+@cache
+def eagle_head() -> EagleHead:
+    """An EAGLE-3 head of an 8B target without weights."""
+    config = llama_head(4096, 14336, 32)
+    made = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=META)
+        for name, shape in tensor_shapes(config).items()
+        if name not in ("fc.weight", "d2t", "t2d")
+    }
+    with torch.device("cpu"):
+        head = EagleHead(config, made, made.pop("embed_tokens.weight"), made["lm_head.weight"], 8192)
+    return head.to(META)
+
+
+def draft_round(sessions: int, kind: ScorerKind) -> Launches:
+    """A captured round: 8 levels of width 10 behind prefixes of 1,536 tokens."""
+    replays: list[Any] = []
+    drafter = EagleDrafter(
+        eagle_head(),
+        TreeConfig(60, 8, 10),
+        DraftingConfig(max_kv_tokens=20000),
+        capture=lambda run: replays.append(run) or run,
+    )
+    assert drafter._graphs is not None
+    with torch.inference_mode(), Launches() as found:
+        drafter._graphs._run(Bucket(sessions, 1536, kind))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "most"), [("plain", 568), ("noised", 647)])
+def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
+    found = draft_round(1, kind)
+    assert found.num <= most, found.by_name
+
+
+def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
+    found = draft_round(64, "plain")
+    assert found.other_bytes <= 19.0e9, found.bytes_by_name
+
+
+@pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [
+    (1024, NoiseKey(0, 1.0), 71, 36.0),
+    (1024, NoiseKey(0, 1.0, top_k=50, top_p=0.9), 110, 60.0),
+    (1024, NoiseKey(0), 3, 1.2),
+])  # fmt: skip
+def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: int, times_logits: float) -> None:
+    """1,024 rows: 64 trees of 16 nodes on 6 levels."""
+    draws = [Draw(replace(key, seed=row // 16), row % 16 * 6 // 16) for row in range(rows)]
+    logits = torch.empty(rows, VOCAB, device=META)
+    with torch.inference_mode(), Launches() as found:
+        sample(logits, draws)
+    assert found.num <= launches, found.by_name
+    assert found.other_bytes <= times_logits * logits.nbytes, found.bytes_by_name
+
+
+def test_counting_sees_a_launch_and_its_bytes() -> None:
+    x = torch.empty(1000, 256, device=META)
+    with Launches() as found:
+        (x + x).view(-1)[:5].sum()
+    assert dict(found.by_name) == {"add": 1, "sum": 1}
+    assert found.other_bytes == np.prod((3, 1000, 256, 4)) + 24
