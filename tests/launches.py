@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Modules with kernels. Those that they launch are the callables with one of Triton's two kinds of function.
-KERNEL_MODULES = ("eyas.models.cuda.kernel",)
+KERNEL_MODULES = ("eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels")
 # Operations that launch nothing: views, and memory that is not written.
 FREE = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice", "select",
@@ -212,12 +212,12 @@ def _assembled(ptx: str, sm: int) -> tuple[int, int]:
 
 
 def attention_calls(sm: int) -> None:
-    """The attention of a plain step and of a tree: Llama 3.1 8B, and wide heads in float32 with a window and a soft cap."""
+    """The attention of a plain step and of a tree: Llama 3.1 8B, and where shared memory is least wide float32 heads."""
     from eyas.models.cuda import kernel
     from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 
     layouts = ((torch.bfloat16, 32, 8, 128, None, None), (torch.float32, 16, 8, 256, 4096, 50.0))
-    for dtype, heads, kv_heads, width, window, softcap in layouts:
+    for dtype, heads, kv_heads, width, window, softcap in layouts[: 2 if sm == min(SHARED_KIB, key=SHARED_KIB.get) else 1]:
         tiling = Tiling(heads // kv_heads, kv_heads, 132, 16 if dtype == torch.float32 else 64)
         for rows in (1, 64):
             shape = bucket_shape(rows, 32, tiling)
@@ -227,7 +227,28 @@ def attention_calls(sm: int) -> None:
             kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
 
 
-KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls,)
+def layer_calls(sm: int) -> None:
+    """The kernels of a fused layer: Llama 3.1 8B, Gemma 2 9B, and the widest rows in float32."""
+    from eyas.models.cuda import layer_kernels
+    from eyas.models.fused import HeadLayout, RMSNorm
+
+    for dtype, width, adds_one in (
+        (torch.bfloat16, 4096, False),
+        (torch.bfloat16, 3584, True),
+        (torch.float32, 16384, False),
+    ):
+        x = torch.zeros(1, 64, width, dtype=dtype, device=META)
+        norm, head_norm = (RMSNorm(torch.zeros(n, dtype=dtype, device=META), 1e-5, adds_one) for n in (width, 128))
+        layer_kernels.add_norm(x, x, norm, norm if adds_one else None)
+        heads = HeadLayout(32, 8, 128, head_norm if adds_one else None)
+        qkv, pool = (torch.zeros(64, count, 128, dtype=dtype, device=META) for count in (48, 8))
+        rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
+        slots = torch.zeros(64, dtype=torch.int64, device=META)
+        layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
+        layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
+
+
+KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls)
 
 
 def main(sm: int) -> None:

@@ -128,6 +128,7 @@ def _gate(gate_up, out, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.co
     ups = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=kept, other=0.0)
     x = gates.to(tl.float32)
     # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
-    x = x * tl.sigmoid(x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x))
+    z = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    x = x * tl.sigmoid(tl.maximum(z, -80.0))
     x = x.to(gates.dtype).to(tl.float32) * ups.to(tl.float32)
     tl.store(out + row * WIDTH + d, x.to(gates.dtype), mask=kept)

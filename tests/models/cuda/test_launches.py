@@ -18,6 +18,7 @@ from eyas.drafters.cuda_graphs import Bucket, ScorerKind
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.attention import ATTENTION_NAME, register_attention
 from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+from eyas.models.fused import fuse_layers
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import tensor_shapes
 from eyas.models.numerics import use_float32_head
@@ -47,6 +48,7 @@ def llama_8b(num_layers: int) -> TargetModel:
     with torch.device(META):
         target = TargetModel(LlamaForCausalLM(config).to(torch.bfloat16), (0, num_layers // 2, num_layers - 1))
     use_float32_head(target.model)
+    assert fuse_layers(target.model)
     return target
 
 
@@ -65,17 +67,17 @@ def target_pass(num_layers: int, rows: int) -> Launches:
 
 def test_a_layer_of_the_target_launches_few_kernels() -> None:
     two, four = target_pass(2, 64), target_pass(4, 64)
-    assert (four.num - two.num) / 2 <= 42, four.by_name - two.by_name
+    assert (four.num - two.num) / 2 <= 11, four.by_name - two.by_name
 
 
 def test_a_target_pass_launches_little_around_its_layers() -> None:
     two, four = target_pass(2, 64), target_pass(4, 64)
-    assert two.num - (four.num - two.num) <= 24, two.by_name
+    assert two.num - (four.num - two.num) <= 23, two.by_name
 
 
 def test_a_target_layer_moves_little_beside_its_products() -> None:
     two, four = target_pass(2, 64), target_pass(4, 64)
-    assert (four.other_bytes - two.other_bytes) / 2 <= 60e6, four.bytes_by_name - two.bytes_by_name
+    assert (four.other_bytes - two.other_bytes) / 2 <= 30.5e6, four.bytes_by_name - two.bytes_by_name
 
 
 @cache
@@ -107,7 +109,7 @@ def draft_round(sessions: int, kind: ScorerKind) -> Launches:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), [("plain", 568), ("noised", 647)])
+@pytest.mark.parametrize(("kind", "most"), [("plain", 592), ("noised", 659)])
 def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
     found = draft_round(1, kind)
     assert found.num <= most, found.by_name
@@ -115,12 +117,12 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 19.0e9, found.bytes_by_name
+    assert found.other_bytes <= 22.3e9, found.bytes_by_name
 
 
 @pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [
-    (1024, NoiseKey(0, 1.0), 71, 36.0),
-    (1024, NoiseKey(0, 1.0, top_k=50, top_p=0.9), 110, 60.0),
+    (1024, NoiseKey(0, 1.0), 72, 36.0),
+    (1024, NoiseKey(0, 1.0, top_k=50, top_p=0.9), 110, 63.0),
     (1024, NoiseKey(0), 3, 1.2),
 ])  # fmt: skip
 def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: int, times_logits: float) -> None:

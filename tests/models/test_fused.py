@@ -1,0 +1,127 @@
+"""Fused layers compute what transformers' modules define, on the CPU and in the kernels of CUDA."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.models import fused
+from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.inputs import Segment
+from eyas.models.target import TargetModel, TargetOutput, load_target
+from tests.models.families import FAMILIES, config_of, write_model
+
+FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "gemma-2", "gemma-3")
+ROWS = 20  # more than the sliding windows
+
+
+@pytest.fixture(params=FUSED)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> TargetModel:
+    kind, settings = FAMILIES[request.param]
+    return load_target(
+        write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT)
+    )
+
+
+def run(target: TargetModel) -> TargetOutput:
+    """Two sequences of different lengths, all logits."""
+    kv_cache, none, segments = target.new_kv_cache(2 * ROWS), np.zeros(0, dtype=np.int64), []
+    for start, count in ((0, ROWS), (ROWS, 3)):
+        rows = np.arange(count)
+        segments.append(Segment(3 + (rows * 7 + start) % 40, rows, start + rows, none, None, rows))
+    return target.forward(target.pack(segments), kv_cache)
+
+
+def is_fused(target: TargetModel) -> bool:
+    return "forward" in vars(target.model.get_decoder().layers[0])
+
+
+def assert_equal_to_unfused(target: TargetModel) -> None:
+    assert is_fused(target)
+    found = run(target)
+    unfuse_layers(target.model)
+    expected = run(target)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.aux_hidden_states, expected.aux_hidden_states, rtol=1e-4, atol=1e-4)
+
+
+def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
+    assert_equal_to_unfused(target)
+
+
+@pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "gemma-2"])
+def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    kind, settings = FAMILIES[name]
+    target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
+    monkeypatch.setattr(fused, "_kernels", lambda packed, hidden: layer_kernels)
+    assert_equal_to_unfused(target)
+
+
+@pytest.mark.parametrize("adds_one", [False, True])
+@pytest.mark.parametrize("width", [96, 2048])
+def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    generator = torch.Generator().manual_seed(0)
+    hidden, delta = torch.randn(2, 1, 3, width, generator=generator)
+    norm, inner = (RMSNorm(torch.randn(width, generator=generator), 1e-5, adds_one) for _ in range(2))
+    for delta_norm in (None, inner):
+        found = layer_kernels.add_norm(hidden, delta, norm, delta_norm)
+        torch.testing.assert_close(found, fused.add_norm(hidden, delta.clone(), norm, delta_norm), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 80, generator=generator)
+    heads = HeadLayout(4, 2, 80, RMSNorm(weight, 1e-5, False) if has_norm else None)
+    qkv, cos, sin = torch.randn(3, 8, 80, generator=generator), *torch.randn(2, 1, 3, 80, generator=generator)
+    caches = [torch.zeros(2, 9, 2, 80) for _ in range(2)]
+    slots = torch.tensor([7, 0, 3])
+    found = layer_kernels.rotate_and_store(qkv, heads, (cos, sin), *caches[0], slots)
+    signed = fused.ResidualStream().signed(cos, sin)
+    torch.testing.assert_close(found, fused.rotate_and_store(qkv, heads, signed, *caches[1], slots), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_gate_kernel_equals_plain_operations(activation: str) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    gate_up = 3 * torch.randn(1, 2, 2 * 1500, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        layer_kernels.gate(gate_up, activation), fused.gate(gate_up.clone(), activation), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_layers_of_another_arithmetic_are_not_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if a new version of transformers changed a layer's code."""
+    folder = write_model(tmp_path, config_of("llama"))
+    monkeypatch.setitem(KINDS, "LlamaDecoderLayer", LayerKind(adds_one=True))
+    with caplog.at_level(logging.WARNING):
+        target = load_target(folder)
+    assert not is_fused(target)
+    assert "run unfused" in caplog.text
+
+
+def test_unknown_layers_stay_as_they_are(tmp_path: Path) -> None:
+    kind, settings = FAMILIES["qwen-3-moe"]
+    assert not is_fused(load_target(write_model(tmp_path, config_of(kind, **settings))))
+
+
+def test_a_norm_equals_its_definition_in_narrow_types() -> None:
+    x, weight = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x[None]
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    module: Any = LlamaRMSNorm(64, 1e-5).bfloat16()
+    module.weight.data = weight[0]
+    assert torch.equal(RMSNorm.of(module, adds_one=False)(x), module(x).detach())
