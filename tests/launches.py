@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Modules with kernels. Those that they launch are the callables with one of Triton's two kinds of function.
-KERNEL_MODULES = ("eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels")
+KERNEL_MODULES = ("eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels", "eyas.sampling.kernels")
 # Operations that launch nothing: views, and memory that is not written.
 FREE = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice", "select",
@@ -248,7 +248,16 @@ def layer_calls(sm: int) -> None:
         layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
 
 
-KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls)
+def sampling_calls(sm: int) -> None:
+    """The draw of a few rows over the vocabulary of Llama 3."""
+    from eyas.request import NoiseKey
+    from eyas.sampling.kernels import draw_rows
+    from eyas.sampling.sampler import Draw
+
+    draw_rows(torch.zeros(64, 128256, device=META), [Draw(NoiseKey(0, 1.0), 0)] * 64)
+
+
+KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls)
 
 
 def main(sm: int) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from eyas.tensors import upload
+from eyas.tensors import Ints, upload
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -39,6 +41,20 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
     indices: int64 [C]. Independent of `exponential_noise`: it hashes counters below 0, where no token id lies.
     """
     return _uniform(_bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices))
+
+
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Ints:
+    """What the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]."""
+    z = np.array([signed(seed) for seed in seeds], dtype=np.int64).view(np.uint64) + np.uint64(GOLDEN % 2**64)
+    z = _mixed(_mixed(z) + np.array(positions, dtype=np.int64).view(np.uint64) * np.uint64(GOLDEN % 2**64))
+    return z.view(np.int64)
+
+
+def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix_` on the host."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1 % 2**64)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2 % 2**64)
+    return z ^ (z >> np.uint64(31))
 
 
 def draft_seed(seed: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,30 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
+    On CUDA one kernel draws all rows without filters, if Triton is installed.
     """
+    if logits.device.type != "cpu" and len(draws) and find_spec("triton") is not None:
+        return _sample_with_kernel(logits, draws)
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
         return draw_tokens(target_probs(logits, draws), draws)
     tokens = greedy(logits)
     if random:
         rows, drawn = upload(random, logits.device), [draws[row] for row in random]
+        tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)
+    return tokens
+
+
+def _sample_with_kernel(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    from eyas.sampling.kernels import draw_rows
+
+    tokens = draw_rows(logits.contiguous(), draws)
+    keys = [draw.key for draw in draws]
+    filtered = [
+        row for row, key in enumerate(keys) if key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
+    ]
+    if filtered:
+        rows, drawn = upload(filtered, logits.device), [draws[row] for row in filtered]
         tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)
     return tokens
 

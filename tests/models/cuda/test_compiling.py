@@ -22,7 +22,7 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["name"] for kernel in kernels}
-    assert names >= {"_attend_parts", "_combine", "_add_norm", "_rotate_and_store", "_gate"}
+    assert names >= {"_attend_parts", "_combine", "_add_norm", "_rotate_and_store", "_gate", "_race", "_winners"}
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
     assert all(kernel["loads_ahead"] for kernel in attention)

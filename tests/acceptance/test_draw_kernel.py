@@ -1,0 +1,70 @@
+"""The sampler's kernel draws the tokens of the plain sampler. Without a GPU it runs in triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.request import NoiseKey
+from eyas.sampling.noise import exponential_noise, row_keys
+from eyas.sampling.sampler import Draw, sample
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from eyas.sampling.kernels import BLOCK, draw_rows
+
+VOCAB = 2 * BLOCK + 700
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TEMPERATURES = (0.0, 1.0, 0.3, 2.0, 1e-9, 1.0)
+
+
+def draws() -> list[Draw]:
+    key = NoiseKey(0)
+    return [Draw(replace(key, seed=2**64 - 1 - row, temperature=heat), 2**40 * row) for row, heat in enumerate(TEMPERATURES)]
+
+
+def drawn(logits: torch.Tensor) -> list[int]:
+    with np.errstate(all="ignore"):  # of the interpreter
+        found: list[int] = draw_rows(logits.to(DEVICE), draws()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
+def test_the_kernel_draws_what_plain_operations_draw(scale: float) -> None:
+    logits = scale * torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(int(scale)))
+    logits[:, ::3] = -torch.inf  # what a grammar does not allow
+    assert drawn(logits) == sample(logits, draws()).tolist()
+
+
+def test_rows_without_numbers_draw_no_token() -> None:
+    logits = torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(3))
+    logits[0, BLOCK + 1] = logits[1, 5] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, VOCAB - 1] = torch.inf
+    expected = sample(logits, draws()).tolist()
+    assert expected[:4] == [VOCAB] * 4
+    assert drawn(logits) == expected
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(len(TEMPERATURES), VOCAB)
+    logits[:, [BLOCK - 1, BLOCK + 3, VOCAB - 1]] = 200.0
+    assert drawn(logits)[0] == BLOCK - 1
+    assert drawn(logits) == sample(logits, draws()).tolist()
+
+
+def test_the_host_hashes_rows_as_the_device_does() -> None:
+    """A token's noise is hashed from the row's key; the first 52 bits decide."""
+    seeds, positions = [0, 1, 2**63, 2**64 - 1], [0, 2**62, 5, 2**63 - 1]
+    with np.errstate(over="ignore"):
+        z = row_keys(seeds, positions).view(np.uint64)[:, None] + np.arange(1, 9, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    noise = -np.log1p(-((z >> np.uint64(12)) + 0.5) * 2.0**-52)
+    torch.testing.assert_close(exponential_noise(seeds, positions, torch.arange(8)).double(), torch.from_numpy(noise))
