@@ -61,7 +61,7 @@ def pack_weights(model: nn.Module) -> None:
     That is MKL on Intel's processors and oneDNN elsewhere. Without the library nothing changes.
     """
     backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
-    if not backend.is_available():  # type: ignore[no-untyped-call]
+    if not backend.is_available():
         return
     for module in model.modules():
         for names in SIBLINGS:

@@ -77,6 +77,7 @@ class GraphBackend:
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
         num_words = max(map(max_words, self._shapes.values())) + limits.prefix
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
+        self._output: TargetOutput | None = None  # of the largest graph; the others write to its first rows
         buckets = with_progress(self._buckets[::-1], "capturing CUDA graphs", show_progress)
         self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in buckets}
 
@@ -103,14 +104,28 @@ class GraphBackend:
         self._replays.clear()
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
-        shape, target = self._shapes[rows], self._launched.target
+        target = self._launched.target
         try:
-            return capture(lambda: self._launched.forward(view(self._words, shape, shape.logits), self._kv_cache))
+            replay = capture(lambda: self._run(rows))
         except RuntimeError as error:
             name = type(target.model).__name__
             raise ConfigError(
                 f"{name} cannot be captured as a CUDA graph, set engine.cuda_graphs to false: {error}"
             ) from error
+        return replay
+
+    @torch.inference_mode()
+    def _run(self, rows: int) -> TargetOutput:
+        """What is captured. All graphs leave their output in the same memory: one graph's is used before the next runs."""
+        shape = self._shapes[rows]
+        out = self._launched.forward(view(self._words, shape, shape.logits), self._kv_cache)
+        if rows == self._buckets[-1]:
+            self._output = out
+            return out
+        assert self._output is not None, "the largest graph is captured first"
+        states, shared = out.aux_hidden_states, self._output.aux_hidden_states
+        both = None if states is None or shared is None else shared[: len(states)].copy_(states)
+        return TargetOutput(self._output.logits[: len(out.logits)].copy_(out.logits), both)
 
 
 def row_buckets(most: int) -> tuple[int, ...]:

@@ -143,3 +143,12 @@ def test_padded_passes_do_not_change_the_output(
             emitted[chunk.request_id] += chunk.token_ids
     for request in requests:
         assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+
+
+def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend) -> None:
+    """One buffer of logits, as large as the largest graph's."""
+    outputs = [replay() for replay in backend._replays.values()]
+    kept = {o.logits.untyped_storage().data_ptr() for o in outputs}
+    assert len(outputs) > 3
+    assert len(kept) == 1
+    assert len({o.aux_hidden_states.untyped_storage().data_ptr() for o in outputs if o.aux_hidden_states is not None}) == 1
