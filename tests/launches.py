@@ -240,6 +240,7 @@ def layer_calls(sm: int) -> None:
         x = torch.zeros(1, 64, width, dtype=dtype, device=META)
         norm, head_norm = (RMSNorm(torch.zeros(n, dtype=dtype, device=META), 1e-5, adds_one) for n in (width, 128))
         layer_kernels.add_norm(x, x, norm, norm if adds_one else None)
+        layer_kernels.rms_norm(x, norm.weight, 1e-5)
         heads = HeadLayout(32, 8, 128, head_norm if adds_one else None)
         qkv, pool = (torch.zeros(64, count, 128, dtype=dtype, device=META) for count in (48, 8))
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
@@ -249,12 +250,13 @@ def layer_calls(sm: int) -> None:
 
 
 def sampling_calls(sm: int) -> None:
-    """The draw of a few rows over the vocabulary of Llama 3."""
+    """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
     from eyas.request import NoiseKey
-    from eyas.sampling.kernels import draw_rows
+    from eyas.sampling.kernels import draw_rows, top_k
     from eyas.sampling.sampler import Draw
 
     draw_rows(torch.zeros(64, 128256, device=META), [Draw(NoiseKey(0, 1.0), 0)] * 64)
+    top_k(torch.zeros(10, 32000, device=META), 10)
 
 
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls)

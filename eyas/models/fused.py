@@ -14,6 +14,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,9 +62,14 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float, adds_one: bool) -> None:
         self.weight, self.eps, self.adds_one = weight.detach(), eps, adds_one
-        width = weight.shape[-1]
-        self._scaled = (self.weight.float() + adds_one) * math.sqrt(width)
-        self._floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
+
+    @cached_property
+    def _scaled(self) -> Tensor:
+        return (self.weight.float() + self.adds_one) * math.sqrt(self.weight.shape[-1])
+
+    @cached_property
+    def _floor(self) -> Tensor:
+        return torch.tensor(math.sqrt(self.weight.shape[-1] * self.eps), device=self.weight.device)
 
     @classmethod
     def of(cls, module: Any, adds_one: bool) -> RMSNorm:

@@ -1,8 +1,9 @@
-"""The sampler on CUDA: one pass over the logits draws every row's token, with the noise computed on the way.
+"""The sampler on CUDA: one pass over the logits draws every row's token, with the noise computed on the way; and ranking.
 
-`draw_rows` is `eyas.sampling.sampler.sample` for rows without filters. A program takes one row and one block of the
-vocabulary and keeps the block's winner; a second kernel takes the best of the winners. Within a block probabilities are
-relative to the block's largest logit, so that no program waits for the row's. Legend: N rows, V vocabulary, B blocks.
+`draw_rows` is `eyas.sampling.sampler.sample` for rows without filters, `top_k` is `rank` there. A program takes one row and
+one block of the vocabulary and keeps the block's best; a second kernel takes the best of all blocks. Within a block
+probabilities are relative to the block's largest logit, so that no program waits for the row's. Legend: N rows, V
+vocabulary, B blocks.
 """
 
 from __future__ import annotations
@@ -34,12 +35,26 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     blocks = triton.cdiv(vocab_size, BLOCK)
     found = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _race[(rows, blocks)](logits, words, found, rows, vocab_size, MIN=MIN_TEMPERATURE, BLOCK=BLOCK, num_warps=8)
-    _winners[(rows,)](
-        words, found, tokens, rows, blocks, vocab_size,
-        MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(blocks), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        _race[(rows, blocks)](logits, words, found, rows, vocab_size, MIN=MIN_TEMPERATURE, BLOCK=BLOCK, num_warps=8)
+        _winners[(rows,)](
+            words, found, tokens, rows, blocks, vocab_size,
+            MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(blocks), num_warps=1,
+        )  # fmt: skip
     return tokens
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest of each row of float32 scores [..., V] and their ids, best first, ties by lowest id. Two launches."""
+    size = scores.shape[-1]
+    rows, blocks = scores.numel() // size, triton.cdiv(size, BLOCK)
+    keys = torch.empty((rows, blocks, k), dtype=torch.int64, device=scores.device)
+    best = torch.empty((*scores.shape[:-1], k), dtype=torch.float32, device=scores.device)
+    ids = torch.empty((*scores.shape[:-1], k), dtype=torch.int64, device=scores.device)
+    with torch.cuda.device_of(scores):
+        _block_keys[(rows, blocks)](scores.contiguous(), keys, size, K=k, BLOCK=BLOCK, num_warps=4)
+        _best_keys[(rows,)](keys, best, ids, blocks * k, K=k, BLOCK=triton.next_power_of_2(blocks * k), num_warps=4)
+    return best, ids
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,3 +107,31 @@ def _winners(words, found, tokens, rows, blocks, vocab_size, MIN: tl.constexpr, 
     winner = tl.min(tl.where(kept & (score == tl.min(score, 0)), ids, 2147483647), 0)
     winner = tl.where(tl.max(tl.where(kept, ids, 0), 0) == vocab_size, vocab_size, winner)
     tl.store(tokens + row, winner.to(tl.int64))
+
+
+@triton.jit
+def _block_keys(scores, keys, size, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The K largest keys of a block: an integer in the order of the score, then the id from the largest down."""
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    bits = (tl.load(scores + row * size + ids, mask=ids < size, other=0.0) + 0.0).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (bits.to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64))
+    key = tl.where(ids < size, key, -9223372036854775807)
+    for place in range(K):
+        best = tl.max(key, 0)
+        tl.store(keys + (row * blocks + block) * K + place, best)
+        key = tl.where(key == best, -9223372036854775807, key)
+
+
+@triton.jit
+def _best_keys(keys, best, ids, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    key = tl.load(keys + row * count + at, mask=at < count, other=-9223372036854775807)
+    for place in range(K):
+        top = tl.max(key, 0)
+        bits = (top >> 32).to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        tl.store(best + row * K + place, bits.to(tl.float32, bitcast=True))
+        tl.store(ids + row * K + place, 4294967295 - (top & 4294967295))
+        key = tl.where(key == top, -9223372036854775807, key)

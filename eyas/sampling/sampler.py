@@ -21,6 +21,8 @@ from eyas.tensors import upload
 MIN_TEMPERATURE = 1e-6
 # Scores of a row up to which sorting is faster than torch.topk over packed integers.
 MAX_SORTED = 256
+# Candidates up to which the kernel, which finds one after the other, is faster than torch.topk.
+MAX_KERNEL_K = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
     On CUDA one kernel draws all rows without filters, if Triton is installed.
     """
-    if logits.device.type != "cpu" and len(draws) and find_spec("triton") is not None:
+    if logits.device.type != "cpu" and draws and find_spec("triton") is not None:
         return _sample_with_kernel(logits, draws)
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
@@ -173,6 +175,10 @@ def rank(scores: Tensor, k: int) -> Ranked:
     if scores.shape[-1] <= MAX_SORTED:
         ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
         return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
+    if scores.device.type != "cpu" and k <= MAX_KERNEL_K and find_spec("triton") is not None:
+        from eyas.sampling.kernels import top_k
+
+        return Ranked(*top_k(scores, k))
     bits = (scores + 0.0).contiguous().view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
     last = 0xFFFFFFFF - torch.arange(scores.shape[-1], device=scores.device)

@@ -10,11 +10,11 @@ import torch
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise, row_keys
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw, rank, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.sampling.kernels import BLOCK, draw_rows
+from eyas.sampling.kernels import BLOCK, draw_rows, top_k
 
 VOCAB = 2 * BLOCK + 700
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,3 +68,16 @@ def test_the_host_hashes_rows_as_the_device_does() -> None:
         z = z ^ (z >> np.uint64(31))
     noise = -np.log1p(-((z >> np.uint64(12)) + 0.5) * 2.0**-52)
     torch.testing.assert_close(exponential_noise(seeds, positions, torch.arange(8)).double(), torch.from_numpy(noise))
+
+
+@pytest.mark.parametrize("k", [1, 10])
+def test_the_kernel_ranks_as_plain_operations_do(k: int) -> None:
+    scores = torch.randint(-3, 3, (2, 2, BLOCK + 300), generator=torch.Generator().manual_seed(k)).float()
+    scores[0, 0] = -torch.inf
+    scores[0, 1, 7:9] = torch.nan
+    scores[1, 0] = torch.linspace(-1, 1, BLOCK + 300)
+    scores[1, 1, ::2] = -0.0
+    best, ids = top_k(scores.to(DEVICE), k)
+    expected = rank(scores, k)
+    assert torch.equal(ids.cpu(), expected.ids)
+    torch.testing.assert_close(best.cpu(), expected.scores, rtol=0, atol=0, equal_nan=True)

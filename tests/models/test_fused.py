@@ -12,7 +12,7 @@ import torch
 
 from eyas.models import fused
 from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from tests.models.families import FAMILIES, config_of, write_model
@@ -89,6 +89,22 @@ def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
     signed = fused.ResidualStream().signed(cos, sin)
     torch.testing.assert_close(found, fused.rotate_and_store(qkv, heads, signed, *caches[1], slots), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    sizes, generator = LayerSizes(32, 48, 4, 2, 8, 1e-5), torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in layer_shapes(sizes, 64).items()}
+    layer, inputs = DraftLayer(sizes, weights), torch.randn(3, 64, generator=generator)
+    residual, rotary = torch.randn(3, 32, generator=generator), torch.randn(3, 2, 8, generator=generator)
+    results = []
+    for kernels in (None, layer_kernels):
+        monkeypatch.setattr("eyas.models.heads.layers._kernels", lambda x, kernels=kernels: kernels)
+        with torch.inference_mode():
+            rows = layer.project(inputs, residual, rotary)
+            normed = rms_norm(residual, weights["post_attention_layernorm.weight"], 1e-5)
+            results.append([rows.query, rows.key, rows.value, normed, layer.finish(rows.query, residual)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

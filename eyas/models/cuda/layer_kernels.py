@@ -25,25 +25,43 @@ def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm |
     state, normed = torch.empty_like(delta), torch.empty_like(delta)
     inner = delta_norm or norm
     block = triton.next_power_of_2(width)
-    _add_norm[(hidden.numel() // width,)](
-        *(hidden, delta, state, normed, norm.weight, inner.weight, norm.eps, inner.eps),
-        WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
-    )  # fmt: skip
+    with torch.cuda.device_of(hidden):
+        _add_norm[(hidden.numel() // width,)](
+            *(hidden, delta, state, normed, norm.weight, inner.weight, norm.eps, inner.eps),
+            WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
     return state, normed
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
+    width, normed = x.shape[-1], torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(x):
+        _norm[(x.numel() // width,)](
+            *(x, normed, weight, eps), WIDTH=width, ADDS_ONE=False, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
+    return normed
+
+
 def rotate_and_store(
-    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None
 ) -> Tensor:
-    """Rotate and write to the cache as `fused.rotate_and_store`: one launch. rotary: plain cos and sin [1, R, D]."""
+    """Rotate and write to the cache as `fused.rotate_and_store`: one launch. rotary: plain cos and sin [1, R, D].
+
+    slots: without them row r writes to slot r.
+    """
     (rows, _, width), (cos, sin), norms = qkv.shape, rotary, heads.norms
     query = torch.empty((rows, heads.num_heads, width), dtype=qkv.dtype, device=qkv.device)
-    _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
-        *(qkv, query, keys, values, slots, cos, sin, norms.weight if norms else qkv, norms.eps if norms else 0.0),
-        NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, WIDTH=width, HAS_NORM=norms is not None,
-        ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):
+        _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
+            *(qkv, query, keys, values, qkv if slots is None else slots, cos, sin, norms.weight if norms else qkv),
+            norms.eps if norms else 0.0,
+            NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, WIDTH=width, ROTARY_STRIDE=cos.stride(-2),
+            HAS_SLOTS=slots is not None, HAS_NORM=norms is not None,
+            ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
     return query
 
 
@@ -51,9 +69,10 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     """Activated gates times the values beside them, as `fused.gate`: one launch."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    _gate[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
-        gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
-    )
+    with torch.cuda.device_of(gate_up):
+        _gate[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
+            gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
+        )
     return out
 
 
@@ -73,6 +92,14 @@ def _add_norm(
 
 
 @triton.jit
+def _norm(x, normed, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
+    d = tl.arange(0, BLOCK)
+    at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
+    row, weights = tl.load(x + at, mask=kept, other=0.0), tl.load(weight + d, mask=kept, other=0.0)
+    tl.store(normed + at, _normed(row, weights, eps, WIDTH, ADDS_ONE), mask=kept)
+
+
+@triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
     """One row divided by its root mean square, times its weight."""
     y = x.to(tl.float32)
@@ -85,14 +112,14 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
 @triton.jit
 def _rotate_and_store(
     qkv, query, keys, values, slots, cos, sin, norms, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, WIDTH: tl.constexpr, ROTARY_STRIDE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one row."""
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     kept, left = d < WIDTH, d < WIDTH // 2
     source = qkv + (row * (NUM_HEADS + 2 * NUM_KV) + head) * WIDTH
-    slot = tl.load(slots + row).to(tl.int64) * NUM_KV
+    slot = (tl.load(slots + row).to(tl.int64) if HAS_SLOTS else row) * NUM_KV
     x = tl.load(source + d, mask=kept, other=0.0)
     if head >= NUM_HEADS + NUM_KV:
         tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, x, mask=kept)
@@ -103,8 +130,8 @@ def _rotate_and_store(
             root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
             x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
             y = _scaled(y, root, tl.load(norms + head * WIDTH + partner, mask=kept, other=0.0), ADDS_ONE)
-        c = tl.load(cos + row * WIDTH + d, mask=kept, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * WIDTH + d, mask=kept, other=0.0).to(tl.float32)
+        c = tl.load(cos + row * ROTARY_STRIDE + d, mask=kept, other=0.0).to(tl.float32)
+        s = tl.load(sin + row * ROTARY_STRIDE + d, mask=kept, other=0.0).to(tl.float32)
         turned = x.to(tl.float32) * c + tl.where(left, -y.to(tl.float32), y.to(tl.float32)) * s
         if head < NUM_HEADS:
             tl.store(query + (row * NUM_HEADS + head) * WIDTH + d, turned.to(x.dtype), mask=kept)

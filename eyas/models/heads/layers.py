@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import get_setting
+from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.
 FINAL_NORM_OUTPUT = -1
@@ -136,19 +138,40 @@ class DraftLayer(nn.Module):
         """inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions."""
         heads, kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
         qkv = self.qkv(inputs).view(-1, heads + 2 * kv_heads, self.sizes.head_dim)
+        if kernels := _kernels(qkv):
+            layout = HeadLayout(heads, kv_heads, self.sizes.head_dim, norms=None)
+            key, value = qkv.new_empty((2, len(qkv), kv_heads, self.sizes.head_dim))
+            cos, sin = rotary.unbind(1)
+            return Projected(kernels.rotate_and_store(qkv, layout, (cos, sin), key, value, None), key, value, residual)
         rotated = rotate(qkv[:, : heads + kv_heads], rotary)
         return Projected(rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], residual)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
-        state = residual + self.out(attended.flatten(1))
+        out = self.out(attended.flatten(1))
+        if kernels := _kernels(out):
+            norm = RMSNorm(self.post_norm, self.sizes.rms_norm_eps, adds_one=False)
+            state, normed = kernels.add_norm(residual.contiguous(), out, norm, None)
+            return state + self.down(kernels.gate(self.gate_up(normed), "silu"))  # type: ignore[no-any-return]
+        state = residual + out
         gate, up = self.gate_up(rms_norm(state, self.post_norm, self.sizes.rms_norm_eps)).chunk(2, -1)
         return state + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in float32."""
+    if weight.dim() == 1 and (kernels := _kernels(x)):
+        return kernels.rms_norm(x.contiguous(), weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+def _kernels(x: Tensor) -> Any:
+    """The module of kernels for rows on a GPU with Triton; None on the CPU, and in training, which needs gradients."""
+    if x.device.type == "cpu" or not torch.is_inference_mode_enabled() or find_spec("triton") is None:
+        return None
+    from eyas.models.cuda import layer_kernels
+
+    return layer_kernels
 
 
 def rotary_table(config: Any, length: int) -> Tensor:
