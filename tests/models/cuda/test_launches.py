@@ -109,7 +109,7 @@ def draft_round(sessions: int, kind: ScorerKind) -> Launches:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), [("plain", 592), ("noised", 659)])
+@pytest.mark.parametrize(("kind", "most"), [("plain", 366), ("noised", 433)])
 def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
     found = draft_round(1, kind)
     assert found.num <= most, found.by_name
@@ -117,12 +117,12 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 22.3e9, found.bytes_by_name
+    assert found.other_bytes <= 12.1e9, found.bytes_by_name
 
 
 @pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [
     (1024, NoiseKey(0, 1.0), 3, 1.1),
-    (1024, NoiseKey(0, 1.0, top_k=50, top_p=0.9), 110, 65.2),
+    (1024, NoiseKey(0, 1.0, top_k=50, top_p=0.9), 98, 65.2),
     (1024, NoiseKey(0), 3, 1.1),
 ])  # fmt: skip
 def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: int, times_logits: float) -> None:
