@@ -9,9 +9,9 @@ a tree as oneDNN over packed weights; on Intel's it is the faster one, with tran
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in the layout of `_packed` only."""
 
     packed: Tensor
+    product: Callable[[Tensor], Tensor]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -85,7 +86,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        return _product(rows, self.packed, self.bias)
+        return self.product(rows)
 
 
 @dataclass(eq=False)
@@ -93,6 +94,7 @@ class MergedLinear:
     """Sibling layers computed in one product. packed: their weights, one below the other. sizes: N of each.
 
     rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
+    product: rows [..., K] times all weights: [..., sum of N].
     """
 
     packed: Tensor
@@ -100,10 +102,10 @@ class MergedLinear:
     sizes: list[int]
     rows: Tensor | None = None
     parts: Sequence[Tensor] = ()
+    product: Callable[[Tensor], Tensor] = field(init=False)
 
-    def product(self, rows: Tensor) -> Tensor:
-        """rows [..., K] times all weights: [..., sum of N]."""
-        return _product(rows, self.packed, self.bias)
+    def __post_init__(self) -> None:
+        self.product = _product(self.packed, self.bias)
 
 
 class MergedLinearPart(nn.Linear):
@@ -152,6 +154,7 @@ def _pack(module: Any) -> None:
     module.register_buffer("packed", _packed(module.weight.detach()), persistent=False)
     del module.weight
     module.__class__ = PackedLinear
+    module.product = _product(module.packed, module.bias)
 
 
 @cache
@@ -159,11 +162,12 @@ def _is_intel() -> bool:
     return PROCESSORS.exists() and "GenuineIntel" in PROCESSORS.read_text()
 
 
-def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """rows [..., K] times the output of `_packed`, plus bias [N]: [..., N]."""
+def _product(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """What multiplies rows [..., K] by the output of `_packed` and adds a bias [N]: [..., N]."""
     if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-    return F.linear(rows, packed, bias)
+        product = torch.ops.mkldnn._linear_pointwise
+        return partial(product, W=packed, B=bias, attr="none", scalars=[], algorithm="")
+    return partial(F.linear, weight=packed, bias=bias)
 
 
 def _packed(weight: Tensor) -> Tensor:

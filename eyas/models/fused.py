@@ -14,7 +14,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What tells the decoder layers apart that can be fused.
+    """What differs between the decoder layers that can be fused.
 
     adds_one: norms multiply by 1 + weight. has_output_norms: attention and MLP end with a norm. has_softcap: attention
     limits its scores. window_in_config: the sliding window is that of the config, for all layers.
@@ -137,12 +137,6 @@ class ResidualStream:
     normed: Tensor | None = None
     rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
-    def take(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """The norm of the hidden states [1, R, C]; computed if the layer before has not."""
-        normed = self.normed if hidden is self.hidden else None
-        self.hidden = self.normed = None
-        return norm(hidden) if normed is None else normed
-
     def signed(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
         found = self.rotary.get(id(cos))
@@ -192,9 +186,10 @@ class FusedLayer:
         """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
         stream, keys, values = self._stream, kv_cache.keys[self._index], kv_cache.values[self._index]
         if self._index == 0:
+            stream.hidden = stream.normed = None
             stream.rotary.clear()
-        kernels = _kernels(packed, hidden_states)
-        normed = stream.take(hidden_states, self.input_norm)
+        kernels = None if packed.metadata is None or hidden_states.device.type == "cpu" else _layer_kernels()
+        normed = stream.normed if hidden_states is stream.hidden else self.input_norm(hidden_states)
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), keys, values, packed.slots)
@@ -209,10 +204,7 @@ class FusedLayer:
         return stream.hidden
 
 
-def _kernels(packed: PackedInputs, hidden: Tensor) -> Any:
-    """The module of kernels that serves a pass, or None for plain operations."""
-    if packed.metadata is None or hidden.device.type == "cpu":
-        return None
+def _layer_kernels() -> Any:
     from eyas.models.cuda import layer_kernels
 
     return layer_kernels
@@ -241,7 +233,7 @@ def fuse_layers(model: Any) -> bool:
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
-    decoder.norm.forward = lambda hidden: stream.take(hidden, final)
+    decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 
 
@@ -278,7 +270,7 @@ def _merged(parts: Sequence[Any]) -> Product:
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     for part, rows in zip(parts, weight.split([len(part.weight) for part in parts]), strict=True):
         part.weight = nn.Parameter(rows, requires_grad=False)
-    return lambda rows: F.linear(rows, weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 def _num_outputs(part: Any) -> int:

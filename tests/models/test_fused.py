@@ -60,8 +60,13 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
     layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
     kind, settings = FAMILIES[name]
     target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
-    monkeypatch.setattr(fused, "_kernels", lambda packed, hidden: layer_kernels)
+    for name in ("add_norm", "gate"):
+        monkeypatch.setattr(fused, name, getattr(layer_kernels, name))
+    plain_rotary = []
+    monkeypatch.setattr(fused.ResidualStream, "signed", lambda stream, cos, sin: (plain_rotary.append(cos), (cos, sin))[1])
+    monkeypatch.setattr(fused, "rotate_and_store", layer_kernels.rotate_and_store)
     assert_equal_to_unfused(target)
+    assert plain_rotary
 
 
 @pytest.mark.parametrize("adds_one", [False, True])
