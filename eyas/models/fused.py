@@ -167,9 +167,10 @@ class FusedLayer:
         window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
         softcap = attention.attn_logit_softcapping if kind.has_softcap else None
         self._attention = attention.scaling, window, softcap
-        names = ("post_attention_layernorm", "post_feedforward_layernorm") if kind.has_output_norms else ()
-        self._out_norm, self._down_norm = [RMSNorm.of(getattr(layer, name), kind.adds_one) for name in names] or [None, None]
-        before_mlp = layer.pre_feedforward_layernorm if kind.has_output_norms else layer.post_attention_layernorm
+        has_norms = kind.has_output_norms
+        self._out_norm = RMSNorm.of(layer.post_attention_layernorm, kind.adds_one) if has_norms else None
+        self._down_norm = RMSNorm.of(layer.post_feedforward_layernorm, kind.adds_one) if has_norms else None
+        before_mlp = layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm
         self._mlp_norm = RMSNorm.of(before_mlp, kind.adds_one)
         self.input_norm = RMSNorm.of(layer.input_layernorm, kind.adds_one)
         self.next_norm = self.input_norm  # of the next layer, or the norm behind the last one
@@ -189,7 +190,8 @@ class FusedLayer:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
         kernels = None if packed.metadata is None or hidden_states.device.type == "cpu" else _layer_kernels()
-        normed = stream.normed if hidden_states is stream.hidden else self.input_norm(hidden_states)
+        normed = stream.normed if hidden_states is stream.hidden else None
+        normed = self.input_norm(hidden_states) if normed is None else normed
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), keys, values, packed.slots)
@@ -245,7 +247,8 @@ def unfuse_layers(model: Any) -> None:
 
 
 def _can_fuse(layer: Any) -> bool:
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
     if type(layer).__name__ not in KINDS or type(getattr(mlp, "act_fn", None)).__name__ not in ACTIVATIONS:
         return False
     siblings: list[list[Any]] = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
@@ -268,7 +271,7 @@ def _merged(parts: Sequence[Any]) -> Product:
         return parts[0].merged.product
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    for part, rows in zip(parts, weight.split([len(part.weight) for part in parts]), strict=True):
+    for part, rows in zip(parts, torch.split(weight, [len(part.weight) for part in parts]), strict=True):
         part.weight = nn.Parameter(rows, requires_grad=False)
     return partial(F.linear, weight=weight, bias=bias)
 
