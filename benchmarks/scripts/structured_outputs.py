@@ -292,7 +292,7 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 def main(
     num_prompts: Annotated[int, typer.Option(help="How many of the demo prompts.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Equal runs, the quickest of which counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Equal runs; the quickest counts.")] = 3,
     method: Annotated[list[str] | None, typer.Option(help="Methods; all by default.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:

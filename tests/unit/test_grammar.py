@@ -245,10 +245,10 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_anew() -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="too many states"):
             follow(full)
-    anew = compiler.compile(structured)
-    assert anew is not full
-    assert anew.matcher().mask().any()
-    assert compiler.compile(structured) is anew
+    again = compiler.compile(structured)
+    assert again is not full
+    assert again.matcher().mask().any()
+    assert compiler.compile(structured) is again
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
