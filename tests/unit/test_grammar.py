@@ -99,7 +99,7 @@ REFUSED: list[tuple[StructuredOutputs, str]] = [
     (tag({"type": "xml"}), "its type must be one of const_string"),
     (tag({"type": "const_string"}), "has no value"),
     (tag({"type": "any_text", "max_tokens": 5}), "'max_tokens' of a format of the type 'any_text' is not supported"),
-    (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "style 'qwen_xml'"),
+    (tag({"type": "json_schema", "json_schema": {}, "style": "minimax_xml"}), "style 'minimax_xml'"),
     (tag({"type": "sequence", "elements": [TEXT, TEXT]}), "followed by a const_string"),
     (tag(TRIGGERED | {"triggers": ["x"]}), "0 triggers begin the tag"),
     (tag({"type": "token", "token": "<|none|>"}), "not in the model's vocabulary"),
