@@ -193,7 +193,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     [
         ("", "", ["verifier", "router"], "none"),
         ("", "lookahead", ["draft", "verifier", "router"], "lookahead"),
-        ("head", "", ["draft", "verifier", "router"], "eagle3"),
+        ("head", "", ["draft", "verifier", "router"], ""),
         ("head", "medusa", ["draft", "verifier", "router"], "medusa"),
     ],
 )
