@@ -50,7 +50,7 @@ class Launch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors but the KV cache, of which a launch reads a part that no shape shows."""
+        """Bytes of all tensors but the KV cache, read in part by a launch, in a size that no shape shows."""
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         return sum(t.nbytes for name, t in tensors.items() if name not in ("keys", "values", "words"))
 

@@ -179,14 +179,15 @@ def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
         return scorer
     cells = [(row, b.token, b.num_levels, b.bias) for row in rows for b in contexts[row].logit_biases]
     sessions, tokens, levels, biases = (np.array(column) for column in zip(*cells, strict=True))
-    vocab_size = max(int(draft_ids.max()), int(tokens.max())) + 1
+    num_columns = int(tokens.max()) + 2  # the last is of all tokens beyond, which have no bias
+    columns = draft_ids.clamp(max=num_columns - 1)
 
     def scores(logits: Tensor, level: int) -> Tensor:
         applies = levels > level
-        added = torch.zeros(len(contexts), vocab_size, device=logits.device)
+        added = torch.zeros(len(contexts), num_columns, device=logits.device)
         where = upload(sessions[applies], logits.device), upload(tokens[applies], logits.device)
         added.index_put_(where, upload(biases[applies], logits.device).float(), accumulate=True)
-        return scorer(logits + added[:, None, draft_ids], level)
+        return scorer(logits + added[:, None, columns], level)
 
     return scores
 

@@ -67,7 +67,7 @@ def address_of(peer: str) -> str:
 def close_surplus_connections(port: int, most: int) -> int:
     """Shut down what each address has of connections to a port of this process beyond `most`; returns their number.
 
-    gRPC has no such limit, and tells nothing of a connection without a call. So this finds them among the file descriptors.
+    gRPC has no such limit, and shows no connection without a call. So this finds them among the file descriptors.
     The highest of them go, which are the latest ones if none were closed between.
     """
     try:

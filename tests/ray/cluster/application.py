@@ -45,7 +45,7 @@ ENVIRONMENT = {
 START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
-# No request of so many tokens ends by itself while a test waits.
+# A request of this many tokens cannot end by itself while a test waits.
 MAX_MODEL_LEN = 65536
 
 WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
@@ -178,7 +178,7 @@ def write_model(folder: Path) -> Path:
 def settings(model: Path, registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The example with this model, two requests a verifier, quick pools, this registry and free ports.
 
-    Drafts may take long, because other tests compute meanwhile: with a short timeout every step would wait in vain.
+    Drafts may take long, because other tests compute meanwhile: with a short timeout every step would wait for nothing.
     """
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"], config["grpc_options"]["port"] = free_port(), free_port()
