@@ -25,6 +25,9 @@ def last_words(log: Path, service: str, *settings: str) -> str:
     return line
 
 
+AS_EAGLE = {"draft": ["method=eagle3"]}
+
+
 @pytest.mark.parametrize("service", ["router", "draft", "verifier"])
 def test_a_port_in_use(service: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -39,7 +42,7 @@ def test_a_port_in_use(service: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("service", ["draft", "verifier"])
 def test_a_head_made_for_another_target(service: str, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", vocab_size=4096, draft_vocab=64, hidden=32)
-    assert "hidden" in last_words(tmp_path / "log", service, f"draft_model={head}")
+    assert "hidden" in last_words(tmp_path / "log", service, f"draft_model={head}", *AS_EAGLE.get(service, ()))
 
 
 @pytest.mark.parametrize(("service", "tensor"), [("draft", "midlayer.mlp.up_proj.weight"), ("verifier", "fc.weight")])
@@ -49,7 +52,7 @@ def test_a_head_with_a_missing_tensor(service: str, tensor: str, tmp_path: Path)
         {name: value for name, value in load_file(head / "model.safetensors").items() if name != tensor},
         head / "model.safetensors",
     )
-    assert tensor in last_words(tmp_path / "log", service, f"draft_model={head}")
+    assert tensor in last_words(tmp_path / "log", service, f"draft_model={head}", *AS_EAGLE.get(service, ()))
 
 
 def test_a_target_with_a_missing_tensor(tmp_path: Path) -> None:

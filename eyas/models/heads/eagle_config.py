@@ -150,11 +150,11 @@ def find_eagle_kind(folder: Path) -> Kind | None:
     Raises CheckpointError for a folder without weights.
     """
     names = {canonical_name(name, "eagle3") for name in weight_map(folder)}
-    if not {"fc.weight", "midlayer.self_attn.q_proj.weight"} <= names:
-        return None
     if "mask_hidden" in names:
         return "peagle"
-    return "eagle3" if "midlayer.hidden_norm.weight" in names else "eagle"
+    if "midlayer.hidden_norm.weight" in names:
+        return "eagle3"
+    return "eagle" if {"fc.weight", "midlayer.self_attn.q_proj.weight"} <= names else None
 
 
 def trained_depth(raw: Settings) -> int:

@@ -174,7 +174,7 @@ def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_hea
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",
         "eagle3+prompt_lookup+rest": "two different methods",
-        "eagle3+sps": "combine either with one that needs none: prompt_lookup, rest, lookahead",
+        "eagle3+sps": "combine either with one that needs none: prompt_lookup, suffix, rest, lookahead",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             build(name)

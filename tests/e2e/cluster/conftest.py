@@ -1,12 +1,15 @@
 """The clusters that the tests of this folder share; they run in one process, see tests/conftest.py."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from eyas import SamplingParams
 from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
+from tests.e2e.client import generate
 from tests.forks import forked_services
 from tests.tiny import write_head
 
@@ -32,4 +35,6 @@ def started(*settings: str) -> Iterator[Cluster]:
     with forked_services(), running_demo(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)
+        while not generate(running["router"].address, (5, 6, 7), SamplingParams(max_tokens=8)).stats.num_drafted:
+            time.sleep(0.1)  # the verifier may not have found its draft service yet
         yield running

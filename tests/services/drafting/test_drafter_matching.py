@@ -65,8 +65,8 @@ class Zoo:
     @property
     def models(self) -> tuple[DraftedModel, ...]:
         return (
-            DraftedModel("one", self.one, self.one_head, tree=TREE, drafting=EAGLE),
-            DraftedModel("other", self.other, self.other_head, tree=TREE, drafting=EAGLE),
+            DraftedModel("one", self.one, self.one_head, "eagle3", tree=TREE, drafting=EAGLE),
+            DraftedModel("other", self.other, self.other_head, "eagle3", tree=TREE, drafting=EAGLE),
             DraftedModel("other", self.other, self.other, "sps", tree=TREE, drafting=EAGLE),
         )
 
