@@ -184,7 +184,7 @@ def test_the_cluster_tab_shows_the_workers(opened: Page) -> None:
     opened.run("document.querySelector('#tab-cluster').click()")
     opened.until("document.querySelectorAll('#workers article').length === 2")
     text = opened.text("#workers")
-    assert all(word in text for word in ("eagle3+prompt_lookup", "● closed", "● healthy", "prompt tokens", "waiting"))
+    assert all(word in text for word in ("dspark+prompt_lookup", "● closed", "● healthy", "prompt tokens", "waiting"))
     assert "127.0.0.1" not in text
 
 

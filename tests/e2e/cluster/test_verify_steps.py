@@ -16,7 +16,7 @@ from eyas.v1.generation_pb2_grpc import GenerationStub
 
 PROMPT = "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": 48, "temperature": 0.8, "seed": 11, "ignore_eos": True}
-PARTS = {"eagle3", "prompt_lookup", "eagle3+prompt_lookup"}
+PARTS = {"dspark", "prompt_lookup", "dspark+prompt_lookup"}
 
 
 def complete(cluster: Cluster, **changes: object) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_times_are_measured_and_add_up(demo_cluster: Cluster) -> None:
         assert 0 < step["verify_ms"] < 60_000
         assert step["rows"] >= len(step["nodes"])
         if len(step["nodes"]) > 1:
-            assert step["method"] == "eagle3+prompt_lookup"
+            assert step["method"] == "dspark+prompt_lookup"
             assert step["draft_ms"] > 0
             assert min(step["wire_ms"], step["wait_ms"]) >= 0
 
