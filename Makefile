@@ -55,8 +55,8 @@ bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated r
 
 methods: $(READY) ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
-		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full --method dspark=models/demo/dspark \
-		--method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
+		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
+		--method dspark=models/demo/dspark --method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)
 
 count: $(READY) ## files, lines, function lengths and class names of the code, and the calls from LLM.generate to attention
