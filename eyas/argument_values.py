@@ -67,7 +67,7 @@ def python_arguments(text: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             return None
         values = {word.arg: _python_value(word.value) for word in call.keywords if word.arg is not None}
-        return json.dumps(values, ensure_ascii=False) if len(values) == len(call.keywords) else None
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) if len(values) == len(call.keywords) else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
@@ -85,5 +85,5 @@ def _python_value(node: ast.expr) -> object:
                 raise ValueError("a key is no text")
             return dict(zip(names, map(_python_value, values), strict=True))
     value: object = ast.literal_eval(node)
-    json.dumps(value)
+    json.dumps(value, allow_nan=False)
     return value

@@ -78,10 +78,17 @@ class Matcher:
             self._check()
         return num_tokens
 
-    def rollback(self, num_tokens: int) -> None:
-        """Go back by tokens that were consumed."""
-        if num_tokens and not self._matcher.rollback(num_tokens):
-            self._check()
+    def fork(self) -> Matcher:
+        """A matcher at the same place, which goes its own way.
+
+        Going back instead, with llguidance 1.9, may leave the mask of a path that was followed before.
+        """
+        return Matcher(self._matcher.deep_copy(), self._not_eos, self._on_error)
+
+    def behind(self, token: int) -> Matcher | None:
+        """A matcher behind one more token, None if it may not follow. Raises as `consume`."""
+        found = self.fork()
+        return found if found.consume([token]) else None
 
     def mask(self) -> TokenBits:
         """The tokens that may follow, end-of-sequence tokens excluded. Raises InvalidRequest if that takes too much work."""

@@ -197,7 +197,7 @@ class SuffixConfig:
 
     def __post_init__(self) -> None:
         at_least(1, min_ngram=self.min_ngram, max_matches=self.max_matches, max_cached_tokens=self.max_cached_tokens)
-        at_least(4, max_output_tokens=self.max_output_tokens)
+        at_least(1024, max_output_tokens=self.max_output_tokens)
         at_least(self.min_ngram, max_ngram=self.max_ngram)
 
 

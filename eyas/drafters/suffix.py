@@ -30,6 +30,9 @@ SCANNED_PLACES = 4
 # Stands between two texts.
 SEPARATOR = -1
 
+# What an empty index counts as: a client may open one for each request, by its cache_salt.
+EMPTY_INDEX_TOKENS = 64
+
 
 class TextIndex:
     """Texts, one after the other, and the places behind each n-gram in them."""
@@ -79,7 +82,7 @@ class TenantOutputs:
     def __init__(self, ngram: int, max_tokens: int) -> None:
         self._ngram, self._max_tokens = ngram, max_tokens
         self._indices: OrderedDict[str, list[TextIndex]] = OrderedDict()
-        self.num_tokens = 0  # of all tenants, ends of texts included
+        self.num_tokens = 0  # of all tenants, with ends of texts and what an index takes besides
 
     def of(self, tenant: str) -> list[TextIndex]:
         """The tenant's indices, the newest first."""
@@ -89,18 +92,21 @@ class TenantOutputs:
         return indices[::-1]
 
     def add(self, tenant: str, output: Sequence[int]) -> None:
-        """Keep an output; the end of it where it is too long."""
+        """Keep an output; the end of it where it is too long. One too short for any match is left out."""
+        if len(output) <= self._ngram:
+            return
         output = output[-(self._max_tokens // 2 - 1) :]
         indices = self._indices.setdefault(tenant, [])
         self._indices.move_to_end(tenant)
         if not indices or len(indices[-1].tokens) + len(output) >= self._max_tokens // 2:
             indices.append(TextIndex(self._ngram))
+            self.num_tokens += EMPTY_INDEX_TOKENS
         indices[-1].extend(output)
         indices[-1].end_text()
         self.num_tokens += len(output) + 1
         while self.num_tokens > self._max_tokens:
             oldest = next(iter(self._indices))
-            self.num_tokens -= len(self._indices[oldest].pop(0).tokens)
+            self.num_tokens -= EMPTY_INDEX_TOKENS + len(self._indices[oldest].pop(0).tokens)
             if not self._indices[oldest]:
                 del self._indices[oldest]
 

@@ -189,7 +189,7 @@ class FollowedOutput:
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
         """What may follow the committed tokens."""
         self.follow(tokens)
-        self.committed, self.root = tokens, self.root or self._mask()
+        self.committed, self.root = tokens, self.root or self._mask(self.matcher)
         return self.root
 
     def masks(self, tokens: Seq[int], tree: DraftTree) -> TreeMasks:
@@ -201,7 +201,7 @@ class FollowedOutput:
         masks[0] = self.root_mask(tokens)
         self.late_at, unvisited = time.thread_time() + TREE_SECONDS, set[int]()
         try:
-            self._visit(tree, 0, (), masks, unvisited)
+            self._visit(tree, 0, (), self.matcher, masks, unvisited)
         except InvalidRequest:
             unvisited.update(node for node, mask in enumerate(masks) if mask is None)
             self._give_up_trees(tokens)
@@ -216,10 +216,9 @@ class FollowedOutput:
         if self.failed or not self.ends.isdisjoint(path):
             return None
         try:
-            num_tokens = self.matcher.consume(path)
-            if num_tokens == len(path):
-                self.known[path] = self._mask()
-            self.matcher.rollback(num_tokens)
+            matcher = self.matcher.fork()
+            if matcher.consume(path) == len(path):
+                self.known[path] = self._mask(matcher)
         except InvalidRequest:
             self._give_up_trees(self.committed)
         return self.known[path].bits if path in self.known else None
@@ -237,7 +236,7 @@ class FollowedOutput:
             if tree.sampled is not None:
                 return self._pruned_sample(tree, tree.sampled, max_nodes)
             edited = _EditedTree(tree, max_nodes, max_depth)
-            self._edit(edited, 0, 0, 0)
+            self._edit(edited, 0, 0, 0, self.matcher)
         except InvalidRequest:
             self._give_up_trees(tokens)
             return root_only
@@ -255,10 +254,10 @@ class FollowedOutput:
     def _is_late(self) -> bool:
         return time.thread_time() > self.late_at
 
-    def _mask(self) -> NodeMask:
-        """What may be drawn where the matcher is. Raises InvalidRequest if nothing may."""
+    def _mask(self, matcher: Matcher) -> NodeMask:
+        """What may be drawn where a matcher is. Raises InvalidRequest if nothing may."""
         started = time.thread_time()
-        bits, is_accepting = self.matcher.mask(), self.matcher.is_accepting
+        bits, is_accepting = matcher.mask(), matcher.is_accepting
         seconds = time.thread_time() - started
         self.seconds += _RATE * (seconds - self.seconds)
         if bits.any():
@@ -269,19 +268,23 @@ class FollowedOutput:
             )
         return NodeMask(self.last_bits, must_end=True)
 
-    def _visit(self, tree: DraftTree, node: int, path: Path, masks: list[NodeMask | None], unvisited: set[int]) -> None:
-        """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`."""
+    def _visit(
+        self, tree: DraftTree, node: int, path: Path, matcher: Matcher, masks: list[NodeMask | None], unvisited: set[int]
+    ) -> None:
+        """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`.
+
+        path, matcher: of the node.
+        """
         for child in tree.families.get(node, ()):
             token = tree.tokens[child]
             if self._is_late:
                 unvisited.add(child)
-            elif token not in self.ends and self.matcher.consume([token]):
+            elif token not in self.ends and (behind := matcher.behind(token)):
                 below = (*path, token)
-                masks[child] = self.known.get(below) or self._mask()
-                self._visit(tree, child, below, masks, unvisited)
-                self.matcher.rollback(1)
+                masks[child] = self.known.get(below) or self._mask(behind)
+                self._visit(tree, child, below, behind, masks, unvisited)
 
-    def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int) -> None:
+    def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int, matcher: Matcher) -> None:
         """Add the children of a node of the drafted tree that match, and the token that the grammar forces there.
 
         place: of the node in the edited tree. node: in the drafted tree, None if it is not there.
@@ -289,15 +292,14 @@ class FollowedOutput:
         if self._is_late:
             return
         children = edited.children(node)
-        if depth < edited.max_depth and edited.has_room and (forced := self.matcher.forced()):
+        if depth < edited.max_depth and edited.has_room and (forced := matcher.forced()):
             children[forced[0]] = children.get(forced[0])
         for token, child in children.items():
             if token in self.ends:
-                if self.matcher.is_accepting:
+                if matcher.is_accepting:
                     edited.add(token, place, child)
-            elif self.matcher.consume([token]):
-                self._edit(edited, edited.add(token, place, child), child, depth + 1)
-                self.matcher.rollback(1)
+            elif behind := matcher.behind(token):
+                self._edit(edited, edited.add(token, place, child), child, depth + 1, behind)
 
     def _pruned_sample(self, tree: DraftTree, sampled: SampledProposal, max_nodes: int) -> DraftTree:
         """A sampled tree without what stands below rejected nodes, and cut to its size.
@@ -305,7 +307,7 @@ class FollowedOutput:
         A node keeps all its children or none: to leave out some of them would change the distribution.
         """
         kept, open_ = [0], set[int]()
-        self._keep(tree, 0, max_nodes, kept, open_)
+        self._keep(tree, 0, self.matcher, max_nodes, kept, open_)
         if len(kept) == len(tree):
             return tree
         kept.sort()
@@ -313,7 +315,7 @@ class FollowedOutput:
         probs = {numbers[node]: value for node, value in sampled.draft_probs.items() if node in open_}
         return replace(tree.pruned(kept), sampled=replace(sampled, draft_probs=probs))
 
-    def _keep(self, tree: DraftTree, node: int, max_nodes: int, kept: list[int], open_: set[int]) -> None:
+    def _keep(self, tree: DraftTree, node: int, matcher: Matcher, max_nodes: int, kept: list[int], open_: set[int]) -> None:
         """Collect the children of nodes that match, and these nodes, as long as there is room and time."""
         children = tree.families.get(node, ())
         if len(kept) + len(children) > max_nodes or self._is_late:
@@ -322,9 +324,8 @@ class FollowedOutput:
         kept += children
         for child in children:
             token = tree.tokens[child]
-            if token not in self.ends and self.matcher.consume([token]):
-                self._keep(tree, child, max_nodes, kept, open_)
-                self.matcher.rollback(1)
+            if token not in self.ends and (behind := matcher.behind(token)):
+                self._keep(tree, child, behind, max_nodes, kept, open_)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -187,12 +188,17 @@ def load_target(
 def _fuse(target: TargetModel, expected: Tensor) -> None:
     """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
 
-    A new version of transformers may change a layer whose code we know.
+    A new version of transformers may change a layer whose code we know. On CUDA, too, the check pass takes the plain
+    operations between the products, not their kernels.
     """
     if not fuse_layers(target.model):
         return
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
-    if float((_check_attention(target) - expected).abs().max()) > tolerance * float(expected.abs().max()):
+    try:
+        error = float((_check_attention(target) - expected).abs().max())
+    except CheckpointError:
+        error = math.nan
+    if not error <= tolerance * float(expected.abs().max()):
         log.warning("%s: its layers run unfused, because fused ones compute something else", type(target.model).__name__)
         unfuse_layers(target.model)
 

@@ -10,7 +10,9 @@ import asyncio
 import inspect
 import logging
 import os
+import resource
 import socket
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -72,14 +74,15 @@ def close_surplus_connections(port: int, most: int) -> int:
     """
     try:
         descriptors = sorted(map(int, os.listdir("/dev/fd")))
-    except OSError:  # not here
+    except FileNotFoundError:  # not on this system
         return 0
     num_of, num_closed = Counter[str](), 0
     for descriptor in descriptors if len(descriptors) > most else ():
         try:
             with _duplicate(descriptor) as connection:
-                name = connection.getsockname()
-                if not isinstance(name, tuple) or name[1] != port:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                    continue
+                if connection.getsockname()[1] != port:
                     continue
                 address = address_of(connection.getpeername()[0])
                 num_of[address] += 1
@@ -89,6 +92,13 @@ def close_surplus_connections(port: int, most: int) -> int:
         except OSError:  # no socket, one that listens, or closed meanwhile
             continue
     return num_closed
+
+
+def allow_descriptors() -> int:
+    """Let this process open as many files as its hard limit allows; returns how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return sys.maxsize if most == resource.RLIM_INFINITY else most
 
 
 def _duplicate(descriptor: int) -> socket.socket:
@@ -213,10 +223,20 @@ class Admission:
 
     async def limit_connections(self, port: int) -> None:
         """Close what an address has of connections to a port beyond the limit, until cancelled."""
+        most = self.limits.max_connections_per_peer
+        if (allowed := allow_descriptors()) <= most:
+            log.warning(
+                "this process may open %d files, so limits.max_connections_per_peer %d is never reached; raise `ulimit -n`",
+                allowed, most,
+            )  # fmt: skip
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            most = self.limits.max_connections_per_peer
-            if num_closed := await asyncio.to_thread(close_surplus_connections, port, most):
+            try:
+                num_closed = await asyncio.to_thread(close_surplus_connections, port, most)
+            except OSError as error:
+                log.warning("cannot count the connections of each address: %s", error, extra={"rate_limited": True})
+                continue
+            if num_closed:
                 reason = (
                     "closed %d connections to port %d of addresses that have more than %d (limits.max_connections_per_peer)"
                 )

@@ -87,7 +87,9 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
     record = out.with_suffix(out.suffix + ".settings.json")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if not out.exists() or not record.exists():
+        if out.exists() and out.stat().st_size and not record.exists():
+            raise ConfigError(f"{out} is there without {record.name}, which says how it was begun; name another output")
+        if not record.exists():
             record.write_text(json.dumps(begun, indent=1) + "\n")
             return
         found = json.loads(record.read_text())

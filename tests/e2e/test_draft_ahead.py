@@ -12,12 +12,13 @@ from tests.e2e.cluster.test_network import GREEDY, SAMPLINGS, expected, prompts
 from tests.services.drafting.toy_drafting import eventually
 
 METHOD = "eagle3+prompt_lookup"
+EAGLE = ("draft.draft_model=models/demo/eagle3-full", "verifier.draft_model=models/demo/eagle3-full")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     yield from started(
-        f"draft.method={METHOD}", f"verifier.method={METHOD}", "draft.drafting.draft_ahead.top_k=8",
+        f"draft.method={METHOD}", f"verifier.method={METHOD}", *EAGLE, "draft.drafting.draft_ahead.top_k=8",
         "draft.tree.num_draft_tokens=12", "verifier.tree.num_draft_tokens=12",
     )  # fmt: skip
 

@@ -258,17 +258,40 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
             compiler.compile(StructuredOutputs(regex="a"))
 
 
-def test_a_matcher_goes_back_and_forth(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_forks_go_their_own_ways(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(StructuredOutputs(json=CALL))
     ids = tokenizer.tokenizer.encode('{"x": 12}', add_special_tokens=False).ids
-    matcher, masks = grammar.matcher(), []
+    matchers, masks = [grammar.matcher()], []
     for token in ids:
-        masks.append(matcher.mask())
+        masks.append(matchers[-1].mask())
         assert masks[-1][token >> 3] >> (token & 7) & 1
-        matcher.consume([token])
-    assert matcher.is_accepting
-    assert not matcher.mask().any(), "only the end may follow, which is no part of the grammar"
-    for token, mask in zip(reversed(ids), reversed(masks), strict=True):
-        matcher.rollback(1)
+        behind = matchers[-1].behind(token)
+        assert behind
+        matchers.append(behind)
+    assert matchers[-1].is_accepting
+    assert not matchers[-1].mask().any(), "only the end may follow, which is no part of the grammar"
+    for token, mask, matcher in zip(reversed(ids), reversed(masks), reversed(matchers[:-1]), strict=True):
         assert (matcher.mask() == mask).all(), token
+        assert matcher.behind(ids[0]) is None or token == ids[0]
     assert json.loads(tokenizer.decode(ids)) == {"x": 12}
+
+
+def test_forks_leave_the_masks_of_a_path_as_they_are(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Masks behind paths beside the one that is taken; going back over these paths made llguidance 1.9 mix them up."""
+    item = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"x": {"type": "array", "items": item}}, "required": ["x"]}
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    encode = tokenizer.tokenizer.encode
+    begin = encode('{"x": [{"a": 1', add_special_tokens=False).ids
+    matcher = grammar.matcher()
+    assert matcher.consume(begin) == len(begin)
+    beside = [encode(text, add_special_tokens=False).ids for text in (",", ", ", "}", "} ", ",\n", "2", "2 ", ', "')]
+    for path in beside:
+        fork = matcher.fork()
+        if fork.consume(path) == len(path):
+            fork.mask()
+    for path in beside:
+        fork, fresh = matcher.fork(), grammar.matcher()
+        fresh.consume(begin)
+        assert fork.consume(path) == fresh.consume(path)
+        assert (fork.mask() == fresh.mask()).all(), path

@@ -102,6 +102,7 @@ class GraphBackend:
     def release(self) -> None:
         """Free the graphs; no pass may follow. NCCL cannot end a group while a graph holds one of its sums."""
         self._replays.clear()
+        self._output = None
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
         target = self._launched.target

@@ -1,7 +1,7 @@
 """What a fused layer does between its products, as Triton kernels: the functions of `eyas.models.fused` for CUDA.
 
-Sums are float32, and results are rounded where transformers rounds. Launches depend on shapes only, so a graph can capture
-them. Legend as in eyas.models.fused; N is the number of rows that a norm sees.
+Sums are float32. Norms and gates are rounded where transformers rounds, rotary embedding once. Launches depend on
+shapes only, so a graph can capture them. Legend as in eyas.models.fused; N is the number of rows that a norm sees.
 """
 
 from __future__ import annotations

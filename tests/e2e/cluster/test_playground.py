@@ -68,7 +68,7 @@ def test_a_run_shows_what_the_api_returns(opened: Page, demo_cluster: Cluster) -
     assert opened.text("#same-note") == "48 of 48 tokens"
     assert number(opened, "#tau") > 1.5
     assert number(opened, "#speed-speculative") > 0 < number(opened, "#speed-plain")
-    assert {"eagle3", "the target's own"} <= set(
+    assert {"dspark", "the target's own"} <= set(
         opened.run("[...document.querySelectorAll('#legend .token')].map((o) => o.textContent)")
     )
     assert opened.run("document.querySelectorAll('#timeline .bar-plain').length") == 47
