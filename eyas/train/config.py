@@ -185,7 +185,7 @@ class EvalConfig:
     Attributes:
         every: steps between two evaluations; 0 evaluates at the end only.
         num_prompts, prompt_tokens, max_tokens: held-out documents, tokens taken of each, tokens generated.
-        num_draft_tokens, num_steps, top_k: of the trees. num_steps 0 takes all depths of a block head, else 5.
+        num_draft_tokens, num_steps, top_k: of the trees. num_steps 0 takes all depths of a one-pass head, else 5.
     """
 
     every: int = 0

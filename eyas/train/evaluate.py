@@ -12,18 +12,15 @@ from typing import Any
 import torch
 
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats, Request, SamplingParams
-from eyas.train.config import BLOCK_METHODS, EvalConfig
+from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, Windows, read_prepared
 
 Prompt = tuple[int, ...]
-
-# No block head drafts more depths at once; a drafter takes those that its head has.
-MAX_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,7 @@ class Evaluator:
     def measure(self, head: Path) -> Evaluation:
         """Decode all prompts at all temperatures with trees of the head. Raises CheckpointError for a broken head."""
         c = self._config
-        num_steps = c.num_steps or (MAX_BLOCK if self._method in BLOCK_METHODS else 5)
-        tree = TreeConfig(c.num_draft_tokens, num_steps, c.top_k)
+        tree = resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k), self._method, str(head))
         tau, depths = {}, {}
         rng = torch.random.get_rng_state()
         for temperature in c.temperatures:
