@@ -8,14 +8,13 @@ the process at once.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -26,6 +25,7 @@ import typer
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError, EyasError
+from eyas.heap import share_heaps, trim_heaps
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role
@@ -39,8 +39,6 @@ from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
-# Parameter of mallopt, from malloc.h.
-_M_ARENA_MAX = -8
 # Seconds between two returns of freed memory to the system.
 TRIM_INTERVAL_S = 30.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -234,18 +232,6 @@ class ProcessRunner:
 
 
 ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
-
-
-def share_heaps() -> None:
-    """Let all threads share two heaps, so that what one frees serves the others. glibc alone has more: eight a core."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
-def trim_heaps() -> None:
-    """Return freed memory to the system. glibc alone returns only what lies at the end of a heap, or was mapped alone."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:

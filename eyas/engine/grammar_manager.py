@@ -143,9 +143,10 @@ class FollowedOutput:
 
     grammar: of the request. num_before: tokens before the first of the output. ends: tokens that end the output, which the
     grammar never sees. end_bits: those that may follow where the output may end, last_bits where it must. matcher: behind
-    the first `num_tokens` tokens of the sequence, which are `committed`. root: the mask behind the last token, once it is
+    the first `num_tokens` tokens of the sequence. root: the mask behind the last token, once it is
     computed. known: masks behind paths below it. seconds: mean time of a mask. failed: why nothing more can be computed,
-    else empty. late_at: when the thread's work on a tree is late. has_trees: whether drafted tokens are followed.
+    else empty. late_at: when the thread's work on a tree is late. has_trees: whether drafted tokens are followed, which
+    ends once they take too much work.
     """
 
     grammar: Grammar
@@ -155,7 +156,6 @@ class FollowedOutput:
     last_bits: TokenBits
     matcher: Matcher = field(init=False)
     num_tokens: int = field(init=False)
-    committed: Seq[int] = ()
     root: NodeMask | None = None
     known: dict[Path, NodeMask] = field(default_factory=dict)
     seconds: float = 0.0
@@ -177,7 +177,11 @@ class FollowedOutput:
         if self.failed:
             raise InvalidRequest(self.failed, "structured_outputs")
         if self.num_tokens < len(tokens):
-            self._consume(tokens[self.num_tokens :])
+            try:
+                self._consume(tokens[self.num_tokens :])
+            except InvalidRequest as error:
+                self.failed = str(error)
+                raise
 
     def _consume(self, tokens: Seq[int]) -> None:
         if self.matcher.consume(tokens) < len(tokens):
@@ -189,7 +193,7 @@ class FollowedOutput:
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
         """What may follow the committed tokens."""
         self.follow(tokens)
-        self.committed, self.root = tokens, self.root or self._mask(self.matcher)
+        self.root = self.root or self._mask(self.matcher)
         return self.root
 
     def masks(self, tokens: Seq[int], tree: DraftTree) -> TreeMasks:
@@ -204,7 +208,7 @@ class FollowedOutput:
             self._visit(tree, 0, (), self.matcher, masks, unvisited)
         except InvalidRequest:
             unvisited.update(node for node, mask in enumerate(masks) if mask is None)
-            self._give_up_trees(tokens)
+            self.has_trees = False
         return TreeMasks(masks, frozenset(unvisited))
 
     def path_masks(self, paths: Seq[Path]) -> list[TokenBits | None]:
@@ -220,7 +224,7 @@ class FollowedOutput:
             if matcher.consume(path) == len(path):
                 self.known[path] = self._mask(matcher)
         except InvalidRequest:
-            self._give_up_trees(self.committed)
+            self.has_trees = False
         return self.known[path].bits if path in self.known else None
 
     def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
@@ -238,17 +242,9 @@ class FollowedOutput:
             edited = _EditedTree(tree, max_nodes, max_depth)
             self._edit(edited, 0, 0, 0, self.matcher)
         except InvalidRequest:
-            self._give_up_trees(tokens)
+            self.has_trees = False
             return root_only
         return edited.best()
-
-    def _give_up_trees(self, tokens: Seq[int]) -> None:
-        """Go back to the committed tokens, and decode plainly from now on: drafted tokens took too much work to follow."""
-        self.has_trees = False
-        try:
-            self.restart(tokens)
-        except InvalidRequest as error:
-            self.failed = str(error)
 
     @property
     def _is_late(self) -> bool:

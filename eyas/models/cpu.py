@@ -1,4 +1,4 @@
-"""Faster forward passes on the CPU: linear layers packed for oneDNN or MKL, huge pages, and memory that is kept.
+"""Faster forward passes on the CPU: linear layers packed for oneDNN or MKL, and huge pages.
 
 For float32, torch calls MKL. On processors that are not Intel's it takes two to three times as long for the 8 to 64 rows of
 a tree as oneDNN over packed weights; on Intel's it is the faster one, with transposed weights
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.heap import keep_freed_memory
+
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
 # Layers that transformers calls one after the other on the same rows.
@@ -30,10 +32,6 @@ HUGE_PAGE = 2 << 20
 MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
 MAPPINGS, PROCESSORS = Path("/proc/self/maps"), Path("/proc/cpuinfo")
 
-# Parameters of glibc's mallopt(3), and the largest values that it takes.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-NEVER_TRIM, LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
-
 
 def optimize_for_cpu(model: nn.Module) -> None:
     """Pack the model's linear layers and move its weights to huge pages. Weights on other devices stay as they are."""
@@ -41,18 +39,6 @@ def optimize_for_cpu(model: nn.Module) -> None:
     to_huge_pages([*model.parameters(), *model.buffers()])
     if any(tensor.device.type == "cpu" for tensor in model.parameters()):
         keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep memory up to its peak, where malloc is glibc's.
-
-    Each layer of a pass over many sequences takes and frees megabytes. By default they go back to the kernel, which clears
-    every page again: 2,500 page faults a layer with 64 sequences, more time than all other work on them.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
-        libc.mallopt(M_TRIM_THRESHOLD, NEVER_TRIM)
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from eyas.heap import trim_heaps
 from eyas.services.cluster import free_port, running_cluster
-from eyas.services.lifecycle import trim_heaps
 
 # Redis is the only process of a cluster without services.
 RUN = """
