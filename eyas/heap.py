@@ -33,6 +33,9 @@ def share_heaps() -> None:
 
 
 def trim_heaps() -> None:
-    """Return freed memory to the system, also what lies between used blocks."""
+    """Return freed memory to the system, also what lies between used blocks.
+
+    What `keep_freed_memory` kept goes too; the next step takes it again.
+    """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

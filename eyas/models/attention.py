@@ -21,20 +21,24 @@ ATTENTION_NAME = "eyas"
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless.
+    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless."""
+    import_transformers()
+    from transformers import AttentionInterface
 
-    This is the first import of transformers' models. It imports torchao, which warns about kernels that do not load here.
-    """
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def import_transformers() -> None:
+    """Import transformers' models for the first time without warnings of torchao, whose kernels need not load here."""
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     were_disabled = [logger.disabled for logger in noisy]
     try:
         for logger in noisy:
             logger.disabled = True
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface  # noqa: F401
     finally:
         for logger, was_disabled in zip(noisy, were_disabled, strict=True):
             logger.disabled = was_disabled
-    AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def slot_attention(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
+from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, read_target_config, read_tensor, resolve
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
@@ -93,8 +94,11 @@ class OnlineTarget:
 
         Raises CheckpointError, and ConfigError if it is to be sharded and there is one process only.
         """
+        import_transformers()
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
