@@ -125,14 +125,14 @@ def measure(steps: Steps, repeats: int) -> list[Cost]:
 def _cost(steps: Steps, name: str, telemetry: Telemetry, repeats: int, flush: Callable[[], object] = bool) -> Cost:
     verifier, router = VerifierTelemetry(telemetry, "demo"), RouterTelemetry(telemetry)
     started = time.process_time()
-    engine = sum(_tell(steps, verifier, router) for _ in range(repeats))
+    engine = sum(_report(steps, verifier, router) for _ in range(repeats))
     flush()
     num_steps = repeats * len(steps.reported)
     engine, in_all = engine / num_steps, (time.process_time() - started) / num_steps
     return Cost(len(steps.requests), name, engine * 1e6, in_all * 1e6, engine / steps.seconds, in_all / steps.seconds)
 
 
-def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) -> float:
+def _report(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) -> float:
     """Run everything but the work itself for these requests; return its seconds on the engine's thread."""
     engine = 0.0
     with ExitStack() as stack:

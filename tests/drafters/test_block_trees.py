@@ -80,7 +80,9 @@ def test_rounds_and_chunks_keep_no_block_rows(kind: str, tiny_target: str, tiny_
     "noise", [NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=5, top_p=0.9)], ids=["whole", "filtered"]
 )
 @pytest.mark.parametrize("kind", ALL)
-def test_chains_state_the_law_they_are_drawn_from(kind: str, noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+def test_chains_state_the_probabilities_they_are_drawn_from(
+    kind: str, noise: NoiseKey, tiny_target: str, tiny_head: str
+) -> None:
     drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=48), naive(kind, tiny_target, tiny_head)
     tokens, features = session(5, 12)
     (tree,) = drafter.propose([replace(commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4)), proposal="sampled")])

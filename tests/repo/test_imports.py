@@ -1,6 +1,7 @@
 """Which modules run without torch or the packages of the services. `make lint` checks which modules import which."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -75,3 +76,10 @@ def test_importing_eyas_loads_neither_torch_nor_grpc() -> None:
     script = "import sys, eyas; assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)"
     result = run(sys.executable, "-c", script)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_page_on_architecture_has_the_layers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    chain = page.partition("## Imports point down")[2].partition("Packages separated")[0]
+    layers = [re.sub(r"[()]|eyas\.", "", layer) for layer in CONTRACTS[0]["layers"]]
+    assert " ".join(chain.split()) == " > ".join(layers)

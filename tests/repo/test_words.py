@@ -12,7 +12,8 @@ LEFT_OVERS = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b|\bissue #?\d|<{7} |>{7} "
 
 # Words that the style rules out; brackets keep this file from matching itself.
 RULED_OUT = re.compile(
-    r"\b(?:[t]old|[t]ells?|[h]ears?|[h]eard|[a]new|[w]hoever|[n]obody|[l]essons?|[o]f which|[s]o many|[i]n vain)\b",
+    r"(?:\b|_)(?:[t]old|[t]ells?|[h]ears?|[h]eard|[a]new|[w]hoever|[n]obody|[l]essons?|[o]f which|[s]o many|[i]n vain)"
+    r"(?:\b|_)",
     re.IGNORECASE,
 )
 TEXTS_OF_MODELS = "eyas/models/heads/validation.txt"

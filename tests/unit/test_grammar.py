@@ -230,7 +230,7 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
 
 
-def test_a_grammar_whose_lexer_is_full_is_compiled_anew() -> None:
+def test_a_grammar_whose_lexer_is_full_is_compiled_again() -> None:
     """Outputs share the states of its lexer, so all would fail. A cached one would refuse every later request."""
     compiler, rng = GrammarCompiler(TARGET, 4096, frozenset({1})), random.Random(0)
     structured = StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)")

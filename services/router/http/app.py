@@ -36,10 +36,9 @@ from eyas.services.router.generation import GenerationService, completion_slots,
 from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
 from eyas.services.router.http.bodies import JsonRoute
 from eyas.services.router.http.call_constraints import ChatOutput
-from eyas.services.router.http.cluster_state import cluster_state
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
-from eyas.services.router.http.playground import add_playground
+from eyas.services.router.http.playground import add_playground, cluster_state
 from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eyas.services.router.http.response_json import json_blocks, num_values, run
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter

@@ -1,4 +1,4 @@
-"""The playground: a page at / that calls the public API from the browser. Its files are in the folder `static`.
+"""The playground: a page at / that calls the public API, in the folder `static`; and the cluster's state, which it shows.
 
 The page needs no key and shows nothing by itself; its requests go to /v1 with the key that its user types. All its links are
 relative, so that it works below any path prefix that ends with a slash.
@@ -6,13 +6,17 @@ relative, so that it works below any path prefix that ends with a slash.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
 from importlib.resources import files
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+
+from eyas.rpc.messages import DraftClientStatus, Lease
+from eyas.services.router.workers import ReadinessMonitor
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # Only the page's own files are loaded and run, no text becomes markup, and no other page shows it in a frame.
@@ -56,3 +60,76 @@ def _respond_with(content: bytes, media_type: str) -> Callable[[Request], Awaita
         return Response(content, media_type=media_type, headers=headers)
 
     return respond
+
+
+def cluster_state(readiness: ReadinessMonitor, has_addresses: bool) -> dict[str, Any]:
+    """Return the router's state and its workers as JSON, verifiers first. Values are as old as a heartbeat.
+
+    has_addresses: whether the workers have their addresses; otherwise they have ids only.
+    """
+    pool = readiness.workers
+    snapshot, reachable = pool.snapshot(), {lease.incarnation for lease in pool.reachable}
+    drafters = {lease.address: _id(lease) for lease in snapshot.drafters}
+
+    def health(lease: Lease) -> str:
+        if lease.incarnation in snapshot.unhealthy:
+            return "unhealthy"
+        return "healthy" if lease.role == "draft" or lease.incarnation in reachable else "unreachable"
+
+    workers = [
+        _worker(lease, health(lease), snapshot.in_flight.get(lease.incarnation, 0), drafters, has_addresses)
+        for lease in (*snapshot.verifiers, *snapshot.drafters)
+    ]
+    router = {"status": "unhealthy" if readiness.outage else "healthy", "reason": readiness.outage or None}
+    return {"object": "cluster", "router": router, "workers": workers}
+
+
+def _id(lease: Lease) -> str:
+    """A short name of a worker that names no address. Workers of one process have a part in common."""
+    process, _, rest = lease.incarnation.partition("/")
+    return f"{process[:8]}/{rest}" if rest else process[:8]
+
+
+def _worker(
+    lease: Lease, health: str, num_requests: int, drafters: Mapping[str, str], has_addresses: bool
+) -> dict[str, Any]:
+    """drafters: ids of draft services by address."""
+    load = lease.load
+    worker = {
+        "id": _id(lease),
+        "role": lease.role,
+        "model": lease.model.name,
+        "zone": lease.zone or None,
+        "health": health,
+        "requests": num_requests,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+    } | ({"address": lease.address} if has_addresses else {})
+    if lease.role == "draft":
+        return worker
+    hit_rate = load.num_cached_tokens / load.num_prompt_tokens if load.num_prompt_tokens else None
+    return worker | {
+        "max_running": load.max_num_seqs,
+        "step_seconds": load.step_seconds,
+        "kv_cache": {"tokens": load.num_kv_tokens, "free_tokens": load.free_kv_tokens},
+        "prefix_cache": {
+            "prompt_tokens": load.num_prompt_tokens,
+            "cached_tokens": load.num_cached_tokens,
+            "hit_rate": hit_rate,
+        },
+        "drafters": [_draft_client(client, drafters, has_addresses) for client in lease.draft_clients],
+    }
+
+
+def _draft_client(client: DraftClientStatus, drafters: Mapping[str, str], has_address: bool) -> dict[str, Any]:
+    return {
+        "id": drafters.get(client.address),
+        "method": client.method or None,
+        "connected": client.connected,
+        "circuit_breaker": client.circuit,
+        "sessions": client.num_sessions,
+        "answered": client.num_answered,
+        "lost": client.num_lost,
+        "drafted_tokens": client.num_drafted,
+        "accepted_tokens": client.num_accepted,
+    } | ({"address": client.address} if has_address else {})

@@ -76,7 +76,7 @@ def test_a_full_redis_evicts_sessions_and_keeps_leases(tmp_path: Path) -> None:
         asyncio.run(lease_survives(f"redis://:{quote(PASSWORD)}@{address}/0", client))
 
 
-def test_redis_serves_nobody_without_the_password(tmp_path: Path) -> None:
+def test_redis_serves_no_client_without_the_password(tmp_path: Path) -> None:
     with redis(tmp_path, "64mb") as client:
         port = client.get_connection_kwargs()["port"]
         for password in (None, "", "wrong", PASSWORD + " "):
