@@ -77,6 +77,7 @@ class DraftingConfig:
         cuda_graph_max_batch: maximum number of sessions in a captured graph.
         max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
             deeper. 0 takes tree.num_steps.
+        emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`; empty for none.
         draft_ahead: drafting between two commits. Only draft services do it.
     """
 
@@ -88,6 +89,7 @@ class DraftingConfig:
     cuda_graphs: bool = True
     cuda_graph_max_batch: int = 64
     max_head_steps: int = 0
+    emulated_device: str = ""
     draft_ahead: DraftAheadConfig = field(default_factory=DraftAheadConfig)
 
     def __post_init__(self) -> None:

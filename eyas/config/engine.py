@@ -38,6 +38,8 @@ class EngineConfig:
         prefix_cache: keep the KV cache of finished requests for later requests with the same prefix.
         session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
         priority_aging_s: seconds of waiting that count as one step of priority.
+        emulated_device: cost table of a device to emulate on the CPU: a JSON file, or a preset MODEL@GPU. A pass takes the
+            time in the table. See docs/emulation.md. Empty for none.
         tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
             of attention heads, and divide the number of key-value heads or be a multiple of it.
     """
@@ -56,6 +58,7 @@ class EngineConfig:
     prefix_cache: bool = True
     session_cache_ttl_s: float = 300.0
     priority_aging_s: float = 10.0
+    emulated_device: str = ""
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:

@@ -35,6 +35,8 @@ from eyas.tensors import moved, upload
 class BlockDrafter(NeuralDrafter[None]):
     """Trees of block heads. Sessions have no state besides their slots."""
 
+    EXTEND_PASS, EXPAND_PASS = "draft_extend", "draft_round"
+
     def __init__(self, head: BlockHead, tree: TreeConfig, config: DraftingConfig, capture: Capture | None = None) -> None:
         """capture: how to capture whole trees, backbone included, as CUDA graphs.
 

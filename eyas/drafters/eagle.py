@@ -78,7 +78,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         roots = self._roots(contexts, torch.stack([state for state in states if state is not None]))
-        return TreeGrowth(self._expand(roots, scorer, shape), config.top_k, config.num_candidates)
+        return TreeGrowth(self._expand_on_device(roots, scorer, shape), config.top_k, config.num_candidates)
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)

@@ -19,6 +19,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
@@ -39,6 +40,7 @@ from eyas.drafters.tree_growth import (
 )
 from eyas.models.attention import attend
 from eyas.models.cuda.graphs import Capture
+from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.tensors import Ints, download, upload
@@ -46,7 +48,13 @@ from eyas.tree import DraftTree
 
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
-    """Admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states (`_expand`)."""
+    """Admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states (`_expand`).
+
+    EXTEND_PASS, EXPAND_PASS: the kinds of pass that `_extend` and `_expand` run, for an emulated device.
+    """
+
+    EXTEND_PASS: PassKind = "draft_round"
+    EXPAND_PASS: PassKind | None = None
 
     def __init__(
         self,
@@ -69,6 +77,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._graphs: TreeGraphs | None = None
         self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
+        name = config.emulated_device
+        self.device = emulated_device(name, draft_ids.device) if name else None
 
     def _capture_trees(
         self,
@@ -119,7 +129,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         ready = [i for i, draft in enumerate(drafts) if draft is None]
         if not ready:
             return drafts
-        states = self._extend([contexts[i] for i in ready])
+        states = self._extend_on_device([contexts[i] for i in ready])
         for i in ready:
             drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
         rows = {i: row for row, i in enumerate(i for i in ready if self._has_state(contexts[i]))}
@@ -152,6 +162,24 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     @abstractmethod
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         """Start to grow trees of at most `shape.num_steps` levels, `shape.top_k` nodes being expanded at each."""
+
+    def _extend_on_device(self, contexts: Sequence[DraftContext]) -> Tensor:
+        if self.device is None:
+            return self._extend(contexts)
+        num_rows = sum(len(context.tokens) for context in contexts)
+        num_cached = sum(map(len, self._prefix_slots(contexts)))
+        return self.device.run(self.EXTEND_PASS, num_rows, num_cached, lambda: self._extend(contexts))
+
+    def _expand_on_device(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        if self.device is None:
+            return self._expand(roots, scorer, shape)
+        num_cached = int(roots.prefix_lengths.sum())
+        if self.EXPAND_PASS is None:
+            expansion = self._expand(roots, scorer, shape)
+        else:
+            num_rows = len(roots.tokens) * shape.num_steps
+            expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, scorer, shape))
+        return EmulatedExpansion(expansion, self.device, num_cached)
 
     def _has_state(self, context: DraftContext) -> bool:
         """Whether `_extend` returns a state for the context."""
@@ -193,23 +221,23 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
         scorer = self._masked(scorer, contexts)
-        expansion = self._expand(self._roots(contexts, states), scorer, shape)
+        expansion = self._expand_on_device(self._roots(contexts, states), scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
-        found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
+        found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
     def _grow_candidates(
         self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
     ) -> tuple[Candidates, Tensor | None]:
         """Candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
-        expansion = self._expand(roots, scorer, shape)
+        expansion = self._expand_on_device(roots, scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
             candidates = grow_dynamic(masked, shape, pays)
-        return candidates, self._rows_run(expansion)
+        return candidates, self._rows_run(_computing(expansion))
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
         """The scorer within the grammars of the sessions."""
@@ -244,6 +272,30 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _max_expanded(self) -> int:
         """Most nodes that are expanded at a level."""
         return self._static_tree.max_expanded if self._static_tree else self.tree.top_k
+
+
+class EmulatedExpansion:
+    """Implements Expansion: one whose levels take the time of an emulated device. Reading their scores waits.
+
+    expansion: the one that computes them. num_cached: tokens that all its rows attend to.
+    """
+
+    def __init__(self, expansion: Expansion, device: EmulatedDevice, num_cached: int) -> None:
+        self.expansion = expansion
+        self._device, self._num_cached = device, num_cached
+
+    def first(self) -> Tensor:
+        return self._device.on_device(self.expansion.first())
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        inputs = level, on_host(parents), on_host(tokens)
+        scores = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
+        return self._device.on_device(scores)
+
+
+def _computing(expansion: Expansion) -> Expansion:
+    """The expansion that computes the scores."""
+    return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 
 def _masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:

@@ -25,6 +25,7 @@ from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cpu import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
+from eyas.models.emulation import EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
@@ -77,6 +78,8 @@ def assemble_engine(
         )
     if engine.deterministic and workers.size > 1:
         raise ConfigError("engine.deterministic needs engine.tensor_parallel_size 1: sums over ranks have no fixed order")
+    if engine.deterministic and engine.emulated_device:
+        raise ConfigError("engine.deterministic runs each sequence by itself; leave engine.emulated_device empty")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
@@ -92,6 +95,8 @@ def assemble_engine(
             runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens)
         else:
             backend = build_backend(plan, target, kv_cache)
+            if engine.emulated_device:
+                backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device))
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
