@@ -8,6 +8,7 @@ computes two operations for each weight and row; the slower of the two is its ti
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -25,6 +26,7 @@ PassKind = Literal["verify", "draft_extend", "draft_round", "draft_level"]
 MEMORY_EFFICIENCY, COMPUTE_EFFICIENCY = 0.8, 0.6
 # Seconds of a captured graph per layer besides reading and computing: gaps between kernels, norms, and the like.
 LAYER_S = 6e-6
+FLAT = re.compile(r"(\d+(?:\.\d+)?)ms(?:/(\d+(?:\.\d+)?)ms)?")
 # Seconds of one all-reduce over NVLink for a few rows.
 ALL_REDUCE_S = 10e-6
 
@@ -102,7 +104,13 @@ class DeviceCosts:
 
     @classmethod
     def read(cls, name: str) -> DeviceCosts:
-        """The table in a JSON file, or of a preset MODEL@GPU. Raises ConfigError."""
+        """The table in a JSON file, of a preset MODEL@GPU, or flat: 60ms, or 12ms/1ms for rounds and levels.
+
+        Raises ConfigError.
+        """
+        if times := FLAT.fullmatch(name):
+            first, level = float(times[1]), float(times[2] or times[1])
+            return flat(name, verify=first, draft_round=first, draft_level=level)
         if not name.endswith(".json"):
             return preset(name)
         try:
@@ -173,8 +181,8 @@ def preset(name: str) -> DeviceCosts:
     model, _, device = name.partition("@")
     if model not in MODELS or device not in GPUS:
         raise ConfigError(
-            f"{name!r} is no cost table; give a file that ends in .json, or MODEL@GPU with a model of {', '.join(MODELS)} "
-            f"and a GPU of {', '.join(GPUS)}"
+            f"{name!r} is no cost table; give a file that ends in .json, times such as 60ms, or MODEL@GPU with a model of "
+            f"{', '.join(MODELS)} and a GPU of {', '.join(GPUS)}"
         )
     shape, gpu = MODELS[model], GPUS[device]
     bytes_s = gpu.gb_s * 1e9 * MEMORY_EFFICIENCY * shape.num_gpus

@@ -7,6 +7,7 @@ in one piece, when there is time or when a tree has to be grown on demand. Legen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -149,6 +150,11 @@ class DraftAheadDrafter(LocalDrafter):
 
     @torch.inference_mode()
     def draft_ahead(self) -> bool:
+        device = self._drafter.device
+        with device.labelled("grow") if device else nullcontext():
+            return self._grow_ahead()
+
+    def _grow_ahead(self) -> bool:
         growing = self._growing
         if growing and growing.growth.num_levels < self._config.num_steps and self._is_awaited(growing):
             growing.growth.step()

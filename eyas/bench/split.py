@@ -1,0 +1,339 @@
+"""What `eyas bench split` measures: a verifier and a drafter apart, their efficiency, where the time goes, and a timeline.
+
+Efficiency (eta) is the rate against free drafting: tokens per second over tau of the freshest trees per verify pass, that is
+what a drafter would give whose trees cost nothing and come at once. The freshest trees are those of serial drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+from eyas.bench.report import Spread, Table, number
+from eyas.bench.results import first_difference
+from eyas.bench.settings import MethodsSettings
+from eyas.config import DraftAheadConfig
+from eyas.config.loader import at_least, one_of, require
+from eyas.errors import ConfigError
+from eyas.models.emulation import PassRecord
+from eyas.request import VerifyStep
+
+Mode = Literal["plain", "serial", "ahead"]
+MODES: tuple[Mode, ...] = ("plain", "serial", "ahead")
+# Share of late passes from which a measurement is not trusted: the emulated devices were not kept.
+MAX_LATE = 0.05
+COLOURS = {
+    "verify": "tab:blue",
+    "draft": "tab:orange",
+    "grow": "tab:green",
+    "repair": "tab:purple",
+    "wait": "0.85",
+    "wire": "0.4",
+}
+NUM_DRAWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings(MethodsSettings):
+    """What `eyas bench split` measures. methods: the one of the drafter.
+
+    delays: of each way between verifier and drafter, in verify passes. verifier, drafter: cost tables, see DeviceCosts.read.
+    scale: all times of both tables are multiplied by it. ahead: how the drafter of mode "ahead" grows trees in advance.
+    plain_tokens: tokens of each prompt in plain decoding, whose rate is the same at every token; 0 takes max_tokens.
+    """
+
+    draft_model: str
+    verifier: str
+    drafter: str
+    scale: float = 1.0
+    batches: tuple[int, ...] = (1,)
+    delays: tuple[float, ...] = (0.0,)
+    modes: tuple[Mode, ...] = MODES
+    ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=16))
+    plain_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for mode in self.modes:
+            one_of(Mode, modes=mode)
+        require("serial" in self.modes, "modes must include serial: its trees are what efficiency refers to")
+        require(self.scale > 0, f"scale is {self.scale}; it must be above 0")
+        at_least(1, batch=min(self.batches, default=0))
+        at_least(0, delay=min(self.delays, default=-1), plain_tokens=self.plain_tokens)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One request. started: time of its first token, ended: of its last, by time.perf_counter. The first came by prefill."""
+
+    tokens: tuple[int, ...]
+    steps: tuple[VerifyStep, ...]
+    started: float
+    ended: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the first."""
+        return (len(self.tokens) - 1) / (self.ended - self.started)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the two devices did in a time. verifier, drafter: busy shares. late: share of late passes."""
+
+    verifier: float
+    drafter: float
+    late: float
+
+    @classmethod
+    def between(cls, started: float, ended: float, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Shares:
+        """Count the parts of passes that lie between two times."""
+        seconds = max(ended - started, 1e-9)
+        busy = [sum(overlap(r, started, ended) for r in records) / seconds for records in (verifier, drafter)]
+        inside = [r for r in (*verifier, *drafter) if started <= r.launched <= ended]
+        return cls(busy[0], busy[1], sum(r.late for r in inside) / max(len(inside), 1))
+
+
+def overlap(record: PassRecord, started: float, ended: float) -> float:
+    """Seconds of a pass between two times."""
+    return max(min(record.ended, ended) - max(record.began, started), 0.0)
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """One mode at one temperature, batch and delay.
+
+    rates: tokens per second of each group of prompts, of all its requests together. speedup: over plain decoding.
+    eta: see the module; None for plain decoding. tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and
+    of others. hit_rate: share of the steps with trees grown ahead.
+    step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
+    request for trees to the answer, draft_ms of it in the draft service. identical: outputs that equal plain decoding.
+    """
+
+    mode: Mode
+    temperature: float
+    batch: int
+    delay: float
+    rates: Spread
+    tau: float
+    shares: Shares
+    step_ms: float
+    verify_ms: float
+    wait_ms: float = 0.0
+    round_trip_ms: float = 0.0
+    draft_ms: float = 0.0
+    hit_rate: float = 0.0
+    tau_hit: float = 0.0
+    tau_miss: float = 0.0
+    rows: float = 1.0
+    eta: float | None = None
+    speedup: float | None = None
+    identical: str = ""
+
+    @property
+    def host_ms(self) -> float:
+        """What of a step is neither the target's pass nor the wait for trees."""
+        return self.step_ms - self.verify_ms - self.wait_ms
+
+    @property
+    def wire_ms(self) -> float:
+        """What of a round trip is not in the draft service: the wire, both ways, and the threads at its ends."""
+        return max(self.round_trip_ms - self.draft_ms, 0.0)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the emulated devices were kept."""
+        return self.shares.late <= MAX_LATE
+
+
+def result(
+    mode: Mode,
+    temperature: float,
+    batch: int,
+    delay: float,
+    groups: Sequence[Sequence[Decoded]],
+    shares: Shares,
+    verify_s: float,
+) -> SplitResult:
+    """Summarise the groups of prompts of one mode. verify_s: of a pass with as many rows as theirs."""
+    requests = [request for group in groups for request in group]
+    steps = [step for request in requests for step in request.steps]
+    details = [step.details for step in steps if step.details]
+    answered = [each for each in details if each.round_trip_ms]
+    hits = [step for step in steps if step.grown_ahead]
+    misses = [step for step in steps if step.drafted and not step.grown_ahead]
+    return SplitResult(
+        mode=mode,
+        temperature=temperature,
+        batch=batch,
+        delay=delay,
+        rates=Spread.of([sum(request.rate for request in group) for group in groups]),
+        tau=_tau(steps),
+        shares=shares,
+        step_ms=1e3 * sum(r.ended - r.started for r in requests) / max(len(steps), 1),
+        verify_ms=1e3 * verify_s,
+        wait_ms=_mean(each.wait_ms for each in details),
+        round_trip_ms=_mean(each.round_trip_ms for each in answered),
+        draft_ms=_mean(each.draft_ms for each in answered),
+        hit_rate=len(hits) / len(steps) if steps else 0.0,
+        tau_hit=_tau(hits),
+        tau_miss=_tau(misses),
+        rows=_mean(each.num_rows for each in details),
+    )
+
+
+def _tau(steps: Sequence[VerifyStep]) -> float:
+    return fmean(step.accepted + 1 for step in steps) if steps else 0.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return fmean(found) if found else 0.0
+
+
+def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Decoded]]) -> str:
+    """How many outputs equal plain decoding, as far as both go."""
+    pairs = [pair for own, other in zip(groups, plain, strict=True) for pair in zip(own, other, strict=True)]
+    lengths = [min(len(one.tokens), len(other.tokens)) for one, other in pairs]
+    equal = [first_difference(a.tokens, b.tokens) >= length for (a, b), length in zip(pairs, lengths, strict=True)]
+    return f"{sum(equal)} of {len(equal)}"
+
+
+@dataclass(frozen=True)
+class SplitResults:
+    """Everything that was measured. verify_ms, level_ms: of one row in the tables, scaled; c: their ratio."""
+
+    results: tuple[SplitResult, ...]
+    verify_ms: float
+    round_ms: float
+    level_ms: float
+
+    def tables(self) -> list[Table]:
+        """The tables of the report."""
+        return [_speed(self), _step(self)]
+
+
+def _cell(result: SplitResult) -> tuple[str, ...]:
+    return f"{result.temperature:g}", f"{result.batch}", f"{result.delay:g}", result.mode
+
+
+def _speed(found: SplitResults) -> Table:
+    rows = tuple(
+        (
+            *_cell(r),
+            f"{r.rates}" + ("" if r.is_trusted else " (late)"),
+            f"{r.speedup:.2f}" if r.speedup else "",
+            f"{r.eta:.2f}" if r.eta else "",
+            f"{r.tau:.2f}",
+            f"{r.hit_rate:.2f}" if r.mode == "ahead" else "",
+            f"{r.tau_hit:.2f} / {r.tau_miss:.2f}" if r.mode == "ahead" else "",
+            f"{r.shares.verifier:.0%} / {r.shares.drafter:.0%}",
+            r.identical,
+        )
+        for r in found.results
+    )
+    note = (
+        f"Emulated: a verify pass {number(found.verify_ms)} ms, the first pass of a draft round {number(found.round_ms)} "
+        f"ms, each further level {number(found.level_ms)} ms. eta: rate over that of free drafting, which is tau of serial "
+        "drafting in one verify pass. delay: of each way, in verify passes. busy: shares of time of verifier and drafter. A "
+        f"rate with (late): over {MAX_LATE:.0%} of the passes took longer here than on the emulated device."
+    )
+    columns = ("temperature", "batch", "delay", "mode", "tokens/s", "speedup", "eta", "tau", "hits", "tau hit / miss")
+    return Table("Efficiency", (*columns, "busy", "as plain"), rows, note)
+
+
+def _step(found: SplitResults) -> Table:
+    rows = tuple(
+        (*_cell(r), *map(number, (r.step_ms, r.verify_ms, r.wait_ms, r.host_ms, r.round_trip_ms, r.draft_ms, r.wire_ms)))
+        for r in found.results
+    )
+    note = (
+        "Mean ms. step = pass + wait + host: the target's pass, the wait for trees, and all else that the verifier does. "
+        "round trip = draft + wire: the draft service's own time, and the wire with the threads at its ends. A round trip "
+        "begins when the verifier sends what it has committed; the wait is shorter by what the verifier does meanwhile."
+    )
+    columns = ("temperature", "batch", "delay", "mode", "step", "pass", "wait", "host", "round trip", "draft", "wire")
+    return Table("Where the time goes", columns, rows, note)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Some rounds of one request: the passes of both devices in a window of time."""
+
+    title: str
+    verifier: tuple[PassRecord, ...]
+    drafter: tuple[PassRecord, ...]
+    started: float
+    ended: float
+
+    @classmethod
+    def of(cls, title: str, request: Decoded, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Timeline:
+        """The middle rounds of a request: NUM_DRAWN verify passes and what the drafter did meanwhile."""
+        own = [r for r in verifier if request.started <= r.began <= request.ended]
+        middle = own[max(len(own) // 2 - NUM_DRAWN // 2, 0) :][:NUM_DRAWN]
+        if not middle:
+            raise ConfigError(f"no verify pass was logged in the request that the timeline {title!r} should show")
+        started, ended = middle[0].began, middle[-1].ended
+        inside = tuple(r for r in drafter if r.ended > started and r.began < ended)
+        return cls(title, tuple(middle), inside, started, ended)
+
+    def bars(self) -> list[tuple[str, str, float, float]]:
+        """Bars as (lane, what, begin, seconds). Between two passes the verifier waits, for the wire and for drafts."""
+        bars = [("verifier", "verify", r.began, r.ended - r.began) for r in self.verifier]
+        bars += [("drafter", r.label or "draft", r.began, r.ended - r.began) for r in self.drafter]
+        asked = [r for r in self.drafter if r.label in ("", "draft")]
+        for before, after in zip(self.verifier, self.verifier[1:], strict=False):
+            bars.append(("verifier", "wait", before.ended, max(after.began - before.ended, 0.0)))
+            drafted = [r for r in asked if before.ended <= r.launched < after.began]
+            first, last = (drafted[0].began, drafted[-1].ended) if drafted else (after.began, after.began)
+            bars.append(("wire", "wire", before.ended, max(first - before.ended, 0.0)))
+            bars.append(("wire", "wire", last, max(after.began - last, 0.0)))
+        return bars
+
+
+def draw(timelines: Sequence[Timeline], paths: Iterable[Path]) -> None:
+    """Draw one panel for each timeline, and write it to every path, in the format of its suffix.
+
+    Raises ConfigError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("the timeline needs matplotlib; install it with: pip install 'eyas[bench]'") from error
+    lanes = ("drafter", "wire", "verifier")
+    figure = Figure(figsize=(11, 1 + 1.6 * len(timelines)), layout="constrained")
+    for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False)[:, 0], timelines, strict=True):
+        seen: dict[str, Any] = {}
+        for lane, what, begin, seconds in timeline.bars():
+            left, colour = 1e3 * (begin - timeline.started), COLOURS.get(what, "tab:red")
+            bar = axes.barh(lanes.index(lane), 1e3 * seconds, left=left, color=colour, edgecolor="white", linewidth=0.5)
+            seen.setdefault(what, bar)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.set_xlim(0, 1e3 * (timeline.ended - timeline.started))
+        axes.set_title(timeline.title, fontsize=9, loc="left")
+        axes.legend(list(seen.values()), list(seen), fontsize=7, ncols=len(seen), loc="lower right", bbox_to_anchor=(1, 1))
+    figure.axes[-1].set_xlabel("ms")
+    for path in paths:
+        figure.savefig(path, dpi=150)
+
+
+def typical(requests: Sequence[Decoded]) -> Decoded:
+    """The request with the median rate."""
+    middle = median(request.rate for request in requests)
+    return min(requests, key=lambda request: abs(request.rate - middle))
+
+
+def with_references(results: Sequence[SplitResult]) -> list[SplitResult]:
+    """The results with eta and speedup, against serial trees and plain decoding of the same temperature, batch and delay."""
+    found = {(r.temperature, r.batch, r.delay, r.mode): r for r in results}
+    compared = []
+    for r in results:
+        plain, serial = (found.get((r.temperature, r.batch, r.delay, mode)) for mode in ("plain", "serial"))
+        rate = fmean(r.rates.values)
+        free = r.batch * serial.tau / (1e-3 * r.verify_ms) if serial else 0.0
+        eta = rate / free if r.mode != "plain" and free else None
+        compared.append(replace(r, eta=eta, speedup=rate / fmean(plain.rates.values) if plain else None))
+    return compared

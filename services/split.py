@@ -1,0 +1,383 @@
+"""`eyas bench split`: a verifier and draft services as processes on emulated devices, with a delaying proxy between them.
+
+Plain decoding, serial drafting and drafting ahead take turns on one verifier; each kind of drafting has a draft service.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Queue
+from statistics import fmean
+from typing import Annotated, cast
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2_grpc
+from rich.console import Console
+from rich.progress import Progress
+
+from eyas.bench.command import RESULTS
+from eyas.bench.report import Report
+from eyas.bench.settings import MethodSpec, Prompt, groups, load_tasks
+from eyas.bench.split import (
+    MODES,
+    Decoded,
+    Mode,
+    Shares,
+    SplitResult,
+    SplitResults,
+    SplitSettings,
+    Timeline,
+    agreement,
+    draw,
+    result,
+    typical,
+    with_references,
+)
+from eyas.bench.timing import rotated
+from eyas.client import Client
+from eyas.config import DraftAheadConfig, TreeConfig
+from eyas.config.device_costs import DeviceCosts
+from eyas.drafters.registry import default_method
+from eyas.errors import Unavailable
+from eyas.models.emulation import PassRecord
+from eyas.request import Request, SamplingParams
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
+from eyas.services.cluster import START_TIMEOUT_S, Child, ServiceSettings, free_port, is_serving
+
+POLL_S = 0.1
+WARM_UP_TOKENS = 8
+WARM_UP_TIMEOUT_S = 60.0
+CHUNK_BYTES = 65536
+MAX_CHUNKS = 256
+
+
+@dataclass(eq=False)
+class DelayingProxy:
+    """A TCP proxy on loopback before the service at `port`: each piece of data arrives `delay_s` after it was sent.
+
+    Pieces follow one another without waiting for each other, as on a long wire. A way holds MAX_CHUNKS of them at most.
+    """
+
+    port: int
+    delay_s: float = 0.0
+    listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
+    _ends: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Accept connections until `close`."""
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections."""
+        for end in (self.listener, *self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = self.listener.accept()
+                service = socket.create_connection(("127.0.0.1", self.port))
+                self._ends += [caller, service]
+                for source, sink in ((caller, service), (service, caller)):
+                    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    way: Queue[tuple[float, bytes]] = Queue(MAX_CHUNKS)
+                    threading.Thread(target=self._read, args=(source, way), daemon=True).start()
+                    threading.Thread(target=self._write, args=(sink, way), daemon=True).start()
+
+    def _read(self, source: socket.socket, way: Queue[tuple[float, bytes]]) -> None:
+        with suppress(OSError):
+            while data := source.recv(CHUNK_BYTES):
+                way.put((time.perf_counter() + self.delay_s, data))
+        way.put((0.0, b""))
+
+    def _write(self, sink: socket.socket, way: Queue[tuple[float, bytes]]) -> None:
+        with suppress(OSError):
+            while (piece := way.get())[1]:
+                due, data = piece
+                time.sleep(max(due - time.perf_counter(), 0.0))
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Running services. drafters: address to name in a request, and the log of passes, of each mode with drafts."""
+
+    client: Client
+    verifier: Child
+    verifier_log: Path
+    proxies: Mapping[Mode, DelayingProxy]
+    children: Mapping[Mode, Child]
+    logs: Mapping[Mode, Path]
+
+    def decode(self, mode: Mode, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Decoded:
+        """Decode one prompt. Raises EyasError."""
+        drafter = self.proxies[mode].address if mode in self.proxies else NO_DRAFTER
+        request = Request(request_id, prompt, sampling, return_verify_steps=True)
+        tokens, steps, started = list[int](), [], 0.0
+        for chunk in self.client.chunks(GenerateCall(request, drafter=drafter)):
+            tokens += chunk.chunk.token_ids
+            started = started or (time.perf_counter() if tokens else 0.0)
+            steps += [chunk.chunk.verify_step] if chunk.chunk.verify_step else []
+        return Decoded(tuple(tokens), tuple(steps), started, time.perf_counter())
+
+    def decode_group(self, mode: Mode, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Decoded]:
+        """Decode prompts at once; prompt i draws with seed i."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            calls = [
+                pool.submit(self.decode, mode, prompt, replace(sampling, seed=seed), f"{mode}-{seed}")
+                for seed, prompt in enumerate(prompts)
+            ]
+            return [call.result() for call in calls]
+
+    def check(self) -> None:
+        """Raises Unavailable with the reason if a service has ended."""
+        for child in (self.verifier, *self.children.values()):
+            child.check()
+
+
+def read_log(file: Path) -> list[PassRecord]:
+    """The passes that an emulated device has logged."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [PassRecord(**json.loads(line)) for line in lines]
+
+
+@contextmanager
+def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], method: str) -> Iterator[Split]:
+    """Start the services of the settings, and stop them at the end. Raises Unavailable if one does not start."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eyas-split-")))
+        proxies, children, logs = dict[Mode, DelayingProxy](), dict[Mode, Child](), dict[Mode, Path]()
+        for mode in (mode for mode in settings.modes if mode != "plain"):
+            ahead = settings.ahead if mode == "ahead" else DraftAheadConfig()
+            shape = ",".join(f"{key}: {value}" for key, value in vars(ahead).items())
+            logs[mode] = folder / f"{mode}.log"
+            table = written(costs["drafter"], folder / f"{mode}.json", logs[mode])
+            port = free_port()
+            more: tuple[str, ...] = (f"drafting.emulated_device={table}", f"drafting.draft_ahead={{{shape}}}")
+            children[mode] = started("draft", port, settings, method, folder / f"{mode}.out", more)
+            stack.callback(stop, children[mode])
+            proxies[mode] = DelayingProxy(port)
+            stack.enter_context(closing(proxies[mode]))
+            proxies[mode].start()
+        log = folder / "verifier.log"
+        addresses = ",".join(f"'{proxy.address}'" for proxy in proxies.values())
+        pass_s = costs["verifier"].seconds("verify", 1)
+        more = (
+            f"engine.emulated_device={written(costs['verifier'], folder / 'verifier.json', log)}",
+            f"engine.max_num_seqs={max(settings.batches)}",
+            "engine.prefix_cache=false",
+            "validate_head=never",
+            f"draft_client.draft_timeout_s={max(5.0, 20 * pass_s)}",
+            f"discovery.drafters=[{addresses}]",
+        )
+        port = free_port()
+        verifier = started("verifier", port, settings, method, folder / "verifier.out", more)
+        stack.callback(stop, verifier)
+        client = stack.enter_context(Client(f"127.0.0.1:{port}"))
+        split = Split(client, verifier, log, proxies, children, logs)
+        for child in (*children.values(), verifier):
+            wait_until_serving(split, child)
+        yield split
+
+
+def written(costs: DeviceCosts, table: Path, log: Path) -> Path:
+    """A table in a file, with a log."""
+    replace(costs, log=str(log)).write(table)
+    return table
+
+
+def started(name: str, port: int, settings: SplitSettings, method: str, out: Path, more: Sequence[str]) -> Child:
+    """Start a service on the models of the settings."""
+    tree = ", ".join(f"{key}: {value}" for key, value in vars(settings.tree).items())
+    own = (
+        "served_model_name=split",
+        f"model={settings.model}",
+        f"draft_model={settings.draft_model}",
+        f"method={method}",
+        f"tree={{{tree}}}",
+        f"dtype={settings.dtype}",
+        f"device={settings.device}",
+        f"threads={settings.threads}",
+        f"server.port={port}",
+        "discovery.kind=static",
+    )
+    service = ServiceSettings(name, None, (*own, *more))
+    return Child(name, f"127.0.0.1:{port}", service.command(), out)
+
+
+def stop(child: Child) -> None:
+    """End a service, by force after a while."""
+    child.process.terminate()
+    child.wait_or_kill(time.monotonic() + child.stop_timeout_s)
+
+
+def wait_until_serving(split: Split, child: Child) -> None:
+    """Raises Unavailable if a service ends, or is not ready in time."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with open_sync_channel(child.address) as channel:
+        while not is_serving(health_pb2_grpc.HealthStub(channel)):
+            split.check()
+            if time.monotonic() > deadline:
+                lines = "\n".join(child.last_log_lines(5))
+                raise Unavailable(f"the {child.name} service is not ready after {START_TIMEOUT_S:.0f} s; it says:\n{lines}")
+            time.sleep(POLL_S)
+
+
+def warm_up(split: Split, prompt: Prompt) -> None:
+    """Decode with every drafter until trees come. Raises Unavailable if none do."""
+    sampling = SamplingParams(WARM_UP_TOKENS, 0.0, ignore_eos=True)
+    deadline = time.monotonic() + WARM_UP_TIMEOUT_S
+    for mode in split.proxies:
+        while True:
+            with suppress(grpc.RpcError, Exception):
+                if any(step.drafted for step in split.decode(mode, prompt, replace(sampling, seed=0), "warm-up").steps):
+                    break
+            split.check()
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"no draft tree came in mode {mode}; the verifier says:\n{split.verifier.last_log_lines(5)}"
+                )
+            time.sleep(POLL_S)
+
+
+def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, list[Timeline]]:
+    """Measure every temperature, batch and delay. Raises EyasError."""
+    method = default_method(settings.methods[0].name, settings.draft_model)
+    costs = {name: DeviceCosts.read(getattr(settings, name)).scaled(settings.scale) for name in ("verifier", "drafter")}
+    prompts = [task.token_ids for task in load_tasks(settings)]
+    results: list[SplitResult] = []
+    timelines: list[Timeline] = []
+    cells = [(t, b, d) for t in settings.temperatures for b in settings.batches for d in settings.delays]
+    starting = progress.add_task("starting the services", total=None)
+    with running_split(settings, costs, method) as split:
+        warm_up(split, prompts[0])
+        progress.update(starting, total=1, completed=1)
+        for temperature, batch, delay in cells:
+            for proxy in split.proxies.values():
+                proxy.delay_s = delay * costs["verifier"].seconds("verify", 1)
+            runs = run_modes(split, settings, groups(prompts, batch, 1), temperature, progress)
+            found = [summary(split, costs, mode, (temperature, batch, delay), groups_) for mode, groups_ in runs.items()]
+            agreed = [agreement(runs[r.mode], runs["plain"]) if "plain" in runs else "" for r in found]
+            results += with_references([replace(r, identical=text) for r, text in zip(found, agreed, strict=True)])
+            if batch == settings.batches[0] and delay == settings.delays[0]:
+                timelines += timelines_of(split, runs, temperature)
+    one, draft = costs["verifier"].seconds("verify", 1), costs["drafter"]
+    times = one, draft.seconds("draft_round", 1), draft.seconds("draft_level", 1)
+    return SplitResults(tuple(results), *(1e3 * seconds for seconds in times)), timelines
+
+
+def run_modes(
+    split: Split, settings: SplitSettings, batches: Sequence[Sequence[Prompt]], temperature: float, progress: Progress
+) -> dict[Mode, list[list[Decoded]]]:
+    """Decode each group of prompts in every mode before the next group."""
+    runs: dict[Mode, list[list[Decoded]]] = {mode: [] for mode in settings.modes}
+    sampling, label = settings.sampling(temperature), f"temperature {temperature:g}, batch {len(batches[0])}"
+    for index, group in enumerate(progress.track(batches, description=label)):
+        for mode in rotated(list(runs), index):
+            few = replace(sampling, max_tokens=settings.plain_tokens or settings.max_tokens)
+            runs[cast(Mode, mode)].append(split.decode_group(cast(Mode, mode), group, few if mode == "plain" else sampling))
+            split.check()
+    return runs
+
+
+def summary(
+    split: Split,
+    costs: Mapping[str, DeviceCosts],
+    mode: Mode,
+    cell: tuple[float, int, float],
+    found: Sequence[Sequence[Decoded]],
+) -> SplitResult:
+    """The result of a mode, with the passes that its devices have logged."""
+    verifier = read_log(split.verifier_log)
+    drafter = read_log(split.logs[mode]) if mode in split.logs else []
+    shares, seconds = list[Shares](), list[float]()
+    for group in found:
+        started, ended = min(r.started for r in group), max(r.ended for r in group)
+        shares.append(Shares.between(started, ended, verifier, drafter))
+        seconds += [r.ended - r.began for r in verifier if started <= r.launched <= ended]
+    mean = Shares(*(fmean(getattr(each, name) for each in shares) for name in ("verifier", "drafter", "late")))
+    return result(mode, *cell, found, mean, fmean(seconds))
+
+
+def timelines_of(split: Split, runs: Mapping[Mode, list[list[Decoded]]], temperature: float) -> list[Timeline]:
+    """The rounds of a typical request of each mode with drafts."""
+    verifier = read_log(split.verifier_log)
+    return [
+        Timeline.of(
+            f"{mode}, temperature {temperature:g}",
+            typical([r for group in runs[mode] for r in group]),
+            verifier,
+            read_log(log),
+        )
+        for mode, log in split.logs.items()
+    ]
+
+
+def split(
+    model: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head.")],
+    prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns.")],
+    method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
+    verifier: Annotated[str, typer.Option(help="Cost table of the verifier's device, see docs/emulation.md.")] = "60ms",
+    drafter: Annotated[str, typer.Option(help="Cost table of the drafter's device.")] = "6ms",
+    scale: Annotated[float, typer.Option(help="All times are multiplied by it; a busy machine needs more.")] = 1.0,
+    delay: Annotated[list[float], typer.Option(help="Delay of each way, in verify passes; may be repeated.")] = [0.0],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help="plain, serial and ahead; may be repeated.")] = list(MODES),  # noqa: B006
+    num_prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
+    plain_tokens: Annotated[int, typer.Option(help="The same for plain decoding; 0 takes as many.")] = 0,
+    num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = TreeConfig.num_draft_tokens,
+    num_steps: Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Nodes that each level expands.")] = TreeConfig.top_k,
+    ahead_top_k: Annotated[int, typer.Option(help="The same while drafting ahead.")] = 16,
+    ahead_steps: Annotated[int, typer.Option(help="Levels that drafting ahead grows.")] = DraftAheadConfig.num_steps,
+    threads: Annotated[int, typer.Option(help="CPU threads of each service.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = RESULTS,
+) -> None:
+    """Measure verifier and draft service as processes on emulated devices; write a table and a timeline."""
+    settings = SplitSettings(
+        model=model,
+        methods=(MethodSpec(method, draft_model),),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        draft_model=draft_model,
+        verifier=verifier,
+        drafter=drafter,
+        scale=scale,
+        batches=tuple(batch),
+        delays=tuple(delay),
+        modes=cast(tuple[Mode, ...], tuple(mode)),
+        ahead=DraftAheadConfig(ahead_top_k, max(ahead_top_k, DraftAheadConfig.num_candidates), ahead_steps),
+        plain_tokens=plain_tokens,
+        max_tokens=max_tokens,
+        temperatures=tuple(temperature),
+        tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        dtype="float32",
+        device="cpu",
+        threads=threads,
+    )
+    with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
+        results, timelines = measure(settings, progress)
+    page = Report.here("split", "eyas", "cpu", settings, results, results.tables()).publish(out)
+    draw(timelines, (page.with_suffix(".png"), page.with_suffix(".svg")))
+    print(f"drawn as {page.with_suffix('.png')} and .svg")

@@ -1,0 +1,126 @@
+"""`eyas bench split`: verifier and draft services as processes on emulated devices, and figures of their passes."""
+
+import socket
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from eyas.bench.settings import MethodSpec
+from eyas.bench.split import Decoded, Shares, SplitSettings, Timeline, agreement, draw, result, with_references
+from eyas.config import TreeConfig
+from eyas.errors import ConfigError
+from eyas.models.emulation import PassRecord
+from eyas.request import VerifyStep, VerifyStepDetails
+from eyas.services.split import DelayingProxy, measure
+from tests.forks import forked_services
+
+
+def record(began: float, ended: float, late: bool = False, label: str = "") -> PassRecord:
+    return PassRecord("verify", label, 1, 0, began, began, ended, 1.0, late)
+
+
+def decoded(num_steps: int, accepted: int, seconds: float, **flags: bool) -> Decoded:
+    details = VerifyStepDetails((), (), (), wait_ms=30.0, round_trip_ms=40.0, draft_ms=25.0, num_rows=24)
+    step = VerifyStep(23, 5, accepted, details=details, **flags)
+    return Decoded(tuple(range(1 + num_steps * (accepted + 1))), (step,) * num_steps, 1.0, 1.0 + seconds)
+
+
+def settings(**changes: object) -> SplitSettings:
+    own = {"model": "t", "draft_model": "h", "methods": (MethodSpec("eagle3"),), "prompts": Path("p")}
+    given = {**own, "verifier": "60ms", "drafter": "6ms", **changes}
+    return SplitSettings(**given)  # type: ignore[arg-type]
+
+
+def test_busy_shares_count_the_parts_inside_the_window() -> None:
+    verifier = [record(0.0, 1.5), record(2.0, 3.0, late=True), record(5.0, 6.0)]
+    shares = Shares.between(1.0, 3.0, verifier, [record(2.5, 4.0)])
+    assert (shares.verifier, shares.drafter, shares.late) == (0.75, 0.25, 0.5)
+
+
+def test_eta_is_the_rate_over_free_drafting() -> None:
+    """Four tokens a step: 60 ms of pass and 40 ms besides give eta 0.6; plain decoding has a token per 60 ms."""
+    shares = Shares(0.6, 0.3, 0.0)
+    serial = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 1.0)]], shares, 0.060)
+    plain = result("plain", 0.0, 1, 0.0, [[decoded(10, 0, 0.6)]], shares, 0.060)
+    ahead = result("ahead", 0.0, 1, 0.0, [[decoded(10, 2, 0.6, grown_ahead=True)]], shares, 0.060)
+    plain, serial, ahead = with_references([plain, serial, ahead])
+    assert serial.eta == pytest.approx(0.6)
+    assert serial.speedup == pytest.approx(2.4)
+    assert (serial.host_ms, serial.wire_ms) == (pytest.approx(10), pytest.approx(15))
+    assert ahead.eta == pytest.approx(30 / 0.6 / (4 / 0.060))
+    assert (ahead.hit_rate, ahead.tau_hit, plain.eta) == (1.0, 3.0, None)
+
+
+def test_agreement_compares_as_far_as_both_go() -> None:
+    one, other = decoded(4, 1, 1.0), decoded(2, 1, 1.0)
+    changed = Decoded((7, 7, 7), (), 0.0, 1.0)
+    assert agreement([[one, one]], [[other, changed]]) == "1 of 2"
+
+
+def test_a_timeline_shows_passes_waits_and_the_wire(tmp_path: Path) -> None:
+    verifier = [record(0.0, 0.06), record(0.1, 0.16)]
+    drafter = [record(0.065, 0.071), record(0.071, 0.09), record(0.1, 0.11, label="grow")]
+    line = Timeline.of("one", Decoded((1,), (), 0.0, 1.0), verifier, drafter)
+    bars = [(lane, what, round(begin, 3), round(seconds, 3)) for lane, what, begin, seconds in line.bars()]
+    assert ("verifier", "wait", 0.06, 0.04) in bars
+    assert ("wire", "wire", 0.06, 0.005) in bars
+    assert ("wire", "wire", 0.09, 0.01) in bars
+    assert ("drafter", "grow", 0.1, 0.01) in bars
+    draw([line], [tmp_path / "t.png", tmp_path / "t.svg"])
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("t.png", "t.svg"))
+
+
+def test_settings_that_measure_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must include serial"):
+        settings(modes=("plain", "ahead"))
+    with pytest.raises(ConfigError, match="scale is 0"):
+        settings(scale=0)
+
+
+def test_the_proxy_delays_both_ways_and_keeps_the_order() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        connection, _ = server.accept()
+        with closing(connection):
+            while data := connection.recv(1000):
+                connection.sendall(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    proxy = DelayingProxy(server.getsockname()[1], delay_s=0.05)
+    proxy.start()
+    with closing(proxy), closing(server):
+        host, _, port = proxy.address.partition(":")
+        with socket.create_connection((host, int(port))) as caller:
+            began = time.perf_counter()
+            for piece in (b"one ", b"two ", b"three"):
+                caller.sendall(piece)
+            received = b""
+            while len(received) < 13:
+                received += caller.recv(1000)
+            assert received == b"one two three"
+            assert time.perf_counter() - began >= 0.1
+        thread.join()
+
+
+def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
+    own = settings(
+        model="models/demo/target", draft_model="models/demo/eagle3", methods=(MethodSpec("", "models/demo/eagle3"),),
+        prompts=Path("models/demo/prompts.jsonl"), num_prompts=1, max_tokens=12, temperatures=(0.8,), verifier="200ms",
+        drafter="20ms", tree=TreeConfig(8, 3, 4), delays=(0.05,), dtype="float32", device="cpu", threads=1,
+    )  # fmt: skip
+    with forked_services(), Progress(disable=True) as progress:
+        found, timelines = measure(own, progress)
+    by_mode = {r.mode: r for r in found.results}
+    assert {mode: r.identical for mode, r in by_mode.items()} == {"plain": "1 of 1", "serial": "1 of 1", "ahead": "1 of 1"}
+    assert by_mode["serial"].tau > 1
+    assert by_mode["serial"].verify_ms >= 199
+    assert by_mode["serial"].round_trip_ms >= 2 * 10 + 3 * 20
+    assert 0 < (by_mode["serial"].eta or 0) < 1
+    assert [line.title for line in timelines] == ["serial, temperature 0.8", "ahead, temperature 0.8"]
+    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes"]
