@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -123,6 +123,29 @@ def methods(
         print(f"no picture: {error}", file=sys.stderr)
     else:
         print(f"drawn as {page.with_suffix('.png')}")
+
+
+@bench.command()
+def widen(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a small target: Llama, Mistral, Qwen 2, 2.5 or 3.")],
+    out: Annotated[Path, typer.Option(help="Folder of the widened models; the target goes to its subfolder target.")],
+    shape: Annotated[str, typer.Option(help="The size to give it: 70b, 8b, 1b, 400m or 60m.")] = "8b",
+    draft_model: Annotated[list[str], typer.Option(help="Folder of a draft head or small model; may be repeated.")] = [],  # noqa: B006
+    keep_vocabulary: Annotated[bool, typer.Option(help="Keep the vocabularies as they are.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the written weights; auto: of the model's.")] = "auto",
+) -> None:
+    """Embed a small model and its heads in a large shape, where they compute the same function at the large one's cost."""
+    from eyas.bench.widen import SHAPES
+    from eyas.bench.widen_heads import widen as write
+
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    chosen = replace(SHAPES[shape], vocab_size=0) if keep_vocabulary else SHAPES[shape]
+    with Progress(console=Console(stderr=True)) as progress:
+        folders = write(model, draft_model, chosen, out, dtype, progress)
+    print("\n".join(map(str, folders)))
 
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
