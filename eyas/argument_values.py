@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from eyas.json_schema import alternatives
 from eyas.text_reader import JsonValue
+
+_PYTHON_NAMES = {"true": ("true", "boolean"), "false": ("false", "boolean"), "none": ("null", "null")}
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_KEY = re.compile(r"""[^\s=,()\[\]{}"'\\]+""")
+# Strings whole, brackets and commas alone, all else in runs.
+_TOKEN = re.compile(r"""(?s)"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'()\[\]{},]+|.""")
+_ESCAPE = re.compile(r"(?s)\\(?:[0-7]{1,3}|.)")
+_KNOWN_ESCAPE = re.compile(r"""\\(?:[\n\\'"abfnrtvxNuU]|[0-3]?[0-7]{1,2})""")  # no warning of Python's about them
 
 
 class PythonArguments(JsonValue):
@@ -22,54 +32,75 @@ class PythonArguments(JsonValue):
 
 def json_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
     """Return the value of a parameter as JSON. It is text unless its schema, a part of the whole one, says otherwise."""
-    kinds = value_kinds(schema, whole)
-    if not kinds or ("string" in kinds and not (text == "null" and "null" in kinds)):
-        return json.dumps(text, ensure_ascii=False)
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        found = alternatives(schema, whole)
+    except ValueError:  # references that lead nowhere, and the like
+        found = []
+    kinds = frozenset[str]().union(*(one.kinds or () for one in found))
+    if not kinds - {"string"} or (any(one.may_be(text) for one in found) and not (text == "null" and "null" in kinds)):
+        return _dumped(text)
+    try:
+        return _dumped(json.loads(text))
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        name, kind = _PYTHON_NAMES.get(text.lower(), ("", ""))
+        return name if kind in kinds else _dumped(text)
 
 
-def value_kinds(schema: object, whole: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema, unchecked, names; empty if it may be anything. References lead into `whole`."""
-    kinds, seen, open_ = set[str](), set[int](), [schema]
-    while open_:
-        part = open_.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        own = part.get("type")
-        named = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
-        values = [part["const"]] if "const" in part else part.get("enum")
-        if not named and isinstance(values, list):
-            named = {"string" if isinstance(one, str) else "null" if one is None else "other" for one in values}
-        kinds |= named
-        open_ += [one for key in ("anyOf", "oneOf", "allOf") if isinstance(part.get(key), list) for one in part[key]]
-        open_.append(referenced(part, whole))
-    return kinds
+def _dumped(value: object) -> str:
+    """Return JSON that can be encoded: half a surrogate pair stays an escape. Raises ValueError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if _HALF_PAIR.search(text) else text
 
 
-def referenced(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> object:
-    """Return what "$ref": "#/..." of a schema leads to; None if it leads nowhere."""
-    path, found = schema.get("$ref"), None
-    if isinstance(path, str) and path.startswith("#/"):
-        found = whole
-        for name in path[2:].split("/"):
-            found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+def is_python_key(key: str) -> bool:
+    """Whether `python_arguments` reads a name of a parameter. It may be none of Python's, such as user-id or from."""
+    return bool(_KEY.fullmatch(key))
 
 
 def python_arguments(text: str) -> str | None:
     """Return keyword arguments in parentheses as a JSON object; None if the text is no whole list of them."""
+    values: dict[str, object] = {}
+    words = _words(text[1:-1])
+    if words and not words[-1].strip():  # nothing, or a comma at the end
+        words.pop()
     try:
-        call = ast.parse(f"f{text}", mode="eval").body if text else None
-        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
-            return None
-        values = {word.arg: _python_value(word.value) for word in call.keywords if word.arg is not None}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False) if len(values) == len(call.keywords) else None
+        for word in words:
+            key, _, value = word.partition("=")
+            if not is_python_key(key.strip()) or key.strip() in values:
+                return None
+            values[key.strip()] = _python_literal(value.strip())
+        return _dumped(values)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _words(text: str) -> list[str]:
+    """Return what stands between the commas of a call, in Python's escapes."""
+    words, depth = [""], 0
+    for token in _TOKEN.findall(text):
+        depth += (token in "([{") - (token in ")]}")
+        if token == "," and depth == 0:
+            words.append("")
+        elif token[0] in PythonArguments._QUOTES and not words[-1].endswith(("r", "R")):
+            words[-1] += _ESCAPE.sub(_python_escape, token)
+        else:
+            words[-1] += token
+    return words
+
+
+def _python_escape(found: re.Match[str]) -> str:
+    """Return an escape of Python for one that it may warn of; JSON has one of a slash."""
+    return found[0] if _KNOWN_ESCAPE.fullmatch(found[0]) else "/" if found[0] == "\\/" else f"\\{found[0]}"
+
+
+def _python_literal(text: str) -> object:
+    """Return the value of a literal of JSON or Python. Raises ValueError, SyntaxError and others."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not text:
+            raise
+        return _python_value(ast.parse(f"({text}\n)", mode="eval").body)
 
 
 def _python_value(node: ast.expr) -> object:

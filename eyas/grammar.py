@@ -21,7 +21,7 @@ import numpy.typing as npt
 from eyas.bounded_calls import BoundedCalls, Call
 from eyas.errors import CheckpointError, InvalidRequest, Overloaded
 from eyas.request import StructuredOutputs
-from eyas.structural_tag import structural_tag_to_lark
+from eyas.structural_tag import grammar_to_lark, structural_tag_to_lark
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -287,7 +287,6 @@ class GrammarCompiler:
 def _grammar_text(structured: StructuredOutputs, tokenizer: Tokenizer) -> str:
     """The grammar in llguidance's form. Raises InvalidRequest."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     (name,) = structured.constraints
     if name in ("json", "json_object"):
@@ -301,10 +300,7 @@ def _grammar_text(structured: StructuredOutputs, tokenizer: Tokenizer) -> str:
     if name == "structural_tag":
         lark = structural_tag_to_lark(structured.structural_tag, structured.any_whitespace, tokenizer.tokenizer.token_to_id)
         return LLMatcher.grammar_from_lark(lark)
-    try:
-        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
-    except Exception as error:  # a parser of its own, with errors of its own; RecursionError too
-        raise InvalidRequest(f"grammar cannot be read: {_first_line(str(error))}", "structured_outputs") from error
+    return LLMatcher.grammar_from_lark(grammar_to_lark(structured.grammar))
 
 
 def _limits() -> LLParserLimits:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from eyas.argument_values import value_kinds
 from eyas.errors import InvalidRequest
+from eyas.json_schema import Alternative, alternatives, properties_of, standalone
 
 # Fields of each format besides `type`: required ones, and those that may be left out.
 _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     "const_string": ({"value"}, set()),
     "json_schema": ({"json_schema"}, {"style"}),
     "any_text": (set(), {"excludes"}),
-    "regex": ({"pattern"}, set()),
+    "regex": ({"pattern"}, {"excludes"}),
+    "grammar": ({"grammar"}, set()),
     "token": ({"token"}, set()),
     "sequence": ({"elements"}, set()),
     "or": ({"elements"}, set()),
@@ -31,14 +33,28 @@ _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first", "excludes"}),
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
-# Styles of a json_schema whose properties are text between tags: what stands before a key, behind it, and behind its value.
-_XML_STYLES = {
-    "qwen_xml": ("<parameter=", ">\n", "\n</parameter>\n"),
-    "glm_xml": ("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
-    "glm45_xml": ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+
+
+@dataclass(frozen=True)
+class _TagStyle:
+    """A style of a json_schema whose properties are text between tags.
+
+    stops: what ends a value for its reader, so no text may hold it.
+    """
+
+    before_key: str
+    behind_key: str
+    behind_value: str
+    stops: tuple[str, ...]
+
+
+_TAG_STYLES = {
+    "qwen_xml": _TagStyle("<parameter=", ">\n", "\n</parameter>\n", ("</parameter>", "<parameter=", "</function>")),
+    "glm_xml": _TagStyle("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ("</arg_value>",)),
+    "glm45_xml": _TagStyle("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", ("</arg_value>",)),
 }
 _REPEATS = {"optional": "?", "plus": "+", "star": "*"}
-_COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties")
+_NOT_OF_TEXTS = ("not", "if", "$dynamicRef", "$recursiveRef")
 _TEXT = r"/(.|\n)*/"
 
 
@@ -53,6 +69,17 @@ def structural_tag_to_lark(text: str, any_whitespace: bool, token_id: Callable[[
     writer = _LarkWriter(any_whitespace, token_id)
     start = writer.expression(tag["format"])
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])
+
+
+def grammar_to_lark(text: str) -> str:
+    """A grammar in llama.cpp's syntax (GBNF) or Lark's, in Lark's. Raises InvalidRequest."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a parser of its own, with errors of its own; RecursionError too
+        reason = next(iter(str(error).strip().splitlines()), "")[:200]
+        raise InvalidRequest(f"grammar cannot be read: {reason}", "structured_outputs") from error
 
 
 class _LarkWriter:
@@ -73,13 +100,15 @@ class _LarkWriter:
             case "any_text":
                 return self._rule(self._text_without(_TEXT, format_.get("excludes", [])))
             case "regex":
-                return self._rule(_pattern(_string(format_["pattern"], "pattern")))
+                return self._rule(self._text_without(_pattern(_regex(format_["pattern"])), format_.get("excludes", [])))
+            case "grammar":
+                return self._rule(f"%lark {{\n{grammar_to_lark(_string(format_['grammar'], 'grammar'))}\n}}")
             case "token":
                 return self._token(format_["token"])
             case "sequence":
                 return self._sequence(_list(format_["elements"], "elements"))
             case "or":
-                return f"({' | '.join(map(self.expression, _list(format_['elements'], 'elements')))})"
+                return self._or(_list(format_["elements"], "elements"))
             case "optional" | "plus" | "star":
                 return f"({self.expression(format_['content'])}){_REPEATS[kind]}"
             case "repeat":
@@ -125,48 +154,64 @@ class _LarkWriter:
         if not isinstance(schema, dict):
             raise _invalid("json_schema must be an object")
         style = format_.get("style", "json")
-        if style in _XML_STYLES:
-            return self._xml(schema, _XML_STYLES[style])
+        if style in _TAG_STYLES:
+            return self._xml(schema, _TAG_STYLES[style])
         if style != "json":
-            raise _invalid(f"style {style!r} of a json_schema is not supported; use json, {', '.join(_XML_STYLES)}")
+            raise _invalid(f"style {style!r} of a json_schema is not supported; use json, {', '.join(_TAG_STYLES)}")
         if not self._any_whitespace:
             schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
         return self._rule(f"%json {json.dumps(schema)}")
 
-    def _xml(self, schema: Mapping[str, Any], tags: tuple[str, str, str]) -> str:
+    def _xml(self, schema: Mapping[str, Any], style: _TagStyle) -> str:
         """Properties in the schema's order, each between tags."""
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if combined := next((key for key in _COMBINED if key in schema), None):
-            raise _invalid(f"{combined} of a whole json_schema is not supported in a style of tags; use properties")
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise _invalid("properties of a json_schema must be an object, and required a list")
+        try:
+            properties, required = properties_of(schema)
+        except ValueError as error:
+            raise _invalid(f"a json_schema in a style of tags {error}") from None
         parts = []
         for key, own in properties.items():
-            part = f"{_literal(tags[0] + key + tags[1])} {self._xml_value(own, schema, tags[2])}"
+            if key != key.strip() or style.behind_key.strip() in key:
+                raise _invalid(f"the name {key[:80]!r} of a property cannot be written between tags; rename it")
+            try:
+                value = self._xml_value(own, schema, style)
+            except ValueError as error:
+                raise _invalid(f"property {key[:80]!r} of a json_schema {error}") from None
+            part = f"{_literal(style.before_key + key + style.behind_key)} {value}"
             parts.append(part if key in required else f"({part})?")
         return self._rule(" ".join(parts) or '""')
 
-    def _xml_value(self, schema: Any, whole: Mapping[str, Any], end: str) -> str:
-        """A value and its end: text as it is where the schema allows text, else JSON."""
-        schema = schema if isinstance(schema, dict) else {}
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
-            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-            return f"({' | '.join(_literal(text + end) for text in texts)})"
-        kinds = value_kinds(schema, whole)
-        if kinds and "string" not in kinds:
-            shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
-            return f"{self._json({'json_schema': {**schema, **shared}})} {_literal(end)}"
-        least, most, pattern = (schema.get(key) for key in ("minLength", "maxLength", "pattern"))
-        limits = (
-            [_pattern(rf"(.|\n){{{least or 0},{'' if most is None else most}}}")] if (least, most) != (None, None) else []
-        )
-        limits += [_pattern(_searched(_string(pattern, "pattern")))] if pattern is not None else []
-        if not limits or kinds != {"string"}:
-            return self._text_until({}, _literal(end))
+    def _xml_value(self, schema: Any, whole: Mapping[str, Any], style: _TagStyle) -> str:
+        """A value and its end: text as it is where the schema allows text, else JSON.
+
+        Where any text may do, a value is read as text, so that JSON has no place beside it but for null.
+        Raises ValueError for what cannot be written so.
+        """
+        found, end = alternatives(schema, whole), _literal(style.behind_value)
+        if not found or all(one.values == [] for one in found):
+            raise ValueError("allows no value; mend its schema")
+        texts = [one for one in found if one.texts != []]
+        if not texts:
+            return f"{self._json({'json_schema': standalone(schema, whole)})} {end}"
+        bodies = [_text_pattern(one) for one in texts]
+        rests = [(one, sorted((one.kinds or set()) - {"string"})) for one in found]
+        others = [{"allOf": [*one.parts, {"type": kinds}]} for one, kinds in rests if kinds]
+        if any(one.texts is None for one in texts):
+            bodies += ['"null"'] if any("null" in kinds for _, kinds in rests) else []
+            others = []
+        stop = _pattern(rf"(.|\n)*({'|'.join(map(re.escape, style.stops))})(.|\n)*")
         name = f"T{len(self.rules)}"
-        tag = _pattern(rf"(.|\n)*{re.escape(end.strip())}(.|\n)*")
-        self.rules.append(f"{name}: ({' & '.join(limits)} & ~{tag}) {_literal(end)}")
+        self.rules.append(f"{name}: (({' | '.join(f'({body})' for body in bodies)}) & ~{stop}) {end}")
+        if not others:
+            return name
+        key = "oneOf" if any(one.is_exclusive for one in found) else "anyOf"
+        return f"({name} | {self._json({'json_schema': standalone({key: others}, whole)})} {end})"
+
+    def _or(self, elements: Sequence[Any]) -> str:
+        parts = list(map(self.expression, elements))
+        if not all(self._checked(element) == "const_string" for element in elements):
+            return f"({' | '.join(parts)})"
+        name = f"T{len(self.rules)}"  # one item of the parser for all of them
+        self.rules.append(f"{name}: {' | '.join(parts)}")
         return name
 
     def _token(self, token: Any) -> str:
@@ -271,14 +316,84 @@ def _literal(value: Any) -> str:
     return json.dumps(_string(value, "a text"))
 
 
-def _searched(pattern: str) -> str:
-    """A pattern of JSON schema, which may match anywhere, as one of the whole text."""
-    if "|" in pattern:
-        return rf"(.|\n)*({pattern})(.|\n)*"
-    begin, end = ("" if pattern.startswith("^") else r"(.|\n)*"), ("" if pattern.endswith("$") else r"(.|\n)*")
-    return f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"
+def _text_pattern(one: Alternative) -> str:
+    """What a text must match, as a terminal of Lark. Raises ValueError."""
+    limits = [" | ".join(map(_literal, one.texts))] if one.texts else []
+    for part in one.parts:
+        if key := next((key for key in _NOT_OF_TEXTS if key in part), None):
+            raise ValueError(f"has {key}, which is not supported for text between tags; leave it out")
+        least, most = _length(part, "minLength"), _length(part, "maxLength")
+        if (least, most) != (None, None):
+            limits.append(_pattern(rf"(.|\n){{{least or 0},{'' if most is None else most}}}"))
+        if "pattern" in part:
+            limits.append(" | ".join(map(_pattern, _searched(_regex(part["pattern"])))))
+    return " & ".join(f"({limit})" for limit in limits or [_TEXT])
+
+
+def _length(schema: Mapping[str, Any], key: str) -> int | None:
+    value = schema.get(key)
+    if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0):
+        raise ValueError(f"has {key} {value!r}; it must be a number that is not negative")
+    return None if value is None else int(value)
+
+
+# A pattern's escapes, classes, groups and alternatives; all else alone.
+_PATTERN_TOKEN = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?(?:P?<\w+>|:)|.")
+
+
+def _searched(pattern: str, is_begin: bool = False, is_end: bool = False) -> list[str]:
+    """Return patterns of the whole text for one of JSON schema, which may match anywhere in it.
+
+    is_begin, is_end: whether it stands at the beginning and at the end of the text in any case.
+    """
+    found = []
+    for tokens in _split(_PATTERN_TOKEN.findall(pattern)):
+        begins, ends = is_begin, is_end
+        while tokens[:1] == ["^"]:
+            tokens, begins = tokens[1:], True
+        while tokens[-1:] == ["$"]:
+            tokens, ends = tokens[:-1], True
+        if _is_group(tokens):
+            found += _searched("".join(tokens[1:-1]), begins, ends)
+            continue
+        free = r"(.|\n)*"
+        found.append(f"{'' if begins else free}({''.join(tokens)}){'' if ends else free}")
+    return found
+
+
+def _split(tokens: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the alternatives of a pattern."""
+    part, depth = list[str](), 0
+    for token in tokens:
+        depth += token.startswith("(") - (token == ")")
+        if token == "|" and depth == 0:
+            yield part
+            part = []
+        else:
+            part.append(token)
+    yield part
+
+
+def _is_group(tokens: Sequence[str]) -> bool:
+    """Whether the tokens are one group."""
+    if len(tokens) < 2 or tokens[0][0] != "(" or tokens[1] == "?" or tokens[-1] != ")":
+        return False
+    depth = 0
+    for number, token in enumerate(tokens):
+        depth += token.startswith("(") - (token == ")")
+        if depth == 0:
+            return number == len(tokens) - 1
+    return False
+
+
+def _regex(value: Any) -> str:
+    pattern = _string(value, "pattern")
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise _invalid(f"the pattern {pattern[:80]!r} ends with a single backslash")
+    return pattern
 
 
 def _pattern(pattern: str) -> str:
     """A regular expression as Lark writes it."""
-    return "/" + re.sub(r"(?<!\\)/", r"\\/", pattern) + "/"
+    tokens = re.findall(r"(?s)\\.|.", pattern)
+    return "/" + ("".join(r"\/" if token == "/" else token for token in tokens) or "(?:)") + "/"

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eyas.argument_values import is_python_key
 from eyas.call_formats import MARKS
 from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
 from eyas.errors import InvalidRequest
+from eyas.json_schema import properties_of, standalone
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.tools import Tool, ToolFields
 from eyas.tokenizer import Tokenizer
@@ -88,21 +90,18 @@ def output_constraint(
     """
     tools, mode = fields.called_tools, fields.tool_choice.mode
     writer = _TagWriter(form, is_special, tools, fields.max_calls is None)
-    content = _content_format(given)
     if tools and mode == "required":
         return _structured(writer.after_reasoning(writer.calls(), in_reasoning))
     if given is not None:
-        if content is None:
+        content, has_calls = _content_format(given), bool(tools and form.tool_call_parser)
+        if content is None or not (has_calls or form.reasoning_parser) or _has_reasoning(given, form):
             return given
-        if tools and form.tool_call_parser:
+        if has_calls:
             content = writer.content_or_calls(content)
-        elif not form.reasoning_parser:
-            return given
-        return replace(
-            _structured(writer.after_reasoning(content, in_reasoning, is_content=True)), any_whitespace=given.any_whitespace
-        )
+        whole = writer.after_reasoning(content, in_reasoning, is_content=not has_calls)
+        return replace(_structured(whole), any_whitespace=given.any_whitespace)
     if fields.tool_choice.names or any(tool.function.strict for tool in tools):
-        return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning, is_content=True))
+        return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning))
     return None
 
 
@@ -111,10 +110,14 @@ def _structured(format_: Format) -> StructuredOutputs:
     return StructuredOutputs(structural_tag=tag, any_whitespace=False)
 
 
-def _content_format(given: StructuredOutputs | None) -> Format | None:
-    """Return a constraint as part of a structural tag; None if it is none, or of a kind that cannot be a part."""
-    if given is None:
-        return None
+def _has_reasoning(given: StructuredOutputs, form: ChatFormat) -> bool:
+    """Whether a structural tag describes the reasoning itself, as it holds the marks of the model's format."""
+    marks = THINK_TAGS.get(form.reasoning_parser, ("<|channel|>",))
+    return any(mark in given.structural_tag for mark in marks)
+
+
+def _content_format(given: StructuredOutputs) -> Format | None:
+    """Return a constraint as part of a structural tag; None if it is a broken one."""
     if given.json:
         return {"type": "json_schema", "json_schema": json.loads(given.json)}
     if given.json_object:
@@ -123,7 +126,11 @@ def _content_format(given: StructuredOutputs | None) -> Format | None:
         return {"type": "regex", "pattern": given.regex}
     if given.choice:
         return {"type": "or", "elements": [_text(choice) for choice in given.choice]}
-    return None
+    if given.grammar:
+        return {"type": "grammar", "grammar": given.grammar}
+    tag = json.loads(given.structural_tag)
+    own = tag.get("format") if tag.get("type") == "structural_tag" else None
+    return own if isinstance(own, dict) else None
 
 
 @dataclass(frozen=True)
@@ -166,9 +173,9 @@ class _TagWriter:
         match self.form.tool_call_parser:
             case "llama3_json":
                 tagged = _sequence(self._marker("<|python_tag|>"), self.calls())
-                return _or([self.calls(), tagged, _optional(_text_without_first("{"))])
+                return _or([self.calls(), tagged, _optional(self._text_without("{", "<|python_tag|>"))])
             case "pythonic" | "llama4_pythonic":
-                return _or([self.calls(), _optional(_text_without_first("["))])
+                return _or([self.calls(), _optional(self._text_without("[", "<|python_start|>"))])
             case "openai":
                 final = _sequence(*self._header("final"), _ANY)
                 calls = [self._channel_call(tool) for tool in self.tools]
@@ -195,12 +202,17 @@ class _TagWriter:
         stop = not self.is_parallel
         return {"type": "triggered_tags", "triggers": [marker], "tags": tags, "stop_after_first": stop}
 
-    def after_reasoning(self, format_: Format, in_reasoning: bool, is_content: bool = False) -> Format:
-        """Return a format that reasoning may precede; it must, if it has begun. is_content: not a call.
+    def _text_without(self, first: str, marker: str) -> Format:
+        """Return the format of text without calls: it neither begins with a character, nor holds the marker."""
+        text: Format = {"type": "regex", "pattern": rf"[^\{first}\s](.|\n)*"}
+        return text if self.is_special(marker) else {**text, "excludes": [marker]}
 
-        The messages of gpt-oss need channels.
+    def after_reasoning(self, format_: Format, in_reasoning: bool, is_content: bool = False) -> Format:
+        """Return a format that reasoning may precede; it must, if it has begun.
+
+        is_content: it is content alone, which gpt-oss writes in a channel.
         """
-        if self.form.reasoning_parser == "openai_gptoss" and is_content and format_.get("type") != "sequence":
+        if self.form.reasoning_parser == "openai_gptoss" and is_content:
             return _sequence(_star(self._message()), *self._header("final"), format_)
         if self.form.reasoning_parser not in THINK_TAGS:
             return format_
@@ -309,18 +321,17 @@ def _optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
 
 
-def _text_without_first(character: str) -> Format:
-    """Return the format of text that does not begin with a character."""
-    return {"type": "regex", "pattern": rf"[^\{character}\s](.|\n)*"}
-
-
 def _python_call(tool: Tool) -> Format:
     """Return the format of NAME(KEY=VALUE, ...), whose values are JSON: required keys first, then the others."""
     schema = _schema(tool)["json_schema"]
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    try:
+        properties, required = properties_of(schema)
+    except ValueError as error:
+        raise InvalidRequest(f"the schema of the tool {tool.function.name!r} {error}", "tools") from None
+    if unread := [key for key in properties if not is_python_key(key)]:
+        raise InvalidRequest(f"{unread[0][:80]!r} of the tool {tool.function.name!r} is no name in Python's calls", "tools")
     words = {
-        key: _sequence(_text(f"{key}="), {"type": "json_schema", "json_schema": {**_object(own), **shared}})
+        key: _sequence(_text(f"{key}="), {"type": "json_schema", "json_schema": standalone(own, schema)})
         for key, own in properties.items()
     }
     needed = [words[key] for key in words if key in required]
@@ -336,11 +347,6 @@ def _python_call(tool: Tool) -> Format:
 
 def _following(word: Format) -> Format:
     return _optional(_sequence(_text(", "), word))
-
-
-def _object(schema: Any) -> dict[str, Any]:
-    """Return a schema as an object; true allows everything."""
-    return {**schema} if isinstance(schema, Mapping) else {}
 
 
 def _xml(tool: Tool, style: str, is_free: bool) -> Format:

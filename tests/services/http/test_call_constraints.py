@@ -1,7 +1,7 @@
 """The constraint of every format of calls admits what its parser reads, and nothing else; markers may be special tokens."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.call_formats import MARKS
 from eyas.chat_output import ChatFormat
+from eyas.errors import InvalidRequest
 from eyas.grammar import GrammarCompiler
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.call_constraints import ChatOutput
@@ -124,6 +125,11 @@ def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
+def compiler(folder: str | Path) -> GrammarCompiler:
+    return GrammarCompiler(str(folder), load_tokenizer(str(folder)).tokenizer.get_vocab_size(), frozenset([1]))
+
+
 class Constraint:
     """What the output of a chat must match."""
 
@@ -132,8 +138,7 @@ class Constraint:
         output = ChatOutput(ToolFields.model_validate(fields), "m", form, self.tokenizer, ())
         structured = output.constraint(given)
         assert structured is not None
-        size = self.tokenizer.tokenizer.get_vocab_size()
-        self.grammar = GrammarCompiler(str(folder), size, frozenset([1])).compile(structured)
+        self.grammar = compiler(folder).compile(structured)
 
     def admits(self, text: str) -> bool:
         """Whether a text is a whole output."""
@@ -255,3 +260,181 @@ def test_parameters_between_tags_match_their_schema() -> None:
         parameters(city="Paris", near=near, other="1"),
     ):
         assert not constraint.admits(wrong)
+
+
+TEXT_OR_NULL = [{"type": "string", "maxLength": 2}, {"type": "null"}]
+# A schema, values by how they are written, and texts that it refuses.
+VALUES: list[tuple[Any, dict[str, Any], list[str]]] = [
+    ({"$ref": "#/$defs/Unit"}, {"C": "C", "F": "F"}, ["K", '"C"']),
+    ({"$ref": "#/$defs/a~1b~0c/0"}, {"5": 5}, ["C"]),
+    ({"$ref": "#/$defs/Unit", "description": "of degrees", "pattern": "C"}, {"C": "C"}, ["F"]),
+    ({"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]}, {"C": "C", "null": None}, ["K", ""]),
+    ({"anyOf": TEXT_OR_NULL}, {"ab": "ab", "": "", "null": None}, ["abc"]),
+    ({"anyOf": [{"maxLength": 2}, {"type": "null"}]}, {"12": "12", "null": None}, ["abc"]),
+    ({"type": ["string", "null"], "pattern": "^a"}, {"ab": "ab", "null": None}, ["b"]),
+    ({"allOf": [{"pattern": "^a$"}]}, {"a": "a"}, ["zzz"]),
+    ({"allOf": [{"$ref": "#/$defs/Unit"}, {"enum": ["C", "K"]}]}, {"C": "C"}, ["F", "K"]),
+    ({"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]}, {"a": "a", "b": "b"}, ["c"]),
+    ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, {"auto": "auto", "-5": -5}, ["other", '"auto"', "null"]),
+    ({"enum": ["C", 1, None, {"a": 1}]}, {"C": "C", "1": 1, "null": None, '{"a":1}': {"a": 1}}, ["2", "K"]),
+    ({"enum": ["ab", "b"], "pattern": "^a", "maxLength": 3}, {"ab": "ab"}, ["b"]),
+    ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, {"true": True, "7": 7}, ["True", "x"]),
+    ({"$ref": "#/$defs/Node"}, {"{}": {}, '{"next":{"next":{}}}': {"next": {"next": {}}}}, ['{"next":1}', "x"]),
+    ({"type": "array", "items": {"$ref": "#"}}, {'[{"p":[]}]': [{"p": []}]}, ["[1]"]),
+    ({"type": "string"}, {"a <b>": "a <b>"}, ["a</parameter>b", "<parameter=q>", "</function>"]),
+    (True, {"x": "x", "null": "null"}, []),
+    ({"pattern": "^(a|b)$"}, {"a": "a", "b": "b"}, ["ab", "c"]),
+    ({"pattern": "^a$|^b$"}, {"a": "a", "b": "b"}, ["ab", "c"]),
+    ({"pattern": "(^a$)|b"}, {"a": "a", "abc": "abc"}, ["aa", "c"]),
+    ({"pattern": "^[a|b]$"}, {"|": "|"}, ["a|b"]),
+    ({"pattern": r"^[]|)]\]$"}, {"|]": "|]"}, ["]", "|"]),
+    ({"pattern": r"^\d+\$"}, {"5$": "5$", "5$ or so": "5$ or so"}, ["5", "a5$"]),
+    ({"pattern": r"^\d+\\$"}, {"5\\": "5\\"}, ["5", "5$", "5\\ or so"]),
+    ({"pattern": r"^a\\/b/\/$"}, {r"a\/b//": r"a\/b//"}, ["a/b//"]),
+    ({"pattern": ""}, {"": "", "a": "a"}, []),
+]  # fmt: skip
+DEFINITIONS: dict[str, Any] = {
+    "Unit": {"enum": ["C", "F"]},
+    "a/b~c": [{"type": "integer"}],
+    "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}, "additionalProperties": False},
+}
+
+
+def strict(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "look", "strict": True, "parameters": schema}}]
+
+
+@pytest.mark.parametrize(("schema", "written", "wrong"), VALUES, ids=lambda value: str(value)[:40])
+def test_a_value_between_tags_is_one_of_its_schema(schema: Any, written: dict[str, Any], wrong: list[str]) -> None:
+    whole = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": DEFINITIONS}
+    form = ChatFormat("qwen3_coder")
+    constraint = Constraint(DEMO, form, tools=strict(whole), tool_choice="required")
+    for text, value in written.items():
+        call = parameters(p=text)
+        assert constraint.admits(call), text
+        assert json.loads(form.parser(tools={"look": whole}).push(call).tool_calls[0].arguments) == {"p": value}
+    for text in wrong:
+        assert not constraint.admits(parameters(p=text)), text
+
+
+REFUSED = [
+    ({"type": "string", "not": {"const": "a"}}, "property 'p' of a json_schema has not, which"),
+    ({"enum": []}, "allows no value"),
+    ({"$ref": "#/$defs/Other"}, "has \\$ref '#/\\$defs/Other', which leads nowhere"),
+    ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "a oneOf whose parts may match the same text"),
+    ({"type": "string", "minLength": "1"}, "has minLength '1'"),
+    ({"type": "string", "pattern": "a\\"}, "ends with a single backslash"),
+    ({"allOf": [{"anyOf": [{"const": f"{i}-{j}"} for i in range(40)]} for j in range(40)]}, "more than 1024 alternatives"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_hold_between_tags_is_refused(schema: Any, reason: str) -> None:
+    whole = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": DEFINITIONS}
+    with pytest.raises(InvalidRequest, match=reason):
+        Constraint(DEMO, ChatFormat("glm47"), tools=strict(whole), tool_choice="required")
+
+
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 1}, "next": {"$ref": "#/$defs/Node"}},
+    "required": ["name"],
+}
+NESTED = {"name": "a", "next": {"name": "b"}}
+
+
+@pytest.mark.parametrize("top", [{"$ref": "#/$defs/Node"}, {"allOf": [{"$ref": "#/$defs/Node"}], "title": "Node"}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+def test_a_reference_at_the_top_is_followed(name: Any, top: dict[str, Any]) -> None:
+    whole = {**top, "$defs": {"Node": NODE}}
+    constraint = Constraint(DEMO, ChatFormat(name), tools=strict(whole), tool_choice="required")
+
+    def written(**values: Any) -> str:
+        text = WRITERS[name](("look", json.dumps(values, separators=(",", ":"))))
+        texts = text if name in ("hermes", "pythonic") else text.replace('"a"', "a").replace('"ab"', "ab")
+        return texts.replace('": ', '":') if name == "pythonic" else texts.replace('{"name": "b"}', '{"name":"b"}')
+
+    assert constraint.admits(written(**NESTED))
+    assert constraint.admits(written(name="a"))
+    for wrong in (written(), written(name="ab"), written(name="a", next={}), written(name="a", other=1)):
+        assert not constraint.admits(wrong), wrong
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"anyOf": [{"properties": {}}]}, "has anyOf at its top level"),
+        ({"properties": {}, "minProperties": 1}, "has minProperties at its top level"),
+        ({"properties": {}, "required": ["p"]}, "requires 'p', which is not among its properties"),
+        ({"$ref": "#/$defs/Other"}, "leads nowhere"),
+        ({"properties": {"a=>b": {}}}, "of a property cannot be written between tags|is no name in Python's calls"),
+    ],
+    ids=str,
+)
+def test_a_schema_beyond_its_properties_is_refused(name: Any, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        Constraint(DEMO, ChatFormat(name), tools=strict({"type": "object", **schema}), tool_choice="required")
+
+
+def test_names_that_python_reserves_are_parameters() -> None:
+    schema = {"type": "object", "properties": {"from": {"type": "string"}, "user-id": {"type": "integer"}}}
+    text, form = '[look(from="a/b", user-id=3)]', ChatFormat("pythonic")
+    assert Constraint(DEMO, form, tools=strict(schema), tool_choice="required").admits(text)
+    (call,) = form.parser(tools={"look": schema}).push(text).tool_calls
+    assert json.loads(call.arguments) == {"from": "a/b", "user-id": 3}
+
+
+GIVEN: list[tuple[dict[str, Any], str, str]] = [
+    ({"grammar": 'root ::= "yes" | "no" [0-9}]{1,2}'}, "no5}", "maybe"),
+    ({"grammar": 'start: "yes" "!"\n%ignore / +/'}, "yes  !", "yes"),
+    ({"structural_tag": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a+"}}}, "aa", "b"),
+    (
+        {
+            "structural_tag": {
+                "type": "structural_tag",
+                "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}]},
+            }
+        },
+        "x",
+        "b",
+    ),
+    ({"regex": "^a+$"}, "aa", "b"),
+    ({"choice": tuple(f"c{i}" for i in range(1000))}, "c999", "d"),
+]
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), GIVEN, ids=lambda value: str(value)[:40])
+def test_every_constraint_holds_behind_the_reasoning(
+    fields: dict[str, Any], good: str, bad: str, special_tokenizer: Path
+) -> None:
+    given = StructuredOutputs(**fields)
+    constraint = Constraint(special_tokenizer, ChatFormat("", "deepseek_r1"), given)
+    assert constraint.admits(f"Hm, {bad}?\n</think>\n\n{good}")
+    assert not constraint.admits(f"Hm</think>{bad}")
+    assert not constraint.admits(good)
+    channels = Constraint(special_tokenizer, ChatFormat("openai"), given)
+    assert channels.admits(f"<|channel|>analysis<|message|>{bad}<|end|><|start|>assistant<|channel|>final<|message|>{good}")
+    assert not channels.admits(good)
+    call = Constraint(special_tokenizer, ChatFormat("hermes"), given, tools=TOOLS)
+    assert call.admits(hermes(ADD))
+    assert call.admits(good)
+    assert not call.admits(bad)
+
+
+def test_a_structural_tag_may_describe_the_reasoning_itself(special_tokenizer: Path) -> None:
+    elements = [{"type": "const_string", "value": text} for text in ("Hm", "</think>", "yes")]
+    given = StructuredOutputs(
+        structural_tag={"type": "structural_tag", "format": {"type": "sequence", "elements": [*elements]}}
+    )
+    constraint = Constraint(DEMO, ChatFormat("", "deepseek_r1"), given)
+    assert constraint.admits("Hm</think>yes")
+    assert not constraint.admits("Hm</think></think>yes")
+
+
+@pytest.mark.parametrize(("name", "marker"), [("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")])
+def test_text_holds_no_unchecked_call(name: Any, marker: str) -> None:
+    constraint, wrong = Constraint(DEMO, ChatFormat(name), tools=TOOLS), WRITERS[name](("add", '{"a":"1"}'))
+    assert constraint.admits("Hello <|python")
+    for text in (wrong, marker + wrong, f"Hello {marker}{wrong}"):
+        assert not constraint.admits(text), text
