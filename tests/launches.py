@@ -52,7 +52,13 @@ class Launch:
     def nbytes(self) -> int:
         """Bytes of all tensors but the KV cache, read in part by a launch, in a size that no shape shows."""
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        return sum(t.nbytes for name, t in tensors.items() if name not in ("keys", "values", "words"))
+        return sum(t.nbytes for name, t in tensors.items() if name not in ("keys", "values", "words", "masks"))
+
+
+def keys_read(launch: Launch) -> int:
+    """Keys that a launch of the attention kernel reads, on a device whose words can be read: each once for each tile."""
+    tiles = launch.arguments["tiles"]
+    return int((tiles[:, 4] + tiles[:, 7])[tiles[:, 1] > 0].sum())
 
 
 class _Recorder:
@@ -178,7 +184,9 @@ def compiled(launch: Launch, sm: int) -> Compiled:
             constants[(place,)], signature[parameter.name] = value, "constexpr"
         elif isinstance(value, Tensor):
             # torch aligns to 512 bytes, and views of words to 64
-            signature[parameter.name], attributes[(place,)] = f"*{_kind(value.dtype)}", [["tt.divisibility", 16]]
+            signature[parameter.name] = f"*{_kind(value.dtype)}"
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and specialised:

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter, newest_rows
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, newest_rows, plan_tree_slots
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, ddtree_shape
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -52,9 +53,13 @@ class BlockDrafter(NeuralDrafter[None]):
         tree = ddtree_shape(tree, c.draft_vocab_size) if head.is_independent else tree
         shapes, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.draft_ids.device
         self._head, self._dtype = head, head.embed_tokens.weight.dtype
-        self._kv = make_kv_cache(config, shapes, self._dtype, device)
-        super().__init__(config, tree, None, head.draft_ids, KVLedger(self._kv.scratch, head.max_model_len))
-        self._capture_trees(capture, 0, self._dtype, self._kv, max_prefix=head.max_model_len)
+        whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
+        slots = plan_tree_slots(c, self._dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
+        num_tree_slots = slots.num_slots if slots else 0
+        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_tree_slots)
+        ledger: KVLedger[None] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
+        super().__init__(config, tree, None, head.draft_ids, ledger)
+        self._use_slots(slots and replace(slots, end=self._kv.scratch), capture, 0, self._dtype)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -78,32 +83,55 @@ class BlockDrafter(NeuralDrafter[None]):
         return torch.empty(len(contexts), 0, dtype=self._dtype, device=device)
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        states = BlockPass(self._head, self._kv, roots).states[:, : shape.num_steps]
+        states = block_states(self._head, self._kv, roots)[:, : shape.num_steps]
         if self._head.is_independent:
             return IndependentExpansion(self._head.backbone_logits(states), scorer)
         return ConditionalExpansion(self._head, scorer, states, roots.tokens)
 
 
-class BlockPass:
-    """One pass of the blocks behind all sessions' prefixes. states: normed, of the rows that propose tokens, [S, G, H].
+def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
+    """One pass of the blocks behind all sessions' prefixes: normed states of the rows that propose tokens, [S, G, H]."""
+    cached = roots.cached
+    rows = SlotBlocks(head, kv, cached) if isinstance(cached, SlotRows) else CopiedBlocks(head, kv, cached)
+    states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
+    return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
 
-    In each layer keys and values are [ prefix, L cells | padding masked ] [ block, B rows ].
+
+class SlotBlocks:
+    """The rows of blocks for the attention kernel. Rows have slots of the KV cache, and no prefix is copied."""
+
+    def __init__(self, head: BlockHead, kv: KVCache, rows: SlotRows) -> None:
+        self._config, self._kv, blocks = head.config, kv, SlotLevels(rows)
+        whole = blocks.all_at_once().packed
+        windowed = blocks.all_at_once(rows.layout.own_causal).packed if head.config.causal_windows else whole
+        self._packed = {window: whole if window is None else windowed for window in set(head.config.windows)}
+        self.positions = whole.positions
+
+    def attend(self, layer: int, rows: Projected) -> Tensor:
+        """Attend from the block rows [S * B, heads, d] to the prefixes and their own blocks."""
+        window = self._config.windows[layer]
+        packed = self._packed[window]
+        return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
+
+
+class CopiedBlocks:
+    """The rows of blocks without the kernel. In each layer keys and values are
+
+    [ prefix, L cells | padding masked ] [ block, B rows ]
     """
 
-    def __init__(self, head: BlockHead, kv: KVCache, roots: Roots) -> None:
-        c, lengths = head.config, roots.prefix_lengths
-        self._config, self._kv, self._index = c, kv, roots.prefix
+    def __init__(self, head: BlockHead, kv: KVCache, cached: PaddedPrefix) -> None:
+        c, lengths = head.config, cached.lengths
+        self._config, self._kv, self._index = c, kv, cached.slots
         ahead = torch.arange(c.block_size, device=lengths.device)
-        cells = torch.arange(roots.prefix.shape[1], device=lengths.device).expand(len(lengths), -1)
+        cells = torch.arange(self._index.shape[1], device=lengths.device).expand(len(lengths), -1)
         own = lengths[:, None] + ahead
         self._behind = own[:, :, None] - torch.cat([cells, own], 1)[:, None]
         filled = cells < lengths[:, None]
         self._filled = torch.cat([filled, torch.ones_like(own, dtype=torch.bool)], 1)[:, None].expand_as(self._behind)
         self._biases = {window: self._bias(window, kv.keys[0].dtype) for window in set(c.windows)}
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = own.clamp(max=head.max_model_len - 1).flatten()
-        rows = head.run(head.block_tokens(roots.tokens).flatten(), positions, self._attend)
-        self.states = head.drafted_rows(rows.view(len(lengths), c.block_size, -1))
+        self.positions = own.clamp(max=head.max_model_len - 1).flatten()
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [S, 1, heads per key-value head * B, L + B]; see `eyas.models.heads.block.block_mask`."""
@@ -114,7 +142,7 @@ class BlockPass:
         bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
         return bias.repeat(1, self._config.num_heads // self._config.num_kv_heads, 1)[:, None]
 
-    def _attend(self, layer: int, rows: Projected) -> Tensor:
+    def attend(self, layer: int, rows: Projected) -> Tensor:
         """Attend from the block rows [S * B, heads, d] to the prefixes and their own blocks."""
         c, sessions = self._config, len(self._index)
         pools = (self._kv.keys[layer], rows.key), (self._kv.values[layer], rows.value)

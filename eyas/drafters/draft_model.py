@@ -7,7 +7,8 @@ Legend: S sessions, L tree levels that are run, W rows of a level, P longest pre
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +18,11 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
 from eyas.drafters.base import DraftContext
-from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.tree_growth import Expansion, LevelCosts
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
@@ -77,7 +78,12 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
         self._level_costs = LevelCosts()
-        self._capture_trees(capture, model.vocab_size, torch.float32, self._kv, model.max_model_len, num_scratch=rows)
+        num_kv, head_dim = model.kv_shapes[0][0], max(width for _, width in model.kv_shapes)
+        sizes = HeadSizes(model.heads_per_kv * num_kv, num_kv, head_dim)
+        widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch
+        slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
+        slots = slots and replace(slots, end=self._kv.scratch, is_shared=False)
+        self._use_slots(slots, capture, model.vocab_size, torch.float32)
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
@@ -113,7 +119,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         )
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        return ModelExpansion(self._model, scorer, self._kv, roots, shape)
+        return ModelExpansion(self._model, scorer, self._kv, roots)
 
     def _rows_run(self, expansion: Expansion) -> Tensor | None:
         assert isinstance(expansion, ModelExpansion)
@@ -129,46 +135,61 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
 class ModelExpansion:
     """Implements Expansion. Each level is one forward pass; a row attends to the prefix and to its own ancestors."""
 
-    def __init__(self, model: TargetModel, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
-        """roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own; scratch has at least
-        shape.top_k * (shape.num_steps - 1) slots of each session."""
+    def __init__(self, model: TargetModel, scorer: Scorer, kv: KVCache, roots: Roots) -> None:
+        """roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own. Each session needs as
+        much scratch as its tree has rows."""
         self._model, self._scorer, self._kv, self._logits = model, scorer, kv, roots.states
-        logits, index, lengths = roots.states, roots.prefix, roots.prefix_lengths
-        self._length = index.shape[1]
-        self._keys = torch.cat([index, roots.scratch], 1)
-        places = torch.arange(self._length, device=logits.device)
-        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.top_k, -1)
-        self._root = lengths[:, None] - 1
-        self._key_positions = places.expand(len(index), -1)
-        self._tokens = [index[:, :0]]
-        self._parents = [index[:, :0]]
+        cached = roots.cached
+        self._rows: SlotLevels | GroupLevels = (
+            SlotLevels(cached) if isinstance(cached, SlotRows) else GroupLevels(cached, model.max_model_len)
+        )
+        self._tokens: tuple[Tensor, ...] = ()
+        self._parents: tuple[Tensor, ...] = ()
 
     def first(self) -> Tensor:
         return self._scorer(self._logits[:, None], 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        sessions, width = tokens.shape
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = (self._root + level).clamp(max=self._model.max_model_len - 1).expand_as(tokens)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
-        inherited = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
-        self._seen = torch.cat([inherited, own], dim=2)
-        self._key_positions = torch.cat([self._key_positions, positions], dim=1)
-        end = self._length + width * level
-        packed = self._pack(tokens, positions, self._keys[:, :end], self._keys[:, end - width : end])
-        logits = self._model.forward(packed, self._kv).logits
-        return self._scorer(logits.view(sessions, width, -1), level)
+        self._tokens, self._parents = (*self._tokens, tokens), (*self._parents, parents)
+        self._rows = self._rows.level(level, parents, tokens)
+        logits = self._model.forward(self._rows.packed, self._kv).logits
+        return self._scorer(logits.view(*tokens.shape, -1), level)
 
     def rows_run(self) -> Tensor:
         """Tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""
+        if not self._tokens:
+            return torch.zeros(len(self._logits), 2, 0, dtype=torch.int64, device=self._logits.device)
         return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
 
-    def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
+
+class GroupLevels:
+    """The rows of trees for the plain attention. packed: the newest level."""
+
+    packed: PackedInputs
+
+    def __init__(self, cached: PaddedPrefix, max_model_len: int) -> None:
+        self._max_model_len, self._length = max_model_len, cached.slots.shape[1]
+        self._keys = torch.cat([cached.slots, cached.scratch], 1)
+        places = torch.arange(self._length, device=cached.slots.device)
+        self._seen = (places < cached.lengths[:, None])[:, None]
+        self._root = cached.lengths[:, None] - 1
+        self._key_positions = places.expand(len(cached.slots), -1)
+
+    def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
+        """With the rows of the next level, from 1; parents and tokens [S, W]."""
+        sessions, width = tokens.shape
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        positions = (self._root + level).clamp(max=self._max_model_len - 1).expand_as(tokens)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        found = copy(self)
+        found._seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
+        found._key_positions = torch.cat([self._key_positions, positions], dim=1)
+        end = self._length + width * level
+        keys, slots = self._keys[:, :end], self._keys[:, end - width : end]
         rows = torch.arange(tokens.numel(), device=tokens.device)
-        group = LevelGroup(rows.view_as(tokens), keys, self._seen, positions, self._key_positions)
-        return PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+        group = LevelGroup(rows.view_as(tokens), keys, found._seen, positions, found._key_positions)
+        found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+        return found
 
 
 class LevelGroup(PaddedGroup):

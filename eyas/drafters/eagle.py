@@ -8,6 +8,9 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,18 +19,18 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
+from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, last_rows, newest_rows, plan_tree_slots
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import pack
-from eyas.tensors import moved, upload
+from eyas.tensors import Bools, moved, upload
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -57,10 +60,34 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
         shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
-        self._head, self._kv = head, make_kv_cache(config, shapes, dtype, device)
-        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(self._kv.scratch, head.max_model_len))
+        self._head = head
+        slots = plan_tree_slots(
+            c,
+            dtype,
+            device,
+            head.max_model_len,
+            self._widths(tree, static_tree),
+            config.cuda_graph_max_batch,
+            capture,
+            self._visible(tree),
+        )
+        num_tree_slots = slots.num_slots if slots else 0
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
+        ledger: KVLedger[Tensor] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
+        super().__init__(config, tree, static_tree, head.draft_ids, ledger)
         self._level_costs = LevelCosts() if c.kind != "peagle" else None
-        self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=head.max_model_len)
+        self._use_slots(slots and replace(slots, end=self._kv.scratch), capture, c.hidden, dtype)
+
+    def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
+        """Rows of a tree in each pass."""
+        if static_tree:
+            return [len(level.expanded) for level in static_tree.levels[:-1]]
+        levels = tree.num_steps - 1
+        return [levels] if self._head.config.kind == "peagle" else [tree.top_k] * levels
+
+    def _visible(self, tree: TreeConfig) -> Bools | None:
+        """Which rows of P-EAGLE's only pass see each other."""
+        return np.tri(tree.num_steps - 1, dtype=np.bool_) if self._head.config.kind == "peagle" else None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -86,8 +113,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         if self._head.config.kind == "peagle":
-            rows = EagleExpansion(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=shape.num_steps))
-            return IndependentExpansion(rows.parallel_logits(shape.num_steps), scorer)
+            levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
+            rows = EagleExpansion(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
+            return IndependentExpansion(rows.parallel_logits(levels), scorer)
         return EagleExpansion(self._head, scorer, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -118,38 +146,23 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
 
 class EagleExpansion:
-    """Implements Expansion. Keys and values of the tree's rows follow those of the prefix in one buffer per layer:
-
-        [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
-
-    A row attends to the prefix, to its ancestors' cells and to its own.
-    """
+    """Implements Expansion. A row attends to the prefix, to its ancestors and to itself."""
 
     def __init__(self, head: EagleHead, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
         """shape: number of levels, and the most rows of a level."""
-        self._head, self._scorer = head, scorer
-        states, index, lengths = roots.states, roots.prefix, roots.prefix_lengths
-        self._states = states[:, None]
-        sessions, self._length = index.shape
-        self._end = self._length
-        self._positions = lengths[:, None] - 1
-        room = shape.top_k * (shape.num_steps - 1)
-        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (kv.keys, kv.values))
-        hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
-        self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
-        self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
-        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=states.device)
+        self._head, self._scorer, self._states = head, scorer, roots.states[:, None]
+        cached = roots.cached
+        self._kv = kv
+        self._rows: SlotLevels | BufferAttention = (
+            SlotLevels(cached) if isinstance(cached, SlotRows) else BufferAttention(head, kv, cached, shape)
+        )
 
     def first(self) -> Tensor:
         return self._scorer(self._head.logits(self._states), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        above = _rows(self._states, parents)
-        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
-        self._states = self._run(above, self._head.draft_ids[tokens], (self._positions + level).expand_as(tokens))
+        self._rows = self._rows.level(level, parents)
+        self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
         return self._scorer(self._head.logits(self._states), level)
 
     def parallel_logits(self, num_steps: int) -> Tensor:
@@ -163,27 +176,71 @@ class EagleExpansion:
         if not count:
             return head.logits(self._states)
         tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
-        ahead = torch.arange(1, num_steps, device=self._states.device)
-        self._seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril().expand(len(tokens), -1, -1)
+        self._rows = self._rows.all_at_once() if isinstance(self._rows, SlotLevels) else self._rows.chain(count)
         features = head.mask_feature.expand(len(tokens), count, -1)
-        return head.logits(torch.cat([self._states, self._run(features, tokens, self._positions + ahead)], 1))
+        return head.logits(torch.cat([self._states, self._run(features, tokens)], 1))
 
-    def _run(self, features: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """States [S, W, H] of new rows: features [S, W, H], the target's token ids and positions [S, W].
+    def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """States [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""
+        rows = self._rows
+        attend, positions = (
+            (partial(attend_slots, self._kv, rows.packed), rows.packed.positions)
+            if isinstance(rows, SlotLevels)
+            else (rows.attend, rows.positions)
+        )
+        states = self._head.run(features.flatten(0, 1), tokens.flatten(), positions, attend)
+        return states.view(*tokens.shape, -1)
 
-        They see the prefix and what `_seen` names, which ends with themselves.
-        """
-        head, (sessions, width) = self._head, tokens.shape
+
+class BufferAttention:
+    """The rows of trees without the kernel. Keys and values of the rows follow a copy of the prefix in each layer:
+
+        [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
+
+    positions: of the newest rows, [S * W].
+    """
+
+    positions: Tensor
+
+    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: TreeConfig) -> None:
+        """shape: number of levels, and the most rows of a level."""
+        self._config, self._max_model_len = head.config, head.max_model_len
+        index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
+        sessions, self._length = index.shape
+        self._end = self._length
+        self._root = lengths[:, None] - 1
+        room = shape.top_k * (shape.num_steps - 1)
+        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (kv.keys, kv.values))
+        hidden = torch.arange(self._length, device=index.device) >= lengths[:, None]
+        self._folded = head.config.num_heads // head.config.num_kv_heads
+        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
+        self._bias = torch.zeros(shape_of_bias, device=index.device, dtype=dtype)
+        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
+        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=index.device)
+
+    def level(self, level: int, parents: Tensor) -> BufferAttention:
+        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
+        return self._with(seen, (self._root + level).expand_as(parents))
+
+    def chain(self, count: int) -> BufferAttention:
+        """With `count` rows behind the root, each of which sees those before it."""
+        ahead = torch.arange(1, count + 1, device=self._root.device)
+        seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
+        return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)
+
+    def _with(self, seen: Tensor, positions: Tensor) -> BufferAttention:
+        found = copy(self)
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = positions.clamp(max=head.max_model_len - 1).flatten()
-        self._end += width
-        self._bias[..., :width, self._length : self._end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
-        states = head.run(features.flatten(0, 1), tokens.flatten(), positions, self._attend)
-        return states.view(sessions, width, -1)
+        found._seen, found.positions = seen, positions.clamp(max=self._max_model_len - 1).flatten()
+        found._end += seen.shape[1]
+        found._bias[..., : seen.shape[1], self._length : found._end].zero_().masked_fill_(~seen[:, None], float("-inf"))
+        return found
 
-    def _attend(self, layer: int, rows: Projected) -> Tensor:
-        """Store keys and values of the level's rows, then attend from them to the prefix and to their ancestors."""
-        c, sessions = self._head.config, self._states.shape[0]
+    def attend(self, layer: int, rows: Projected) -> Tensor:
+        """Store keys and values of the newest rows, then attend from them; [S * W, heads, d]."""
+        c, sessions = self._config, len(self._root)
         width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
         keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
         values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
@@ -203,8 +260,3 @@ def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
     """Copy the pool's rows at index [S, L] and append `room` empty cells: [S, J, L + room, D]."""
     rows = pool[index].transpose(1, 2)
     return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
-    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)

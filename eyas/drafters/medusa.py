@@ -20,13 +20,14 @@ from torch import Tensor
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree
+from eyas.drafters.tree_rows import Roots, RowLayout, TreeSlots
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture
+from eyas.models.cuda.graphs import Capture, padded_size
+from eyas.models.cuda.metadata import Tiling
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
 from eyas.models.inputs import pack
@@ -65,7 +66,9 @@ class MultiHeadDrafter(NeuralDrafter[None]):
             self._kv = make_kv_cache(config, [(sizes.num_kv_heads, sizes.head_dim)], self._dtype, device)
             sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
-        self._capture_trees(capture, head.hidden, self._dtype)
+        nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
+        slots = TreeSlots(nothing, nothing, padded_size(config.cuda_graph_max_batch, 1)) if capture else None
+        self._use_slots(slots, capture, head.hidden, self._dtype)
 
     @property
     def needs(self) -> DrafterNeeds:

@@ -7,9 +7,10 @@ Legend: S sessions, H width of a state.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import numpy as np
@@ -22,7 +23,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
-from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
+from eyas.drafters.cuda_graphs import RoundGraphs, RoundSpec, Stage, TreeGraphs, TreeSpec
 from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, biased_scorer, make_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
@@ -38,13 +39,17 @@ from eyas.drafters.tree_growth import (
     select_nodes,
     trees_from_columns,
 )
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
 from eyas.models.attention import attend
-from eyas.models.cuda.graphs import Capture
+from eyas.models.cuda.backend import tiling_on, why_no_kernel_for
+from eyas.models.cuda.graphs import Capture, padded_size
 from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
-from eyas.models.heads.layers import Projected
+from eyas.models.heads.layers import LayerSizes, Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Ints, download, upload
+from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
+
+log = logging.getLogger(__name__)
 
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
@@ -74,39 +79,30 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._static_tree = static_tree
         self.draft_ids = draft_ids
         self.sessions = sessions
+        self._slots: TreeSlots | None = None
         self._graphs: TreeGraphs | None = None
         self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
         name = config.emulated_device
         self.device = emulated_device(name, draft_ids.device) if name else None
 
-    def _capture_trees(
-        self,
-        capture: Capture | None,
-        state_size: int,
-        dtype: torch.dtype,
-        kv: KVCache | None = None,
-        max_prefix: int = 0,
-        num_scratch: int = 0,
-    ) -> None:
-        """Let whole trees be captured by `capture`; None runs them operation by operation.
+    def _use_slots(self, slots: TreeSlots | None, capture: Capture | None, state_size: int, dtype: torch.dtype) -> None:
+        """Let the rows of trees lie in slots, for the attention kernel; and capture rounds by `capture`.
 
-        kv: where prefixes of up to `max_prefix` slots lie, if trees attend to any. num_scratch: slots of a tree's rows.
+        slots: None for the plain attention, whose rounds are not captured. state_size, dtype: of a state.
         """
-        if capture is None:
+        self._slots = slots
+        if slots is None or capture is None:
             return
-        shape = replace(self.tree, top_k=self._max_expanded)
-        spec = GraphSpec(
-            grow=lambda roots, scorer: self._grow_candidates(roots, scorer, shape),
-            tree=self.tree,
-            state_size=state_size,
-            dtype=dtype,
-            draft_ids=self.draft_ids,
-            num_slots=kv.scratch if kv else 0,
-            max_prefix=min(max_prefix, kv.scratch) if kv else 0,
-            num_scratch=num_scratch,
+        spec = TreeSpec(
+            self._expand, self._rows_run, replace(self.tree, top_k=self._max_expanded), self._static_tree, self.draft_ids
         )
-        self._graphs = TreeGraphs(spec, self._config, self.ranking, capture)
+
+        def rounds(stages: Callable[[Tensor, Callable[[], Roots]], Sequence[Stage]], padding: Sequence[int]) -> RoundGraphs:
+            spec = RoundSpec(stages, slots.trees, padding, state_size, dtype, slots.end)
+            return RoundGraphs(spec, slots.max_sessions, capture)
+
+        self._graphs = TreeGraphs(spec, self._config, self.ranking, rounds)
 
     @property
     def can_sample(self) -> bool:
@@ -137,7 +133,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             chosen = [i for i in rows if contexts[i].budget.wants_tree and contexts[i].proposal == proposal]
             if chosen:
                 chosen_states = states[upload([rows[i] for i in chosen], states.device)]
-                trees = make_trees([contexts[i] for i in chosen], chosen_states)
+                trees = self._in_parts(make_trees, [contexts[i] for i in chosen], chosen_states)
                 for i, tree in zip(chosen, trees, strict=True):
                     drafts[i] = tree
                     if proposal == "deterministic":
@@ -199,15 +195,24 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return session
         return None if self._claim(session, context, busy) else DraftTree.root_only(context.tokens[-1])
 
+    def _in_parts(
+        self,
+        make_trees: Callable[[Sequence[DraftContext], Tensor], list[DraftTree]],
+        contexts: Sequence[DraftContext],
+        states: Tensor,
+    ) -> list[DraftTree]:
+        """The trees of all contexts, of as many at a time as there are slots for."""
+        most = self._slots.max_sessions if self._slots else len(contexts)
+        starts = range(0, len(contexts), most)
+        return [tree for i in starts for tree in make_trees(contexts[i : i + most], states[i : i + most])]
+
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
         if self._graphs and not any(context.allowed for context in contexts):
-            slots, scratch = self._prefix_slots(contexts), [self.sessions[c.session].scratch for c in contexts]
-            replayed = self._graphs.grow(contexts, slots, states, scratch)
-            if replayed:
-                trees, rows_run = replayed
-                self._keep_rows(contexts, rows_run, self.tree.top_k)
-                return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
+            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts)
+            trees, rows_run = self._graphs.grow(contexts, slots, states, scratch)
+            self._keep_rows(contexts, rows_run, self.tree.top_k)
+            return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
@@ -221,7 +226,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
         scorer = self._masked(scorer, contexts)
-        expansion = self._expand_on_device(self._roots(contexts, states), scorer, shape)
+        expansion = self._expand_on_device(self._roots(contexts, states, is_chain=True), scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
@@ -253,11 +258,20 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._keep_rows(contexts, kept.astype(np.int64), top_k)
         return found.tolist()
 
-    def _roots(self, contexts: Sequence[DraftContext], states: Tensor) -> Roots:
-        tokens = upload([context.tokens[-1] for context in contexts], states.device)
-        scratch = np.stack([self.sessions[context.session].scratch for context in contexts])
-        prefix, lengths = padded_prefix(self._prefix_slots(contexts), states.device)
-        return Roots(states, tokens, prefix, lengths, upload(scratch, states.device))
+    def _roots(self, contexts: Sequence[DraftContext], states: Tensor, is_chain: bool = False) -> Roots:
+        device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts)
+        tokens = upload([context.tokens[-1] for context in contexts], device)
+        if self._slots is None:
+            return Roots(states, tokens, PaddedPrefix.of(prefixes, scratch, device))
+        layout, count = self._slots.chains if is_chain else self._slots.trees, len(contexts)
+        words = layout.build_words(prefixes, [own[: layout.num_rows] for own in scratch], count)
+        return Roots(states, tokens, SlotRows(layout, upload(words, device), count))
+
+    def _scratch(self, contexts: Sequence[DraftContext]) -> Sequence[Slots]:
+        """Slots for the rows of each session's tree."""
+        if self._slots and self._slots.is_shared:
+            return self._slots.rows(len(contexts))
+        return [self.sessions[context.session].scratch for context in contexts]
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         """The slots that the rows of each session's tree attend to."""
@@ -303,6 +317,41 @@ def _masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
 
+@dataclass(frozen=True)
+class HeadSizes:
+    """Query heads, key-value heads and their width."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def plan_tree_slots(
+    sizes: HeadSizes | LayerSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    widths: Sequence[int],
+    max_batch: int,
+    capture: Capture | None,
+    visible: Bools | None = None,
+) -> TreeSlots | None:
+    """Slots for trees whose passes have `widths` rows; None if the attention kernel cannot serve them.
+
+    visible: see RowLayout. The kernel runs on CUDA. On a CPU it runs in Triton's interpreter, if `capture` is given.
+    """
+    heads_per_kv = sizes.num_heads // sizes.num_kv_heads
+    if device.type != "cuda" and capture is None:
+        return None
+    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv):
+        log.warning("%s: drafts run without the attention kernel and without CUDA graphs", reason)
+        return None
+    tiling = tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads)
+    trees = RowLayout(tuple(width for width in widths if width), tiling, max_model_len, device, visible)
+    chains = trees if visible is not None else replace(trees, widths=(1,) * len(widths))
+    return TreeSlots(trees, chains, padded_size(max_batch, 1))
+
+
 def newest_rows(slots: Sequence[Slots], counts: Sequence[int]) -> tuple[Ints, Ints]:
     """Slots and positions of the last counts[s] cached rows of every session s, one session after the other."""
     new = [own[len(own) - count :] for own, count in zip(slots, counts, strict=True)]
@@ -316,9 +365,22 @@ def last_rows(slots: Slots, count: int) -> Segment:
     return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
 
 
-def cache_and_attend(kv: KVCache, layer: int, rows: Projected, slots: Tensor, query: Tensor, packed: PackedInputs) -> Tensor:
+def cache_and_attend(
+    kv: KVCache,
+    layer: int,
+    rows: Projected,
+    slots: Tensor,
+    query: Tensor,
+    packed: PackedInputs,
+    window: int | None = None,
+) -> Tensor:
     """Write keys and values of a layer's `rows` to `slots`, then attend from `query` to what `packed` names."""
     keys, values = kv.keys[layer], kv.values[layer]
     keys.index_copy_(0, slots, rows.key)
     values.index_copy_(0, slots, rows.value)
-    return attend(query, keys, values, packed, query.shape[-1] ** -0.5)
+    return attend(query, keys, values, packed, query.shape[-1] ** -0.5, window)
+
+
+def attend_slots(kv: KVCache, packed: PackedInputs, layer: int, rows: Projected) -> Tensor:
+    """Write keys and values of a layer's `rows` to the slots of a pass, then attend from all of them."""
+    return cache_and_attend(kv, layer, rows, packed.slots, rows.query, packed)

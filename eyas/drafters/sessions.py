@@ -273,11 +273,12 @@ def make_kv_cache(
     device: torch.device,
     min_slots: int = 1,
     contents: str = "a token",
+    num_tree_slots: int = 0,
 ) -> KVCache:
     """A draft KV cache; logs its size.
 
     shapes: (key-value heads, head width) of each layer. min_slots: slots that a session needs to draft at all, to hold
-    `contents`. Raises ConfigError for a smaller limit.
+    `contents`. num_tree_slots: for the rows of trees, behind those of sessions. Raises ConfigError for a smaller limit.
     """
     slot_bytes = bytes_per_slot(shapes, 0, dtype)
     given = (
@@ -294,7 +295,7 @@ def make_kv_cache(
             f"least drafting.max_kv_tokens {min_slots} or drafting.kv_cache_memory {needed}KiB"
         )
     log.info("draft KV: %d tokens, %.1f MiB on %s", num_slots, (num_slots + 1) * slot_bytes / MIB, device)
-    return KVCache(num_slots, shapes, 0, dtype, device)
+    return KVCache(num_slots + num_tree_slots, shapes, 0, dtype, device)
 
 
 def num_features(context: DraftContext) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
@@ -106,7 +107,7 @@ class TreeGrowth:
     """
 
     def __init__(self, expansion: Expansion, top_k: int, num_candidates: int) -> None:
-        self._expansion = expansion
+        self.expansion = expansion
         self._top_k = top_k
         self._num_candidates = num_candidates
         best = rank(expansion.first()[:, 0], num_candidates)
@@ -125,12 +126,21 @@ class TreeGrowth:
         if self.num_levels > 1:
             self._rows = frontier.ids // self._num_candidates
         tokens = self._tokens[-1].gather(1, frontier.ids)
-        ranked = rank(self._expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
+        ranked = rank(self.expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
         best = Ranked(*(column.expand(-1, self._top_k, -1) for column in ranked))
         self._tokens.append(best.ids.flatten(1))
         self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
         self._parents.append((before + 1 + frontier.ids).repeat_interleave(self._num_candidates, dim=1))
         self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
+
+    def stepped(self) -> TreeGrowth:
+        """The growth with one level more. This one stays as it is, but for memory in which both keep rows."""
+        grown = copy(self)
+        grown.expansion = copy(self.expansion)
+        grown._tokens, grown._scores, grown._parents = list(self._tokens), list(self._scores), list(self._parents)
+        grown._ends = list(self._ends)
+        grown.step()
+        return grown
 
     def reach(self) -> list[float]:
         """Of each session, the chance that the accepted path reaches the last level's best nodes. Waits for the device."""

@@ -209,14 +209,18 @@ class MetadataShape:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention kernel reads, made by eyas.models.cuda.metadata. All int32, views of `words`.
+    """What the attention kernel reads, in the layout of eyas.models.cuda.metadata. All int32.
 
-    tiles: [tiles, 8]. positions, slots: [rows]. num_logits: rows whose logits are asked for, the first of those computed.
+    A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows.
+    tiles: [tiles, 8]. positions: [rows]. slots, key_positions: of the own keys. num_logits: rows whose logits are asked for,
+    the first of those computed.
     """
 
     shape: MetadataShape
     num_logits: int
     words: Tensor
+    masks: Tensor
     tiles: Tensor
     positions: Tensor
     slots: Tensor
+    key_positions: Tensor

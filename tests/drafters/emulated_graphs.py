@@ -63,7 +63,6 @@ class NoSyncMode(TorchDispatchMode):
 
 def checked_capture(run: Callable[[], Out]) -> Callable[[], Out]:
     """As `run_again`, and refuses what could not be captured."""
-    run()
     with NoSyncMode():
         run()
     return run

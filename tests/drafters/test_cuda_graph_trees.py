@@ -8,9 +8,8 @@ import torch
 
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters import cuda_graphs as captured
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
+from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.registry import build_fuser
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import padded_size
@@ -29,10 +28,11 @@ GREEDY, NOISED, FILTERED = NoiseKey(0), NoiseKey(2**64 - 9, 0.8), NoiseKey(5, 1.
 BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20, 1))
 
 
-def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
+def buckets_of(drafter: LocalDrafter) -> set[tuple[int, str]]:
+    """Sessions and kind of noise of the captured rounds."""
     found = drafter._graphs  # type: ignore[attr-defined]
     assert isinstance(found, TreeGraphs)
-    return tuple(found._replays)
+    return {(sessions, kind) for kind, rounds in found.rounds.items() for sessions in rounds.buckets}
 
 
 def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> list[DraftTree]:
@@ -41,7 +41,7 @@ def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[C
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)
         assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
-        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-3)
         found.append(ours)
     return found
 
@@ -52,9 +52,8 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
     plain = make(method, tiny_target, tiny_head, SHAPE, CONFIG, None)
     rounds = {
         "alone": ([9], [GREEDY]),
-        "three": ([30, 4, 11], [GREEDY, NOISED, NOISED]),
-        "five": ([8, 200, 3, 60, 127], [GREEDY, NOISED, FILTERED, GREEDY, FILTERED]),
-        "again": ([17, 12, 3], [NOISED, GREEDY, NOISED]),
+        "three": ([30, 200, 4], [GREEDY, NOISED, FILTERED]),
+        "again": ([17, 12, 3, 1], [NOISED, GREEDY, FILTERED, NOISED]),
     }
     for name, (lengths, noises) in rounds.items():
         contexts = []
@@ -62,14 +61,10 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
             tokens, features = session(length, length)
             contexts.append(commit(f"{name}{i}", tokens, features, 0, length, noise, BUDGETS[i % len(BUDGETS)]))
         assert_same(drafter, plain, contexts)
-    assert {(bucket.sessions, bucket.kind) for bucket in buckets_of(drafter)} == {
-        (1, "plain"), (4, "noised"), (6, "filtered"),
-    }  # fmt: skip
-    prefixes = {bucket.prefix for bucket in buckets_of(drafter)}
-    assert prefixes == ({0} if method.startswith(("medusa", "hydra")) else {128, 256})
+    assert buckets_of(drafter) == {(1, "plain"), (4, "filtered")}
 
 
-def test_rounds_of_a_session_replay_one_captured_graph(tiny_target: str, tiny_head: str) -> None:
+def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 
     def count(run: Callable[[], Out]) -> Callable[[], Out]:
@@ -79,18 +74,18 @@ def test_rounds_of_a_session_replay_one_captured_graph(tiny_target: str, tiny_he
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, count)
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
     tokens, features = session(3, 160)
-    ends = [2, 9, 40, 128, 129, 131, 160]
+    ends = [2, 40, 129, 160]
     for base, end in zip([0, *ends], ends, strict=False):
         assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
-    assert len(captures) == 2, "one for prefixes up to 128, one for longer ones"
+    assert len(captures) == SHAPE.num_steps + 1, "one for each level, and one for the choice of nodes"
 
 
 @pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
 def test_graph_and_plain_draft_model_trees_keep_equal_state(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
     drafter, plain = (make("sps", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (capturing(), None))
-    texts = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("abc")}
+    texts = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("ab")}
     bases, runs = dict.fromkeys(texts, 0), set[int]()
-    for round_number in range(5):
+    for round_number in range(3):
         contexts = [
             Commit(name, 0, bases[name], tuple(t[bases[name] :]), None, noise, BUDGETS[0]) for name, t in texts.items()
         ]
@@ -105,35 +100,25 @@ def test_graph_and_plain_draft_model_trees_keep_equal_state(noise: NoiseKey, tin
     assert buckets_of(drafter)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "hydra-prefix", "sps"])
-def test_after_warmup_first_rounds_capture_no_graph(method: str, tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=5)
-    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
-    plain = make(method, tiny_target, tiny_head, SHAPE, config, None)
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "sps"])
+def test_no_round_captures_a_graph_after_warmup(method: str, tiny_target: str, tiny_head: str) -> None:
+    captures: list[int] = []
+
+    def count(run: Callable[[], Out]) -> Callable[[], Out]:
+        captures.append(1)
+        return capturing()(run)
+
+    config = DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=3)
+    drafter = make(method, tiny_target, tiny_head, TreeConfig(6, 2, 2), config, count)
+    plain = make(method, tiny_target, tiny_head, TreeConfig(6, 2, 2), config, None)
     drafter.warm_up()
-    warm = buckets_of(drafter)
-    prefixes = [256, 128] if method in ("eagle3", "sps") else [0, 0]
-    sizes = [(6, prefixes[0]), (1, prefixes[1])]
-    assert [(b.sessions, b.prefix, b.kind) for b in warm] == [
-        (*s, k) for s in sizes for k in ("plain", "noised", "filtered")
-    ]
     assert drafter.sessions.num_free == plain.sessions.num_free  # type: ignore[attr-defined]
+    at_start = len(captures)
     for noise in (GREEDY, NOISED, FILTERED):
         assert_same(drafter, plain, [commit(f"{noise}", *session(7, 7), 0, 7, noise, BUDGETS[0])])
-        many = [commit(f"{noise}{n}", *session(n, n), 0, n, noise, BUDGETS[0]) for n in (200, 7, 9, 8, 5)]
-        assert_same(drafter, plain, many)
-    assert buckets_of(drafter) == warm
-
-
-def test_a_round_that_no_bucket_holds_is_launched(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "MAX_CELLS", 256)
-    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
-    plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
-    contexts = [commit(f"{n}", *session(n, n), 0, n, GREEDY, BUDGETS[0]) for n in (5, 6, 140)]
-    assert_same(drafter, plain, contexts)
-    assert not buckets_of(drafter)
-    assert_same(drafter, plain, [commit("alone", *session(7, 7), 0, 7, GREEDY, BUDGETS[0])])
-    assert len(buckets_of(drafter)) == 1
+    many = [commit(f"{n}", *session(n, n), 0, n, NOISED, BUDGETS[0]) for n in (200, 7, 9, 8, 5)]
+    assert_same(drafter, plain, many)
+    assert len(captures) == at_start, "rounds of more sessions than a graph holds run in parts"
 
 
 def test_a_head_without_cuda_graph_support_is_rejected(tiny_target: str, tiny_head: str) -> None:
@@ -162,7 +147,7 @@ def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: st
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
-    requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
+    requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(8, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     outputs: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
@@ -180,6 +165,6 @@ def test_states_of_earlier_drafts_do_not_matter(tiny_target: str, tiny_head: str
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
     tokens, features = session(5, 9)
     spoilt = torch.full_like(features, float("nan"))
-    drafter.propose([commit(f"{i}", tokens, spoilt, 0, 9, NOISED, BUDGETS[1]) for i in range(6)])
-    drafter.release([f"{i}" for i in range(6)])
-    assert_same(drafter, plain, [commit(f"good{i}", tokens, features, 0, 9, NOISED, BUDGETS[0]) for i in range(5)])
+    drafter.propose([commit(f"{i}", tokens, spoilt, 0, 9, NOISED, BUDGETS[1]) for i in range(4)])
+    drafter.release([f"{i}" for i in range(4)])
+    assert_same(drafter, plain, [commit(f"good{i}", tokens, features, 0, 9, NOISED, BUDGETS[0]) for i in range(3)])

@@ -87,11 +87,7 @@ def build_backend(
         return target
     if reason := why_no_kernel(target):
         raise ConfigError(f"rank 0 takes the kernel for attention, but here {reason}; install the same on every rank")
-    num_processors = 1
-    if target.device.type == "cuda":
-        num_processors = torch.cuda.get_device_properties(target.device).multi_processor_count
-    max_rows = 16 if target.dtype == torch.float32 else 64
-    tiling = Tiling(target.heads_per_kv, target.kv_shapes[0][0], num_processors, max_rows)
+    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
     launched = KernelBackend(target, tiling, kv_cache.scratch)
     if plan.kind is BackendKind.KERNEL:
         return launched
@@ -104,15 +100,25 @@ def release_backend(backend: ForwardBackend) -> None:
         backend.release()
 
 
+def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_kv: int) -> Tiling:
+    """The tiling of attention over keys and values of a dtype on a device."""
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Tiling(heads_per_kv, num_kv, num_processors, 16 if dtype == torch.float32 else 64)
+
+
 def why_no_kernel(target: TargetModel) -> str:
     """Why the kernel cannot serve a target; empty if it can."""
+    return why_no_kernel_for(max(width for _, width in target.kv_shapes), target.heads_per_kv)
+
+
+def why_no_kernel_for(head_width: int, heads_per_kv: int) -> str:
+    """Why the kernel cannot serve heads of this layout; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    widest = max(width for _, width in target.kv_shapes)
-    if widest > MAX_HEAD_WIDTH:
-        return f"heads are {widest} wide, the kernel takes {MAX_HEAD_WIDTH} at most"
-    if target.heads_per_kv > MAX_HEADS_PER_KV:
-        return f"{target.heads_per_kv} query heads share a key-value head, the kernel takes {MAX_HEADS_PER_KV} at most"
+    if head_width > MAX_HEAD_WIDTH:
+        return f"heads are {head_width} wide, the kernel takes {MAX_HEAD_WIDTH} at most"
+    if heads_per_kv > MAX_HEADS_PER_KV:
+        return f"{heads_per_kv} query heads share a key-value head, the kernel takes {MAX_HEADS_PER_KV} at most"
     return ""
 
 

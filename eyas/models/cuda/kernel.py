@@ -1,7 +1,8 @@
 """Tree attention as a Triton kernel: `eyas.models.attention.attend` for inputs with AttentionMetadata.
 
 Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a second
-kernel combines the parts. Heads that share keys are rows of one matrix product. Only keys of the pass itself are masked.
+kernel combines the parts, if there are several. Heads that share keys are rows of one matrix product. Only keys of the
+segment's own rows are masked.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def attend(
     (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
     row_bytes = block_d * query.element_size()
-    partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
-    sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
-    out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
+    is_whole = shape.splits == 1  # then the only part is the result
+    out = (torch.zeros if is_whole else torch.empty)((rows, num_heads, width), dtype=query.dtype, device=query.device)
+    partials = sums = out
+    if not is_whole:
+        partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
+        sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
-        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.tiles, meta.slots, meta.positions),
-        *(float(scaling), rows, shape.splits),
+        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
+        *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits),
         NUM_KV=num_kv,
         GROUP=group,
         WIDTH=width,
@@ -46,9 +50,12 @@ def attend(
         BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
         BLOCK_N=_keys_per_block(row_bytes),
         BLOCK_D=block_d,
+        IS_WHOLE=is_whole,
         num_warps=4 if row_bytes <= 256 else 8,
         num_stages=2,
     )
+    if is_whole:
+        return out
     block_s = triton.next_power_of_2(shape.splits)
     _combine[(rows, num_heads)](
         partials, sums, out, rows, shape.splits, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
@@ -61,19 +68,22 @@ def _keys_per_block(row_bytes: int) -> int:
     return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(
+    do_not_specialize=["rows", "splits"],
+    do_not_specialize_on_alignment=["words", "masks", "tiles", "slots", "positions", "key_positions"],
+)
 def _attend_parts(
-    query, keys, values, partials, sums, words, tiles, slots, positions, scaling, rows, splits,
+    query, keys, values, partials, sums, words, masks, tiles, slots, positions, key_positions, scaling, rows, splits,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tiles + 8 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count, segment, num_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), words + tl.load(tile + 6)
+    first, count, own, stride = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), masks + tl.load(tile + 6)
     m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
-    last = length + first + count - segment  # no row sees a later one
+    last = length + tl.load(tile + 7)
     lowest = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length) if WINDOW else 0
     part = tl.cdiv(tl.cdiv(last - lowest, splits), BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
@@ -91,17 +101,19 @@ def _attend_parts(
         top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
     for at in range(tl.maximum(begin, length) - length, end - length, BLOCK_N):
         inside = at + n < end - length
-        place = (tl.load(slots + segment + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
-        bits = masks + (row - segment)[:, None] * tl.cdiv(num_rows, 32) + ((at + n) // 32)[None, :]
+        place = (tl.load(slots + own + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
+        bits = masks + (m // GROUP)[:, None] * stride + ((at + n) // 32)[None, :]
         visible = (tl.load(bits, mask=live[:, None] & inside[None, :], other=0) >> ((at + n) % 32)[None, :]) & 1 == 1
         if WINDOW:
-            there = tl.load(positions + segment + at + n, mask=inside, other=0)
+            there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
         top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
     out = split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
     some = tl.where(total == 0, 1.0, total)  # a row may see nothing of its part
-    tl.store(sums + out, top + tl.log2(some), mask=live)
-    tl.store(partials + out[:, None] * WIDTH + d[None, :], acc / some[:, None], mask=kept)
+    if not IS_WHOLE:
+        tl.store(sums + out, top + tl.log2(some), mask=live)
+    mean = (acc / some[:, None]).to(partials.dtype.element_ty)
+    tl.store(partials + out[:, None] * WIDTH + d[None, :], mean, mask=kept)
 
 
 @triton.jit

@@ -1,8 +1,12 @@
 """Packs segments for the attention kernel: one array of integers, uploaded in one copy.
 
 Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; then, for each
-segment, the slots of its prefix and its mask, one bit for each pair of its rows. A tile holds its first row and its number
-of rows, the segment's first row, number of rows and prefix length, and the words at which prefix and mask begin.
+segment, the slots of its prefix and its mask, one bit for each pair of its rows. A tile holds TILE_WORDS words:
+
+    0, 1  its first row, and its number of rows
+    2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
+    4, 5  length of the prefix, and the word at which it begins
+    6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ import torch
 from torch import Tensor
 
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, Segment
-from eyas.tensors import upload
+from eyas.tensors import Bools, upload
 
 Words = npt.NDArray[np.int32]
 
-TILE_WORDS = 8  # as the kernel reads them; the last is unused
+TILE_WORDS = 8
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
 
@@ -96,8 +100,10 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int)
         own = tiles[tile : tile + len(firsts)]
         own[:, 0] = start + firsts
         own[:, 1] = np.minimum(shape.tile_rows, count - firsts)
-        own[:, 2:7] = start, count, length, at, at + length
         mask = _mask_words(segment)
+        stride = len(mask) // count
+        own[:, 2:6] = start, stride, length, at
+        own[:, 6], own[:, 7] = at + length + firsts * stride, firsts + own[:, 1]  # no row sees a later one
         ragged += [segment.prefix, mask]
         start, tile, num_logits = start + count, tile + len(firsts), num_logits + len(segment.logits_indices)
         at += length + len(mask)
@@ -110,7 +116,7 @@ def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
     tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, TILE_WORDS)
     tokens, positions, slots, logits_indices = rows.long()
-    metadata = AttentionMetadata(shape, num_logits, words, tiles, rows[1], rows[2])
+    metadata = AttentionMetadata(shape, num_logits, words, words, tiles, rows[1], rows[2], rows[1])
     return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
 
 
@@ -120,13 +126,17 @@ def _num_fixed_words(shape: MetadataShape) -> int:
 
 
 def _mask_words(segment: Segment) -> Words:
-    """The segment's mask, 32 bits a word; each row begins a word."""
+    """The segment's mask; each row begins a word."""
     count = len(segment.tokens)
-    visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+    return mask_words(np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible).ravel()
+
+
+def mask_words(visible: Bools) -> Words:
+    """Which keys each row sees, [n, k], as words of 32 bits [n, ceil(k / 32)]."""
     packed = np.packbits(visible, axis=1, bitorder="little")
-    padded = np.zeros((count, 4 * -(-count // 32)), dtype=np.uint8)
+    padded = np.zeros((len(visible), 4 * -(-visible.shape[1] // 32)), dtype=np.uint8)
     padded[:, : packed.shape[1]] = packed
-    return padded.view("<i4").ravel()
+    return padded.view("<i4")
 
 
 def _aligned(count: int) -> int:

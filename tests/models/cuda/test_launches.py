@@ -14,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.scripts.gpu_draft import llama_head
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.cuda_graphs import Bucket, ScorerKind
+from eyas.drafters import neural
 from eyas.drafters.eagle import EagleDrafter
-from eyas.models.attention import ATTENTION_NAME, register_attention
+from eyas.drafters.scoring import ScorerKind
+from eyas.drafters.tree_rows import RowLayout, SlotLevels, SlotRows
+from eyas.models.attention import ATTENTION_NAME, attend, register_attention
 from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 from eyas.models.fused import fuse_layers
 from eyas.models.heads.eagle import EagleHead
@@ -28,7 +30,7 @@ from eyas.sampling.sampler import Draw, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.launches import META, Launches
+from tests.launches import META, Launch, Launches, keys_read, recorded
 
 VOCAB = 128256
 ROPE = {
@@ -95,17 +97,15 @@ def eagle_head() -> EagleHead:
 
 
 def draft_round(sessions: int, kind: ScorerKind) -> Launches:
-    """A captured round: 8 levels of width 10 behind prefixes of 1,536 tokens."""
-    replays: list[Any] = []
-    drafter = EagleDrafter(
-        eagle_head(),
-        TreeConfig(60, 8, 10),
-        DraftingConfig(max_kv_tokens=20000),
-        capture=lambda run: replays.append(run) or run,
-    )
+    """A captured round of 8 levels of width 10, behind prefixes of any length."""
+    tree, config = TreeConfig(60, 8, 10), DraftingConfig(max_kv_tokens=20000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
+        drafter = EagleDrafter(eagle_head(), tree, config, capture=lambda run: run)
     assert drafter._graphs is not None
     with torch.inference_mode(), Launches() as found:
-        drafter._graphs._run(Bucket(sessions, 1536, kind))
+        for stage in drafter._graphs.rounds[kind].stages(sessions):
+            stage()
     return found
 
 
@@ -118,6 +118,24 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
     assert found.other_bytes <= 12.1e9, found.bytes_by_name
+
+
+def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
+    """64 sessions, one of them far longer: a level reads the keys that are there, and nothing is padded or copied."""
+    lengths = [32000, *(1500 + row for row in range(63))]
+    layout = RowLayout((10,) * 7, Tiling(4, 8, 132), 131072, torch.device("cpu"))
+    starts = np.cumsum([0, *lengths])
+    prefixes = [np.arange(start, start + length) for start, length in zip(starts[:-1], lengths, strict=True)]
+    words = layout.build_words(prefixes, starts[-1] + np.arange(64 * 70).reshape(64, 70), 64)
+    assert len(words) == layout.num_fixed_words(64) + sum(lengths)
+    levels, launches = SlotLevels(SlotRows(layout, torch.from_numpy(words), 64)), list[Launch]()
+    keys = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    with recorded(launches.append):
+        for level in range(1, 8):
+            levels = levels.level(level, torch.zeros(64, 10, dtype=torch.int64))
+            attend(torch.zeros(640, 32, 128, dtype=torch.bfloat16), keys, keys, levels.packed, 1.0)
+    read = [keys_read(launch) for launch in launches if launch.function.__name__ == "_attend_parts"]
+    assert read == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]
 
 
 @pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [

@@ -1,0 +1,258 @@
+"""Rows of draft trees with keys and values in slots of the KV cache, as the attention kernel reads them.
+
+A tree adds its rows in passes: one for each level, or one in all for heads that draft all levels at once. A row sees the
+prefix of its session and, of the rows that its session's tree has added, those that its mask allows. What the passes of a
+round need besides tokens and masks is laid out on the host as one array of int32 words:
+
+    rows      [3, S * R]  position and slot of each row, pass by pass; and its number within the pass
+    own       [2, S, R]   slot and position of each session's own rows
+    tiles     of each pass [tiles, TILE_WORDS], see eyas.models.cuda.metadata
+    prefixes  slots, one session after the other
+
+Legend: S sessions, W rows of a session in a pass, R rows of a session in all passes, M words of a mask row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.cache.prefix_cache import Slots
+from eyas.models.cuda.metadata import TILE_WORDS, Tiling, Words, mask_words
+from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
+from eyas.tensors import Bools, Ints, upload
+
+
+@dataclass(frozen=True)
+class PaddedPrefix:
+    """Prefixes padded to the longest, as the plain attention reads them.
+
+    slots: int64 [S, L]; padding repeats a session's own first slot, because NaN in another session's slot would spread
+    through masked attention. lengths: without padding, int64 [S]. scratch: slots for the rows of each tree [S, R].
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    scratch: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[Slots], scratch: Sequence[Slots], device: torch.device) -> PaddedPrefix:
+        """The prefixes of sessions, copied to the device."""
+        lengths = np.array([len(own) for own in slots])
+        cells = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
+        for row, own in zip(cells, slots, strict=True):
+            row[: len(own)] = own
+            row[len(own) :] = own[:1]
+        return cls(upload(cells, device), upload(lengths, device), upload(np.stack(scratch), device))
+
+
+@dataclass(frozen=True)
+class Roots:
+    """What trees grow from.
+
+    states: of the drafter, behind the last commit [S, H]. tokens: the target's ids, int64 [S]. cached: what lies before.
+    """
+
+    states: Tensor
+    tokens: Tensor
+    cached: PaddedPrefix | SlotRows
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The rows of trees of one shape.
+
+    widths: W of each pass. max_model_len: positions beyond are taken as the last one; budgets cut what is there. visible:
+    which rows of the only pass see each other [W, W], for all sessions; None if rows see the row above theirs, what that
+    sees, and themselves.
+    """
+
+    widths: tuple[int, ...]
+    tiling: Tiling
+    max_model_len: int
+    device: torch.device
+    visible: Bools | None = None
+
+    def __post_init__(self) -> None:
+        """Copy the constant masks to the device now: a graph that is captured cannot."""
+        _ = self.own_bits, self.own_causal, self.visible_words
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Rows of a session before each pass, and in all."""
+        return (0, *accumulate(self.widths))
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.ends[-1]
+
+    @property
+    def stride(self) -> int:
+        """M."""
+        return -(-self.num_rows // 32)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.tiling.tile_rows(max(self.widths, default=1))
+
+    @cached_property
+    def own_bits(self) -> Tensor:
+        """Mask words with the bit of the row itself, int32 [R, M]."""
+        return upload(mask_words(np.eye(self.num_rows, dtype=np.bool_)), self.device)
+
+    @cached_property
+    def visible_words(self) -> Tensor:
+        """Mask words of the only pass, int32 [W, M]; of no row if there are several passes."""
+        visible = np.zeros((0, self.num_rows), dtype=np.bool_) if self.visible is None else self.visible
+        return upload(mask_words(visible), self.device)
+
+    @cached_property
+    def own_causal(self) -> Tensor:
+        """Mask words of rows that see themselves and the rows before them, int32 [R, M]."""
+        return upload(mask_words(np.tri(self.num_rows, dtype=np.bool_)), self.device)
+
+    def num_fixed_words(self, sessions: int) -> int:
+        """Words before the prefixes."""
+        return sessions * (5 * self.num_rows + TILE_WORDS * sum(map(self._num_tiles, self.widths)))
+
+    def shape(self, sessions: int, number: int) -> MetadataShape:
+        """The shape of a pass."""
+        rows, tiles = sessions * self.widths[number], sessions * self._num_tiles(self.widths[number])
+        return MetadataShape(rows, rows, tiles, self.tile_rows, self.tiling.splits(tiles))
+
+    def build_words(self, slots: Sequence[Slots], scratch: Sequence[Slots] | Ints, sessions: int) -> Words:
+        """The words of a round, padded to `sessions`. slots: of the prefixes. scratch: R slots of each session, padding too.
+
+        Rows of padding sessions are in no tile.
+        """
+        lengths = np.zeros(sessions, dtype=np.int64)
+        lengths[: len(slots)] = [len(own) for own in slots]
+        own_slots = np.stack(list(scratch)).reshape(sessions, self.num_rows)
+        positions = np.minimum(lengths[:, None] + self._offsets, self.max_model_len - 1)
+        spans = list(zip(self.ends, self.ends[1:], strict=False))
+        rows = [np.concatenate([x[:, a:b].ravel() for a, b in spans] or [lengths[:0]]) for x in (positions, own_slots)]
+        numbers = np.concatenate([np.arange(sessions * (b - a)) for a, b in spans] or [lengths[:0]])
+        starts = self.num_fixed_words(sessions) + np.cumsum(lengths) - lengths
+        tiles = [self._tiles(number, lengths, starts, len(slots)).ravel() for number in range(len(self.widths))]
+        parts = [*rows, numbers, own_slots.ravel(), positions.ravel(), *tiles, *slots]
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+    @cached_property
+    def _offsets(self) -> Ints:
+        """Position of each row behind the last slot of the prefix, [R]."""
+        if self.visible is not None:
+            return np.arange(self.num_rows)
+        return np.repeat(np.arange(len(self.widths)), self.widths)
+
+    def _num_tiles(self, width: int) -> int:
+        return -(-width // self.tile_rows)
+
+    def _tiles(self, number: int, lengths: Ints, starts: Ints, count: int) -> Ints:
+        """Tiles of a pass [S, tiles of a session, TILE_WORDS], of which `count` sessions are not padding."""
+        width, sessions = self.widths[number], np.arange(len(lengths))[:, None]
+        firsts = np.arange(0, width, self.tile_rows)[None]
+        tiles = np.zeros((len(lengths), firsts.shape[1], TILE_WORDS), dtype=np.int64)
+        tiles[..., 0] = sessions * width + firsts
+        tiles[..., 1] = np.where(sessions < count, np.minimum(self.tile_rows, width - firsts), 0)
+        tiles[..., 2], tiles[..., 3] = sessions * self.num_rows, self.stride
+        tiles[..., 4], tiles[..., 5] = lengths[:, None], starts[:, None]
+        tiles[..., 6] = (firsts if self.visible is not None else tiles[..., 0]) * self.stride
+        tiles[..., 7] = self.ends[number + 1]
+        return tiles
+
+
+@dataclass(frozen=True)
+class TreeSlots:
+    """Where the rows of trees lie, if the attention kernel serves them.
+
+    trees, chains: layouts of deterministic trees and of sampled chains. max_sessions: of a round. end: slots of the KV cache
+    before the spare one. is_shared: whether all rounds share slots behind those of the sessions; otherwise each session has
+    slots of its own.
+    """
+
+    trees: RowLayout
+    chains: RowLayout
+    max_sessions: int
+    end: int = 0
+    is_shared: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that rounds share."""
+        return self.max_sessions * self._num_rows if self.is_shared else 0
+
+    def rows(self, sessions: int) -> list[Slots]:
+        """The shared slots of each session's tree."""
+        first = self.end - self.num_slots
+        return list(first + np.arange(sessions * self._num_rows).reshape(sessions, -1))
+
+    @property
+    def _num_rows(self) -> int:
+        return max(self.trees.num_rows, self.chains.num_rows)
+
+
+class SlotRows:
+    """The words of a round on the device, and the inputs of its passes."""
+
+    def __init__(self, layout: RowLayout, words: Tensor, sessions: int) -> None:
+        """words: the output of `RowLayout.build_words`; there may be more behind."""
+        self.layout, self.sessions, self._words = layout, sessions, words
+        count = sessions * layout.num_rows
+        self._words_of_rows = words[: 3 * count].view(3, count)
+        self._rows = self._words_of_rows.long()
+        self._own = words[3 * count : 5 * count].view(2, count)
+        self._tiles = words[5 * count : layout.num_fixed_words(sessions)].view(-1, TILE_WORDS)
+
+    def inputs(self, number: int, masks: Tensor, tokens: Tensor | None = None) -> PackedInputs:
+        """A pass, session by session. masks: int32 [S, W, M]; [W, M] if all sessions share them. tokens: [S, W]."""
+        layout, sessions = self.layout, self.sessions
+        here = slice(sessions * layout.ends[number], sessions * layout.ends[number + 1])
+        positions, slots, numbers = self._rows[:, here]
+        shape, first = layout.shape(sessions, number), sum(layout.shape(sessions, n).tiles for n in range(number))
+        own_slots, own_positions = self._own
+        tiles = self._tiles[first : first + shape.tiles]
+        places = self._words_of_rows[0, here]
+        metadata = AttentionMetadata(shape, shape.rows, self._words, masks, tiles, places, own_slots, own_positions)
+        ids = numbers if tokens is None else tokens.flatten()
+        return PackedInputs(ids, positions, slots, numbers, groups=(), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class SlotLevels:
+    """The rows of trees so far, for the attention kernel. masks: of the newest rows [S, W, M]. newest: their pass."""
+
+    rows: SlotRows
+    masks: Tensor | None = None
+    newest: PackedInputs | None = None
+
+    @property
+    def packed(self) -> PackedInputs:
+        """The pass of the newest rows."""
+        assert self.newest is not None, "no row was added"
+        return self.newest
+
+    def level(self, level: int, parents: Tensor, tokens: Tensor | None = None) -> SlotLevels:
+        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+        layout = self.rows.layout
+        masks = layout.own_bits[layout.ends[level - 1] : layout.ends[level]].expand(self.rows.sessions, -1, -1)
+        if self.masks is not None:
+            masks = take_rows(self.masks, parents) | masks
+        return SlotLevels(self.rows, masks, self.rows.inputs(level - 1, masks.contiguous(), tokens))
+
+    def all_at_once(self, masks: Tensor | None = None) -> SlotLevels:
+        """With the rows of the only pass. masks: [W, M], by default those of the layout."""
+        masks = self.rows.layout.visible_words if masks is None else masks
+        return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
+    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)
