@@ -169,7 +169,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _expand_on_device(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         if self.device is None:
             return self._expand(roots, scorer, shape)
-        num_cached = int(roots.prefix_lengths.sum())
+        assert isinstance(roots.cached, PaddedPrefix), "an emulated device captures nothing"
+        num_cached = int(roots.cached.lengths.sum())
         if self.EXPAND_PASS is None:
             expansion = self._expand(roots, scorer, shape)
         else:
