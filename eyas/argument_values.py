@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.json_schema import alternatives
+from eyas.json_schema import Alternative, alternatives
 from eyas.text_reader import JsonValue
 
 _PYTHON_NAMES = {"true": ("true", "boolean"), "false": ("false", "boolean"), "none": ("null", "null")}
@@ -32,11 +32,8 @@ class PythonArguments(JsonValue):
 
 def json_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
     """Return the value of a parameter as JSON. It is text unless its schema, a part of the whole one, says otherwise."""
-    try:
-        found = alternatives(schema, whole)
-    except ValueError:  # references that lead nowhere, and the like
-        found = []
-    kinds = frozenset[str]().union(*(one.kinds or () for one in found))
+    found = _alternatives(schema, whole)
+    kinds = _kinds(found)
     if not kinds - {"string"} or (any(one.may_be(text) for one in found) and not (text == "null" and "null" in kinds)):
         return _dumped(text)
     try:
@@ -44,6 +41,25 @@ def json_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
     except (ValueError, RecursionError):
         name, kind = _PYTHON_NAMES.get(text.lower(), ("", ""))
         return name if kind in kinds else _dumped(text)
+
+
+def cut_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
+    """Return the beginning of a value, whose end is missing, as unclosed JSON."""
+    found = _alternatives(schema, whole)
+    is_text = not _kinds(found) - {"string"} or any(one.texts != [] for one in found)
+    return _dumped(text)[:-1] if is_text else text
+
+
+def _alternatives(schema: object, whole: Mapping[str, Any]) -> list[Alternative]:
+    """Return none for a schema whose references lead nowhere, and the like: its values are text."""
+    try:
+        return alternatives(schema, whole)
+    except ValueError:
+        return []
+
+
+def _kinds(found: list[Alternative]) -> frozenset[str]:
+    return frozenset[str]().union(*(one.kinds or () for one in found))
 
 
 def _dumped(value: object) -> str:

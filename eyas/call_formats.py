@@ -7,45 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from eyas.argument_values import PythonArguments, json_value, python_arguments
-from eyas.text_reader import MAX_HEADER, WHITE_SPACE, JsonValue, Steps, TextReader
+from eyas.argument_values import PythonArguments, cut_value, json_value, python_arguments
+from eyas.chat_message import MessageWriter, ToolCall
+from eyas.text_reader import MAX_HEADER, JsonValue, Steps, TextReader, overlap
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool, or what a piece of text adds to one.
-
-    index: of the call in its message. id, name: empty but in the first piece. arguments: JSON as the model wrote it.
-    """
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """An assistant's message, or what a piece of text adds to it. tool_calls: in the order of the text."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def __add__(self, other: ChatMessage) -> ChatMessage:
-        calls = {call.index: call for call in self.tool_calls}
-        for call in other.tool_calls:
-            begun = calls.get(call.index, ToolCall(call.index, call.id, call.name))
-            calls[call.index] = ToolCall(call.index, begun.id, begun.name, begun.arguments + call.arguments)
-        return ChatMessage(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()))
 
 
 @dataclass(frozen=True)
@@ -59,6 +30,31 @@ class Marks:
     end: str
 
 
+@dataclass(frozen=True)
+class ParameterTags:
+    """Tags around the parameters of a call.
+
+    Attributes:
+        key, key_end: before and behind a name.
+        value, value_end: before and behind its value; the first may be empty.
+        end: of the call.
+        stops: what else ends a value, because models forget `value_end` at times.
+        is_on_lines: line breaks around a value are format.
+    """
+
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    end: str
+    stops: tuple[str, ...] = ()
+    is_on_lines: bool = False
+
+
+_QWEN_TAGS = ParameterTags(
+    "<parameter=", ">", "", "</parameter>", "</function>", ("<parameter=", "</function>"), is_on_lines=True
+)
+_GLM_TAGS = ParameterTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 _DEEPSEEK = Marks(
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -77,64 +73,6 @@ MARKS: Mapping[str, Marks] = {
         "<|tool_calls_section_end|>",
     ),
 }
-
-
-class MessageWriter:
-    """The message as it grows. White space of the content is held until it is known not to be beside a call."""
-
-    def __init__(self, max_calls: int | None, id_length: int) -> None:
-        self.num_calls = 0
-        self._max_calls, self._id_length = max_calls, id_length
-        self._new = ChatMessage()
-        self._space: list[str] = []
-        self._is_after_call = False
-        self._has_arguments = True
-
-    def take(self) -> ChatMessage:
-        new, self._new = self._new, ChatMessage()
-        return new
-
-    def content(self, text: str) -> None:
-        if self._is_after_call:
-            text = text.lstrip(WHITE_SPACE)
-        shown = text.rstrip(WHITE_SPACE)
-        if shown:
-            self._new += ChatMessage("".join([*self._space, shown]))
-            self._space, self._is_after_call = [], False
-        self._space.append(text[len(shown) :])
-
-    def reasoning(self, text: str) -> None:
-        self._new += ChatMessage(reasoning=text)
-
-    def call(self, name: str, call_id: str = "") -> None:
-        self.end_call()
-        self.num_calls += 1
-        self._space, self._is_after_call, self._has_arguments = [], True, False
-        if not self._is_dropped:
-            self._new += ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, call_id or self._new_id(), name),))
-
-    def arguments(self, text: str) -> None:
-        self._has_arguments = self._has_arguments or bool(text.strip())
-        if text and not self._is_dropped:
-            self._new += ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, arguments=text),))
-
-    def end_call(self) -> None:
-        """Give a call without arguments an empty object."""
-        if not self._has_arguments:
-            self.arguments("{}")
-
-    def end(self) -> None:
-        self.end_call()
-        if not self._is_after_call:
-            self._new += ChatMessage("".join(self._space))
-
-    @property
-    def _is_dropped(self) -> bool:
-        return self._max_calls is not None and self.num_calls > self._max_calls
-
-    def _new_id(self) -> str:
-        """Templates of Mistral accept ids of nine letters and digits only."""
-        return secrets.token_hex(8)[: self._id_length] if self._id_length else f"call_{secrets.token_hex(12)}"
 
 
 class CallReader(TextReader):
@@ -237,14 +175,13 @@ class CallReader(TextReader):
                 self._out.content(prefix + name + space)
                 continue
             self._out.call(name)
-            yield from self._parameters(name, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
-            yield from self.skip("</tool_call>")
+            yield from self._parameters(name, _GLM_TAGS)
 
     def pythonic(self) -> Steps:
         """[NAME(KEY=VALUE, ...), ...] as the whole text, with Python's literals; also after <|python_start|>."""
         prefix = yield from self.skip_space()
         if (yield from self.skip("<|python_start|>")):
-            prefix = yield from self.skip_space()
+            prefix += "<|python_start|>" + (yield from self.skip_space())
         if (yield from self.skip("[")):
             prefix += "["
             while (yield from self._python_call(prefix)):
@@ -311,7 +248,7 @@ class CallReader(TextReader):
         while (at := self.rest.find(marker)) < 0 and len(self.rest) < MAX_HEADER:
             if not (yield from self.more()):
                 header = begun + self.take(len(self.rest))
-                if header.isspace() or not _CUT_HEADER.fullmatch(header):
+                if header.isspace() or not self._is_cut_header(header):
                     self._out.content(header)
                 return None
         if at < 0 or at + len(marker) > MAX_HEADER:
@@ -329,6 +266,13 @@ class CallReader(TextReader):
             return self._out.arguments
         self.is_reasoning = found["channel"] == "analysis"
         return self._out.reasoning if self.is_reasoning else self._out.content
+
+    def _is_cut_header(self, header: str) -> bool:
+        """Whether it is the beginning of a header. A recipient in it must be the beginning of a tool's name."""
+        found = _CUT_HEADER.fullmatch(header)
+        names = [name for tool in self._tools for name in (tool, f"functions.{tool}")]
+        recipients = [one for one in (found["first"], found["second"]) if one] if found else []
+        return found is not None and all(any(name.startswith(one) for name in names) for one in recipients)
 
     def _is_tool(self, recipient: str) -> bool:
         return bool(self._tools) and (recipient.startswith("functions.") or recipient in self._tools)
@@ -366,31 +310,51 @@ class CallReader(TextReader):
             self._out.content(prefix + name)
             return False
         self._out.call(name)
-        yield from self._parameters(name, ("<parameter=", ">", "", "</parameter>"))
-        yield from self.skip("</function>")
+        yield from self._parameters(name, _QWEN_TAGS)
         return True
 
-    def _parameters(self, name: str, tags: tuple[str, str, str, str]) -> Steps:
-        """Read the parameters of a call. tags: before and behind a key, before and behind its value."""
+    def _parameters(self, name: str, tags: ParameterTags) -> Steps:
+        """Read the parameters of a call and its end. What the end of the text cuts stays unclosed: it is no JSON."""
         schema, before = self._tools.get(name, {}), "{"
-        properties = schema.get("properties")
         yield from self.skip_space()
-        while (yield from self.skip(tags[0])):
+        while (yield from self.skip(tags.key)):
             keys: list[str] = []
-            yield from self.until((tags[1],), keys.append)
+            if not (yield from self.until((tags.key_end,), keys.append)):
+                self._out.arguments(before + cut_value(_without_end("".join(keys), tags.key_end), {}, {}))
+                return
             key = "".join(keys).strip()
-            if tags[2]:
-                yield from self.skip_space()
-                yield from self.skip(tags[2])
-            value: list[str] = []
-            yield from self.until((tags[3],), value.append)
-            own = properties.get(key) if isinstance(properties, Mapping) else None
-            text = json_value("".join(value).removeprefix("\n").removesuffix("\n"), own, schema)
-            self._out.arguments(f"{before}{json.dumps(key)}: {text}")
+            self._out.arguments(f"{before}{json.dumps(key)}: ")
+            if not (yield from self._value(key, schema, tags)):
+                return
             before = ", "
             yield from self.skip_space()
-        if before == ", ":
+        is_closed = (yield from self.skip(tags.end)) or (yield from self.begins_with("</tool_call>"))
+        if not is_closed and self.is_cut(tags.key, tags.end, "</tool_call>"):
+            self.take(len(self.rest))
+            self._out.arguments("{" if before == "{" else "")
+        elif before == ", ":
             self._out.arguments("}")
+
+    def _value(self, key: str, schema: Mapping[str, Any], tags: ParameterTags) -> Generator[None, None, bool]:
+        """Read the value of a parameter; return whether it has an end."""
+        properties = schema.get("properties")
+        own = properties.get(key) if isinstance(properties, Mapping) else None
+        if tags.value:
+            yield from self.skip_space()
+            if not (yield from self.skip(tags.value)) and self.is_cut(tags.value):
+                self.take(len(self.rest))
+                return False
+        value: list[str] = []
+        found = yield from self.until((tags.value_end, *tags.stops), value.append)
+        text = "".join(value)
+        if not found:
+            text = _without_end(text, tags.value_end, *tags.stops)
+        if tags.is_on_lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        self._out.arguments(json_value(text, own, schema) if found else cut_value(text, own, schema))
+        if found in tags.stops:
+            self.rest = found + self.rest
+        return bool(found)
 
     def _call(self, prefix: str, broken_until: str, names: Collection[str] = ()) -> Generator[None, None, bool]:
         """Read {"name": NAME, "arguments": OBJECT}; return whether it was there.
@@ -479,7 +443,15 @@ _HARMONY_HEADER = re.compile(
     r"(?:to=(?P<second>[^\s<]+)\s*)?(?:<\|constrain\|>\s*)?(?:(?:json|code|text)\s*)?"
 )
 # A header at the end of a text that max_tokens cut.
-_CUT_HEADER = re.compile(r"\s*(?:<\|start\|>\s*(?:assistant\s*)?)?(?:<\|channel\|>\s*[a-z]{0,10}\s*)?")
+_CUT_HEADER = re.compile(
+    r"\s*(?:<\|start\|>\s*(?:assistant\s*)?)?(?:to=(?P<first>[^\s<]*)\s*)?(?:<\|channel\|>\s*[a-z]{0,10}\s*)?"
+    r"(?:to=(?P<second>[^\s<]*)\s*)?(?:<\|constrain\|>\s*)?(?:json|code|text)?\s*"
+)
+
+
+def _without_end(text: str, *markers: str) -> str:
+    """Return a text without the beginning of a marker that the text ends with."""
+    return text[: len(text) - max(overlap(text, marker) for marker in markers)]
 
 
 def _whole_call(text: str, names: Collection[str]) -> ToolCall | None:

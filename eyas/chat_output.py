@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.call_formats import MARKS, READERS, CallReader, ChatMessage, MessageWriter, Tools
+from eyas.call_formats import MARKS, READERS, CallReader, Tools
+from eyas.chat_message import ChatMessage, MessageWriter
 from eyas.text_reader import MAX_HEADER
 
 ToolParserName = Literal[

@@ -1,6 +1,6 @@
 """Parts of JSON schemas: what references lead to, the alternatives of a value, and the properties of an object.
 
-Formats that write values outside of JSON need them. Whoever compiles a schema as JSON leaves all of this to llguidance.
+Formats that write values outside of JSON need them. llguidance knows all of this where a schema is compiled as JSON.
 """
 
 from __future__ import annotations

@@ -83,6 +83,10 @@ class TextReader:
                 return False
         return self.rest.startswith(text)
 
+    def is_cut(self, *markers: str) -> bool:
+        """Whether the text ended before one of the markers, or inside of it."""
+        return self._is_complete and any(marker.startswith(self.rest) for marker in markers)
+
     def skip(self, text: str) -> Generator[None, None, bool]:
         """Remove the text if it comes next; return whether it did."""
         found = yield from self.begins_with(text)

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.call_formats import MARKS, ChatMessage, ToolCall, Tools
+from eyas.call_formats import MARKS, Tools
+from eyas.chat_message import ChatMessage, ToolCall
 from eyas.chat_output import ChatFormat, detect_format
 
 PROPERTIES = {
     "city": {"type": "string"},
     "days": {"type": "array"},
+    "is_warm": {"type": "boolean"},
     "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
 }
 TOOLS: dict[str, dict[str, object]] = {"add": {}, "get_weather": {"properties": PROPERTIES}}
@@ -73,11 +75,9 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
         ),
     ),
     (HERMES, "<tool_call><function=f g", ChatMessage("<tool_call><function=f g")),
-    (HERMES, "<tool_call><function=add><parameter=a>w1", ChatMessage("", "", calls(("add", '{"a": "w1"}')))),
     (HERMES, "<tool_call><function=add>w1</function>", ChatMessage("w1</function>", "", calls(("add", "{}")))),
     (HERMES, "<tool_call>add(1)</tool_call>", ChatMessage("<tool_call>add(1)</tool_call>")),
     (HERMES, '<tool_call>{"name": "add", "argu', ChatMessage('<tool_call>{"name": "add", "argu')),
-    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', ChatMessage("", "", calls(("add", '{"a": 1')))),
     (
         HERMES,
         '<tool_call>{"name": "add", "arguments": {"a": (1)}}</tool_call> b',
@@ -186,11 +186,66 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (ChatFormat("pythonic"), "[add(1)]", ChatMessage("[add(1)]")),
     (ChatFormat("pythonic"), "[add(a=os.system())]", ChatMessage("[add(a=os.system())]")),
     (ChatFormat("pythonic"), "[add(a=1", ChatMessage("[add(a=1")),
+    (ChatFormat("pythonic"), "<|python_start|> None", ChatMessage("<|python_start|> None")),
+    (ChatFormat("pythonic"), "<|python_start|>[add(1)]", ChatMessage("<|python_start|>[add(1)]")),
+    (
+        ChatFormat("pythonic"),
+        r"""[add(from="x", user-id=1, a="\d\/", b=[{'c': r"\d"}, (1, None)], )]""",
+        ChatMessage(
+            "",
+            "",
+            calls(("add", r'{"from": "x", "user-id": 1, "a": "\\d/", "b": [{"c": "\\d"}, [1, null]]}')),
+        ),
+    ),
+    (ChatFormat("pythonic"), "[add(a=1, a=2)]", ChatMessage("[add(a=1, a=2)]")),
+    (
+        HERMES,
+        "<tool_call><function=get_weather><parameter=is_warm>True</parameter><parameter=note>None</parameter></function>",
+        ChatMessage("", "", calls(("get_weather", '{"is_warm": true, "note": "None"}'))),
+    ),
+    (
+        HERMES,
+        "<tool_call><function=add>\n<parameter=a>\nx\n<parameter=b>\ny\n\n</parameter>\n<parameter=c>z</function></tool_call>ok",
+        ChatMessage("ok", "", calls(("add", '{"a": "x", "b": "y\\n", "c": "z"}'))),
+    ),
+    (
+        ChatFormat("glm47"),
+        "<tool_call>add<arg_key>a</arg_key><arg_value>print(1)\n</arg_value></tool_call>",
+        ChatMessage("", "", calls(("add", '{"a": "print(1)\\n"}'))),
+    ),
+    (OPENAI, " to=functions.get_w", ChatMessage()),
+    (OPENAI, "<|channel|>commentary to=functions.add <|constrain|>json", ChatMessage()),
+    (OPENAI, " to=functions.other", ChatMessage(" to=functions.other")),
     (MAGISTRAL, f"[THINK]Hm[/THINK]Yes[TOOL_CALLS]add[ARGS]{ADD[1]}", ChatMessage("Yes", "Hm", calls(ADD))),
 ]
 
+# Calls that the end of the text cuts: their arguments stay as the model wrote them, and are no JSON.
+GLM, QWEN = ChatFormat("glm45"), ChatFormat("qwen3_coder")
+CUT = [
+    (form, f"<tool_call>{text}", ChatMessage("", "", calls((name, arguments))))
+    for form, text, name, arguments in [
+        (HERMES, '{"name": "add", "arguments": {"a": 1', "add", '{"a": 1'),
+        (GLM, "add\n<arg_key>ci", "add", '{"ci'),
+        (GLM, "add\n<arg_key>city</arg_k", "add", '{"city'),
+        (GLM, "add\n<arg_key>city</arg_key>", "add", '{"city": '),
+        (GLM, "add<arg_key>city</arg_key>\n<arg_v", "add", '{"city": '),
+        (GLM, "get_weather<arg_key>city</arg_key><arg_value>New Yo", "get_weather", '{"city": "New Yo'),
+        (GLM, "get_weather<arg_key>days</arg_key><arg_value>[1, 2", "get_weather", '{"days": [1, 2'),
+        (GLM, "add<arg_key>a</arg_key><arg_value>w1</arg_value>", "add", '{"a": "w1"'),
+        (QWEN, "<function=add>\n", "add", "{"),
+        (QWEN, "<function=add>\n<param", "add", "{"),
+        (QWEN, "<function=add>\n<parameter=ci", "add", '{"ci'),
+        (QWEN, "<function=add><parameter=a>w1", "add", '{"a": "w1'),
+        (QWEN, "<function=get_weather>\n<parameter=city>\nNew Yo", "get_weather", '{"city": "New Yo'),
+        (QWEN, "<function=get_weather>\n<parameter=city>\nNew York\n</para", "get_weather", '{"city": "New York'),
+        (QWEN, "<function=add>\n<parameter=a>\nw1\n</parameter>\n</func", "add", '{"a": "w1"'),
+    ]
+]
 
-@pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"), CASES + CUT, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_each_format_is_read_whole_and_in_pieces(form: ChatFormat, text: str, expected: ChatMessage) -> None:
     assert read(form, [text]) == expected
     assert read(form, list(text)) == expected
@@ -218,7 +273,7 @@ def texts(draw: st.DrawFn) -> str:
 
 @st.composite
 def split_texts(draw: st.DrawFn) -> list[str]:
-    text = draw(st.one_of(texts(), st.sampled_from([case[1] for case in CASES]), st.text(max_size=40)))
+    text = draw(st.one_of(texts(), st.sampled_from([case[1] for case in CASES + CUT]), st.text(max_size=40)))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -306,8 +361,15 @@ def test_the_template_shows_the_format(template: str, expected: ChatFormat) -> N
 def test_arguments_of_valid_calls_are_json() -> None:
     for form, text, _ in CASES:
         message = read(form, [text])
-        if message.tool_calls and "(1)" not in text and not text.endswith(': {"a": 1'):
+        if message.tool_calls and "(1)}}" not in text:
             assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CUT, ids=lambda value: value if isinstance(value, str) else "")
+def test_arguments_of_cut_calls_are_no_json(form: ChatFormat, text: str, expected: ChatMessage) -> None:
+    (call,) = read(form, [text]).tool_calls
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.arguments)
 
 
 def test_long_white_space_takes_linear_time() -> None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from operator import add
 from typing import Any, Protocol
 
-from eyas.call_formats import ChatMessage
+from eyas.chat_message import ChatMessage
 from eyas.chat_output import ChatParser
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk

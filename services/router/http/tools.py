@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from eyas.call_formats import ChatMessage, ToolCall
+from eyas.chat_message import ChatMessage, ToolCall
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies import StrictModel
 
