@@ -91,7 +91,7 @@ class LLM:
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         name, head = drafts.method, drafts.draft_model
-        shape = resolve_tree(drafts.tree or TreeConfig(), name, head)
+        shape = drafts.tree or TreeConfig()
         fuser = build_fuser(name, head, model, dtype, device)
         with ExitStack() as undo:
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
@@ -102,7 +102,8 @@ class LLM:
                 wiring = resolve_wiring(name, target, fuser, head, model, dtype, device)
             if name != NO_DRAFTS:
                 drafter = build_drafter(name, model, head, dtype, device, shape, drafting, drafts.methods, wiring)
-            self.llm_engine: Engine = assemble_engine(target, fuser, engine, shape, drafter, ranks)
+            levels = resolve_tree(shape, name, head)
+            self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
             self._tokenizer = load_tokenizer(tokenizer or model)
             undo.pop_all()
         self._ranks = ranks

@@ -57,8 +57,8 @@ class BenchParts:
 def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     """Take every measurement. Raises EyasError for models and prompts that cannot be used."""
     loading = progress.add_task("loading models", total=None)
-    settings = with_method(settings)
-    parts = load(settings)
+    settings = replace(settings, method=default_method(settings.method, settings.draft_model))
+    parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
     progress.update(loading, total=1, completed=1)
@@ -76,14 +76,13 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
 
 
-def with_method(settings: OfflineSettings) -> OfflineSettings:
-    """The settings with what they leave open: the method of the draft model, and the levels of its trees."""
-    method = default_method(settings.method, settings.draft_model)
-    return replace(settings, method=method, tree=resolve_tree(settings.tree, method, settings.draft_model))
+def with_levels(settings: OfflineSettings) -> OfflineSettings:
+    """The settings with the levels of the method's trees, if they leave them open."""
+    return replace(settings, tree=resolve_tree(settings.tree, settings.method, settings.draft_model))
 
 
 def load(settings: OfflineSettings) -> BenchParts:
-    """Load the target, and with a method its drafter; set torch's threads. settings: the output of `with_method`.
+    """Load the target, and with a method its drafter; set torch's threads. settings: with a method named.
 
     Raises CheckpointError; ConfigError for an unknown method or device.
     """

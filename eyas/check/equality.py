@@ -14,11 +14,12 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from eyas.bench.offline import engine_contenders, load, with_method
+from eyas.bench.offline import engine_contenders, load, with_levels
 from eyas.bench.results import PLAIN, SPECULATIVE, first_difference
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.registry import default_method
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats
@@ -89,8 +90,8 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
     Raises EyasError for models and prompts that cannot be used.
     """
     loading = progress.add_task("loading models", total=None)
-    settings = with_method(settings)
-    parts = load(settings)
+    settings = replace(settings, method=default_method(settings.method, settings.draft_model))
+    parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)
     num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + settings.tree.num_draft_tokens)

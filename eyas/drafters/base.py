@@ -131,6 +131,16 @@ class LocalDrafter(ABC):
         The next samples belong to these nodes."""
         return
 
+    def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
+        """Trees below paths of guessed tokens; empty for a drafter that knows no cheap ones.
+
+        contexts: for each path its session's last commit. paths: of at least one token below the session's root.
+
+        Returns:
+            Trees whose root is the last token of a path, within what is left of the context's budget.
+        """
+        return []
+
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
@@ -148,6 +158,20 @@ def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
 def banned_at(context: DraftContext, level: int) -> frozenset[int]:
     """Tokens that the target cannot draw at a level below the root; 0 is the root's children."""
     return frozenset(b.token for b in context.logit_biases if b.bias == -math.inf and b.num_levels > level)
+
+
+def drawable(context: DraftContext) -> Callable[[int, int], bool]:
+    """Whether the target can draw a token at a level, as far as the context says; 0 is the root's children."""
+    ends: dict[int, int] = {}  # of banned tokens, the first level that may have them
+    for bias in context.logit_biases:
+        if bias.bias == -math.inf:
+            ends[bias.token] = max(ends.get(bias.token, 0), bias.num_levels)
+
+    def can_draw(token: int, level: int) -> bool:
+        is_allowed = level > 0 or not context.allowed or context.allowed[token >> 3] >> (token & 7) & 1
+        return bool(is_allowed) and level >= ends.get(token, 0)
+
+    return can_draw
 
 
 def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:

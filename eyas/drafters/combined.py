@@ -1,5 +1,7 @@
 """Two drafters at once: both get every commit, and their trees are merged into one by score.
 
+A side that looks tokens up also continues the other side's tree, below its best leaves.
+
 Either side may drop a session by itself. ResyncRequired then asks for the commits that this side lacks; the other side gets
 only what it does not have yet. The merge works on arrays of all nodes of all sessions, without a loop over nodes.
 Legend: K nodes, S sessions, T trees, D depth.
@@ -15,11 +17,14 @@ import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, PathMasks, within
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.tensors import Ints
 from eyas.tree import DraftTree
+
+# Leaves of a side's tree below which the other side looks.
+MAX_CONTINUED = 8
 
 
 @dataclass
@@ -27,12 +32,14 @@ class _CombinedSession(Session):
     """A session. Both sides have at least `committed_length` of its tokens.
 
     context: its latest commit. lengths, drafts: committed length and last answer of each side. tree: the last merged one.
+    continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
     places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
     """
 
     context: DraftContext = field(init=False)
     lengths: list[int] = field(default_factory=lambda: [0, 0])
     drafts: list[Draft] = field(default_factory=lambda: [None, None])
+    continued: list[DraftTree | None] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
 
@@ -43,20 +50,25 @@ class _CombinedSession(Session):
 
     @property
     def trees(self) -> list[DraftTree]:
-        """The trees for the commit. A side may be ahead of it, while the other one is sent the session again in pieces."""
-        return [tree for tree in map(self._tree_of, range(len(self.drafts))) if tree is not None]
+        """The trees for the commit, continued where they are."""
+        both = (self.continued[side] or self.tree_of(side) for side in range(len(self.drafts)))
+        return [tree for tree in both if tree is not None]
 
     def with_sources(self, merged: DraftTree) -> DraftTree:
         """The merged tree with `DraftTree.sources`."""
         sources = [0] * len(merged)
         for side in range(len(self.drafts)):
-            if (tree := self._tree_of(side)) is not None:
+            if (tree := self.tree_of(side)) is not None:
                 for place in _places(tree, merged).values():
                     sources[place] |= 1 << side
+        for side, continued in enumerate(self.continued):
+            for place in _places(continued, merged).values() if continued else ():
+                sources[place] = sources[place] or 1 << (1 - side)
         return replace(merged, sources=(0, *sources[1:]))
 
-    def _tree_of(self, side: int) -> DraftTree | None:
-        """A side's tree for the commit, if it has one."""
+    def tree_of(self, side: int) -> DraftTree | None:
+        """A side's tree for the commit, if it has one. A side may be ahead of it, while the other one is sent the session
+        again in pieces."""
         draft = self.drafts[side] if self.lengths[side] == self.context.committed_length else None
         return draft if isinstance(draft, DraftTree) else None
 
@@ -135,6 +147,8 @@ class CombinedDrafter(LocalDrafter):
     def _merge(self, sessions: Sequence[_CombinedSession]) -> None:
         """Merge the trees of each session."""
         budgets = [within(session.context.budget, self._tree) for session in sessions]
+        for k in range(len(self._sides)):
+            self._continue(k, sessions, budgets)
         roots = [session.context.tokens[-1] for session in sessions]
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
         for session, tree in zip(sessions, merged, strict=True):
@@ -142,6 +156,23 @@ class CombinedDrafter(LocalDrafter):
             for k, side in enumerate(self._sides):
                 if side.needs.samples:
                     self._prune(k, session, tree)
+
+    def _continue(self, k: int, sessions: Sequence[_CombinedSession], budgets: Sequence[TreeBudget]) -> None:
+        """Continue one side's trees below their best leaves by what the other side finds behind their paths."""
+        other, asked = 1 - k, list[tuple[_CombinedSession, DraftTree, int]]()
+        contexts, paths = list[DraftContext](), list[Path]()
+        for session, budget in zip(sessions, budgets, strict=True):
+            tree, session.continued[k] = session.tree_of(k), None
+            if tree is None or session.tree_of(other) is None:
+                continue
+            for leaf in _best_leaves(tree, budget.max_depth):
+                asked.append((session, tree, leaf))
+                contexts.append(replace(session.context, budget=budget))
+                paths.append(tuple(tree.tokens[node] for node in tree.path(leaf)[1:]))
+        found = self._sides[other].continue_paths(contexts, paths) if paths else []
+        for (session, tree, leaf), below in zip(asked, found, strict=False):
+            if below.num_drafted:
+                session.continued[k] = _attached(session.continued[k] or tree, leaf, below)
 
     def _prune(self, k: int, session: _CombinedSession, merged: DraftTree) -> None:
         """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
@@ -165,6 +196,23 @@ def _answer(session: _CombinedSession | ResyncRequired) -> Draft:
     if session.is_complete:
         return session.tree
     return ResyncRequired(session.context.session, session.epoch, session.committed_length)
+
+
+def _best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
+    """At most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
+    leaves = [node for node in range(1, len(tree)) if node not in tree.families and tree.depths[node] < max_depth]
+    return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
+
+
+def _attached(tree: DraftTree, leaf: int, below: DraftTree) -> DraftTree:
+    """`tree` with the nodes of `below`, whose root is the leaf."""
+    places = [leaf, *range(len(tree), len(tree) + below.num_drafted)]
+    return replace(
+        tree,
+        tokens=(*tree.tokens, *below.tokens[1:]),
+        parents=(*tree.parents, *(places[parent] for parent in below.parents[1:])),
+        log_probs=(*tree.log_probs, *(tree.log_probs[leaf] + log_prob for log_prob in below.log_probs[1:])),
+    )
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:

@@ -12,14 +12,14 @@ above, because a node attends to its ancestors only:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 
 from eyas.config import LookaheadConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import DraftContext, DrafterNeeds, within
+from eyas.drafters.base import DraftContext, DrafterNeeds, Path, drawable, within
 from eyas.drafters.lookup import LookupDrafter
 from eyas.drafters.sessions import MemoryLedger
 from eyas.tree import DraftTree
@@ -32,8 +32,10 @@ WINDOW_SCORE = -100.0
 class TreeBuilder:
     """A draft tree that grows node by node. Nodes are numbered as in the finished tree."""
 
-    def __init__(self, root: int, max_depth: int) -> None:
+    def __init__(self, root: int, max_depth: int, can_draw: Callable[[int, int], bool] = lambda token, level: True) -> None:
+        """can_draw: whether the target can draw a token at a level, 0 below the root."""
         self._max_depth = max_depth
+        self._can_draw = can_draw
         self._tokens = [root]
         self._parents = [0]
         self._depths = [0]
@@ -44,16 +46,17 @@ class TreeBuilder:
         return len(self._tokens)
 
     def add(self, parent: int, token: int, score: float, max_nodes: int) -> int | None:
-        """The child of `parent` that guesses `token`, added if there is none; None if the limits forbid it.
+        """The child of `parent` that guesses `token`, added if there is none; None if the limits, or the target, forbid it.
 
         score: log-score of the step to a new node.
         """
         node = self._children.get((parent, token))
-        if node is None and len(self) < max_nodes and self._depths[parent] < self._max_depth:
+        depth = self._depths[parent]
+        if node is None and len(self) < max_nodes and depth < self._max_depth and self._can_draw(token, depth):
             self._children[parent, token] = node = len(self)
             self._tokens.append(token)
             self._parents.append(parent)
-            self._depths.append(self._depths[parent] + 1)
+            self._depths.append(depth + 1)
             self._scores.append(self._scores[parent] + score)
         return node
 
@@ -131,22 +134,42 @@ class _Window:
             self.pool.add(tokens[end - n : end])
         self._last = tuple(tokens[-max(n - 1, self._config.window_size + 1) :])
 
-    def tree(self, committed: int, budget: TreeBudget) -> DraftTree:
+    def tree(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
         """Guesses come first; they leave the window the nodes that it needs, up to half of all."""
-        root = self._last[-1]
+        root, committed = self._last[-1], context.committed_length
         if committed == 1:
             return DraftTree.root_only(root)
-        self._rows = self._rows or [_repeated(self._last[:-1], self._config.window_size)]
-        builder = TreeBuilder(root, budget.max_depth)
+        can_draw = drawable(context)
+        rows = self._rows or [_repeated(self._last[:-1], self._config.window_size)]
+        self._rows = [self._drawable_row(row, i, can_draw) for i, row in enumerate(rows)]
+        builder = TreeBuilder(root, budget.max_depth, can_draw)
         max_guesses = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
-        for rank, rest in enumerate(self.pool.after(root), 1):
-            node: int | None = 0
-            for token in rest:
-                node = None if node is None else builder.add(node, token, rank * GUESS_SCORE, max_guesses)
+        self._add_guesses(builder, root, max_guesses)
         cells = self._add_window(builder, budget.max_nodes)
         tree = builder.build()
         self._proposed = _ProposedTree(committed, self._last, tree, cells)
         return tree
+
+    def guesses(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
+        """The tree of guesses alone, below tokens that are not committed yet."""
+        builder = TreeBuilder(context.tokens[-1], budget.max_depth, drawable(context))
+        self._add_guesses(builder, context.tokens[-1], budget.max_nodes)
+        return builder.build()
+
+    def _add_guesses(self, builder: TreeBuilder, root: int, max_nodes: int) -> None:
+        """Add the n-grams that begin with the root."""
+        for rank, rest in enumerate(self.pool.after(root), 1):
+            node: int | None = 0
+            for token in rest:
+                node = None if node is None else builder.add(node, token, rank * GUESS_SCORE, max_nodes)
+
+    def _drawable_row(self, row: Sequence[int], number: int, can_draw: Callable[[int, int], bool]) -> list[int]:
+        """A row of the window with the latest token of the text that can be drawn in place of each one that cannot."""
+        choices = [(token, *reversed(self._last)) for token in row]
+        return [
+            next((token for token in tokens if can_draw(token, number + column)), tokens[0])
+            for column, tokens in enumerate(choices)
+        ]
 
     def prune(self, nodes: Sequence[int]) -> None:
         """See LocalDrafter."""
@@ -205,8 +228,8 @@ class LookaheadDrafter(LookupDrafter[_Window]):
         if known and known.memory:
             known.memory.prune(nodes)
 
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window]) -> list[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window], paths: Sequence[Path]) -> list[DraftTree]:
         return [
-            window.tree(c.committed_length, within(c.budget, self._tree))
-            for c, window in zip(contexts, memories, strict=True)
+            (window.guesses if path else window.tree)(c, within(c.budget, self._tree))
+            for c, window, path in zip(contexts, memories, paths, strict=True)
         ]

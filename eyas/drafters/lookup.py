@@ -23,7 +23,7 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits, banned_at
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.request import NoiseKey
@@ -50,17 +50,38 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
             if found is not None and not isinstance(found, ResyncRequired) and context.budget.wants_tree:
                 chosen.append(i)
                 memories.append(found)
-        trees = self._grow([contexts[i] for i in chosen], memories) if chosen else []
+        trees = self._grow([contexts[i] for i in chosen], memories, [()] * len(chosen)) if chosen else []
         for i, tree in zip(chosen, trees, strict=True):
             drafts[i] = tree
         return drafts
+
+    def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
+        sessions = [self._sessions.get(context.session) for context in contexts]
+        memories = [session.memory if session else None for session in sessions]
+        trees = [DraftTree.root_only(path[-1]) for path in paths]
+        known = {i: memory for i, memory in enumerate(memories) if memory is not None}
+        if known:
+            ahead = [_behind(contexts[i], paths[i]) for i in known]
+            grown = self._grow(ahead, list(known.values()), [paths[i] for i in known])
+            for i, tree in zip(known, grown, strict=True):
+                trees[i] = tree
+        return trees
 
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
 
     @abstractmethod
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]) -> list[DraftTree]:
-        """The trees of contexts that want one."""
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]) -> list[DraftTree]:
+        """The trees of contexts that want one. paths: tokens behind those that the memories have."""
+
+
+def _behind(context: DraftContext, path: Path) -> DraftContext:
+    """The context as if `path` were committed."""
+    depth = len(path)
+    biases = tuple(replace(b, num_levels=b.num_levels - depth) for b in context.logit_biases if b.num_levels > depth)
+    budget = replace(context.budget, max_depth=context.budget.max_depth - depth)
+    start = context.committed_length + depth - 1
+    return replace(context, start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
 
 
 @dataclass(frozen=True)

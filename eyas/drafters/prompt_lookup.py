@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, within
+from eyas.drafters.base import DraftContext, Path, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.tree import DraftTree
@@ -52,16 +52,18 @@ class NgramIndex:
                 previous.append(latest.get(ngram, 0))
                 latest[ngram] = place
 
-    def occurrences(self, max_matches: int) -> dict[int, int]:
-        """Places behind earlier occurrences of the context's last tokens, and how many tokens match there.
+    def occurrences(self, max_matches: int, path: Path = ()) -> dict[int, int]:
+        """Places behind earlier occurrences of the last tokens of context and `path`, and how many tokens match there.
 
         Longer matches come first, then later places.
         """
+        ending = (*self.tokens[-self._lengths[-1] :], *path)
         found: dict[int, int] = {}
-        for n, previous in zip(reversed(self._lengths), reversed(self._previous), strict=True):
-            place = previous[-1] if previous else 0
+        for n, latest, previous in zip(*map(reversed, (self._lengths, self._latest, self._previous)), strict=True):
+            place = latest.get(ending[-n:], 0) if len(ending) >= n else 0
             while place and len(found) < max_matches:
-                found.setdefault(place, n)
+                if place < len(self.tokens):
+                    found.setdefault(place, n)
                 place = previous[place - 1]
         return found
 
@@ -85,11 +87,13 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         self._tree = tree
         self._config = config
 
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex]) -> list[DraftTree]:
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
+    ) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
-        found = [index.occurrences(self._config.max_matches) for index in memories]
+        found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
         sessions = np.repeat(np.arange(len(found)), [len(places) for places in found])
         if not len(sessions) or depth < 1:
             return [DraftTree.root_only(root) for root in roots]

@@ -103,7 +103,7 @@ class Method:
     validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
     dtype, device).
     has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
-    num_steps: levels of its trees if `tree.num_steps` names none, from the head.
+    num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
 
     build: Callable[[DrafterParts], LocalDrafter]
@@ -113,7 +113,7 @@ class Method:
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
     has_probs: bool = False
-    num_steps: Callable[[str], int] = lambda head: DEFAULT_NUM_STEPS
+    num_steps: Callable[[str, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
@@ -179,7 +179,14 @@ _BLOCK = Method(
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
     has_probs=True,
-    num_steps=lambda head: read_block_size(resolve(head)),
+    num_steps=lambda head, tree: read_block_size(resolve(head)),
+)
+
+# A level costs a lookup nothing: its trees may be chains.
+_LOOKUP = Method(
+    lambda p: PromptLookupDrafter(p.tree, p.methods.prompt_lookup),
+    needs=("prompt",),
+    num_steps=lambda head, tree: max(tree.num_draft_tokens - 1, 1),
 )
 
 METHODS: Mapping[str, Method] = {
@@ -200,7 +207,7 @@ METHODS: Mapping[str, Method] = {
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
         has_probs=True,
-        num_steps=lambda head: trained_depth(read_config(resolve(head))),
+        num_steps=lambda head, tree: trained_depth(read_config(resolve(head))),
     ),
     **{
         kind: replace(_BLOCK, build=partial(_build_block, kind), head=f"a draft head of {name}")
@@ -209,10 +216,12 @@ METHODS: Mapping[str, Method] = {
     "medusa": _MEDUSA,
     "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra), head="Hydra heads"),
     "sps": Method(_build_draft_model, head="a causal LM with the target's vocabulary", has_probs=True),
-    "prompt_lookup": Method(lambda p: PromptLookupDrafter(p.tree, p.methods.prompt_lookup), needs=("prompt",)),
-    "suffix": Method(lambda p: SuffixDrafter(p.tree, p.methods.suffix), needs=("prompt",)),
-    "rest": Method(_build_rest, optional_head="a datastore, if methods.rest names none", has_probs=True),
-    "lookahead": Method(lambda p: LookaheadDrafter(p.tree, p.methods.lookahead), needs=("samples",)),
+    "prompt_lookup": _LOOKUP,
+    "suffix": replace(_LOOKUP, build=lambda p: SuffixDrafter(p.tree, p.methods.suffix)),
+    "rest": replace(
+        _LOOKUP, build=_build_rest, optional_head="a datastore, if methods.rest names none", needs=(), has_probs=True
+    ),
+    "lookahead": replace(_LOOKUP, build=lambda p: LookaheadDrafter(p.tree, p.methods.lookahead), needs=("samples",)),
 }
 
 
@@ -242,13 +251,20 @@ def _combine(name: str) -> Method:
         optional_head="",
         needs=tuple(dict.fromkeys(need for side in sides for need in side.needs)),
         has_probs=any(side.has_probs for side in sides),
-        num_steps=lambda head: max(side.num_steps(head) for side in sides),
+        num_steps=lambda head, tree: max(side.num_steps(head, tree) for side in sides),
     )
 
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
-    first, second = (side.build(parts if side.head else replace(parts, head="")) for side in sides)
-    return CombinedDrafter(first, second, parts.tree, parts.methods.combined)
+    first, second = (side.build(_resolved(side, parts if side.head else replace(parts, head=""))) for side in sides)
+    deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
+    return CombinedDrafter(first, second, _resolved(deepest, parts).tree, parts.methods.combined)
+
+
+def _resolved(method: Method, parts: DrafterParts) -> DrafterParts:
+    """The parts with as many levels as a method drafts well, if the tree leaves them open."""
+    num_steps = parts.tree.num_steps or method.num_steps(parts.head, parts.tree)
+    return replace(parts, tree=replace(parts.tree, num_steps=num_steps))
 
 
 def default_method(name: str, head: str) -> str:
@@ -291,7 +307,7 @@ def resolve_tree(tree: TreeConfig, name: str, head: str) -> TreeConfig:
     if name == NO_DRAFTS:
         return replace(tree, num_steps=DEFAULT_NUM_STEPS)
     with _loading(name, head):
-        return replace(tree, num_steps=find_method(name).num_steps(head))
+        return replace(tree, num_steps=find_method(name).num_steps(head, tree))
 
 
 def build_drafter(
@@ -309,10 +325,10 @@ def build_drafter(
 
     Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target.
     """
-    tree = resolve_tree(tree, name, head)
     parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring)
     with _loading(name, head):
-        drafter = find_method(name).build(parts)
+        method = find_method(name)
+        drafter = method.build(parts if "+" in name else _resolved(method, parts))
     drafter.warm_up()
     return drafter
 

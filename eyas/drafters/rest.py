@@ -14,6 +14,7 @@ import numpy as np
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.base import DraftContext, within
+from eyas.drafters.base import Path as TokenPath
 from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_allowed, perturbed_log_shares, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
@@ -40,9 +41,13 @@ class _ContextEnd:
         self.tokens: list[int] = []
 
     def extend(self, context: DraftContext) -> None:
-        for token in context.tokens[-self._max_ngram :]:
-            known = token < self._store.vocab_size
-            self.tokens = [*self.tokens, token][-self._max_ngram :] if known else []
+        self.tokens = self.with_path(context.tokens[-self._max_ngram :])
+
+    def with_path(self, path: TokenPath) -> list[int]:
+        """The tokens with those of `path` behind them."""
+        unknown = [i for i, token in enumerate(path) if token >= self._store.vocab_size]
+        tokens = [*path[unknown[-1] + 1 :]] if unknown else [*self.tokens, *path]
+        return tokens[-self._max_ngram :]
 
 
 class RestDrafter(LookupDrafter[_ContextEnd]):
@@ -55,11 +60,14 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
         self._config = config
         self._drafting = drafting
 
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]) -> list[DraftTree]:
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd], paths: Sequence[TokenPath]
+    ) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
-        matches = only_allowed(self._search([end.tokens for end in memories], depth), contexts)
+        ends = [end.with_path(path) for end, path in zip(memories, paths, strict=True)]
+        matches = only_allowed(self._search(ends, depth), contexts)
         if not matches.lengths.any():
             return [DraftTree.root_only(root) for root in roots]
         trie = build_trie(matches)

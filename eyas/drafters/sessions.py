@@ -222,10 +222,14 @@ class MemorySession(Session, Generic[MemoryT]):
 class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
     """Sessions and their memories, `max_size` in all."""
 
-    def __init__(self, new_memory: Callable[[], MemoryT], max_size: int) -> None:
+    def __init__(
+        self, new_memory: Callable[[], MemoryT], max_size: int, on_drop: Callable[[MemoryT], object] = lambda memory: None
+    ) -> None:
+        """on_drop: called with each memory that is dropped: its session has ended, was evicted, or begins again."""
         super().__init__(MemorySession)
         self._new_memory = new_memory
         self._max_size = max_size
+        self._on_drop = on_drop
         self._used = 0
 
     def extend(self, context: DraftContext, busy: Collection[str]) -> MemoryT | ResyncRequired | None:
@@ -250,7 +254,9 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
         return self._used + 2 * session.size <= self._max_size
 
     def _free(self, session: MemorySession[MemoryT]) -> None:
-        self._used -= session.size if session.memory is not None else 0
+        if session.memory is not None:
+            self._used -= session.size
+            self._on_drop(session.memory)
         session.memory = None
 
     def _make_room(self, session: MemorySession[MemoryT], busy: Collection[str]) -> None:

@@ -2,9 +2,9 @@
 other sessions of the same tenant have had.
 
 Texts are kept as they are, with the places of their n-grams of `min_ngram` tokens; longer matches are found by comparing
-backwards from these places. A session ends with its output kept for the later ones. Outputs are kept for each tenant and
-salt: no session is ever drafted another tenant's text. When they are full, the older half of the least recently used ones
-goes first.
+backwards from these places. The output of a session that ends, or is evicted, is kept for the later ones. Outputs are kept
+for each tenant and salt: no session is ever drafted another tenant's text. When they are full, the older half of the least
+recently used ones goes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 import numpy as np
 
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.drafters.base import DraftContext, within
+from eyas.drafters.base import DraftContext, Path, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.tree import DraftTree
@@ -149,24 +149,18 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
     """
 
     def __init__(self, tree: TreeConfig, config: SuffixConfig) -> None:
-        super().__init__(MemoryLedger(partial(SuffixSession, config), config.max_cached_tokens))
+        super().__init__(MemoryLedger(partial(SuffixSession, config), config.max_cached_tokens, self._keep_output))
         self._tree, self._config = tree, config
         self._outputs = TenantOutputs(config.min_ngram, config.max_output_tokens)
 
-    def release(self, sessions: Sequence[str]) -> None:
-        """Drop sessions, and keep their outputs for those that come later."""
-        for key in sessions:
-            session = self._sessions.get(key)
-            memory = session.memory if session else None
-            if memory is not None and memory.output is not None:
-                self._outputs.add(memory.tenant, memory.text.tokens[memory.output :])
-        super().release(sessions)
-
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession]) -> list[DraftTree]:
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession], paths: Sequence[Path]
+    ) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
-        found = [(row, *match) for row, memory in enumerate(memories) for match in self._matches(memory, depth)]
+        ends = zip(memories, paths, strict=True)
+        found = [(row, *match) for row, end in enumerate(ends) for match in self._matches(*end, depth)]
         if not found:
             return [DraftTree.root_only(root) for root in roots]
         sessions, lengths = np.array([(row, length) for row, length, _, _ in found]).T
@@ -182,10 +176,16 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         steps = match_steps(trie, lengths - self._config.min_ngram, rates)
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)
 
-    def _matches(self, memory: SuffixSession, depth: int) -> list[tuple[int, int, list[int]]]:
+    def _keep_output(self, memory: SuffixSession) -> None:
+        """Keep a session's output for those that come later. One that begins again is sent all of its tokens; those that it
+        has had by then count as its prompt."""
+        if memory.output is not None:
+            self._outputs.add(memory.tenant, memory.text.tokens[memory.output :])
+
+    def _matches(self, memory: SuffixSession, path: Path, depth: int) -> list[tuple[int, int, list[int]]]:
         """The longest matches of a session: how many tokens match, how many lengths are longer, and what follows."""
-        most, text = self._config.max_matches, memory.text.tokens
-        ending = text[-self._config.max_ngram :]
+        most = self._config.max_matches
+        ending = [*memory.text.tokens[-self._config.max_ngram :], *path][-self._config.max_ngram :]
         found: list[tuple[int, list[int]]] = []
         for index in (memory.text, *self._outputs.of(memory.tenant)):
             for place in islice(index.places(ending), SCANNED_PLACES * most):
@@ -193,7 +193,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
                 if following:
                     found.append((index.match_length(place, ending, len(ending)), following))
         found = sorted(found, key=lambda match: -match[0])[:most]
-        if found:
+        if found and not path:
             memory.guessed(found[0][0], found[0][1][0])
         ranks = {length: rank for rank, length in enumerate(dict.fromkeys(length for length, _ in found))}
         return [(length, ranks[length], following) for length, following in found]

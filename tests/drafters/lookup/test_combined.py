@@ -1,20 +1,33 @@
 """A combined drafter proposes the best of both sides, and resyncs a side that dropped a session without the other."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.config import CombinedConfig, DraftingConfig, EngineConfig, PromptLookupConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.config import (
+    CombinedConfig,
+    DraftingConfig,
+    EngineConfig,
+    LookaheadConfig,
+    PromptLookupConfig,
+    SuffixConfig,
+    TreeConfig,
+)
+from eyas.draft_protocol import KnownLogitBias, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
+from eyas.drafters.registry import DEFAULT_NUM_STEPS, build_drafter, build_fuser, features_fingerprint, resolve_tree
+from eyas.drafters.suffix import SuffixDrafter
 from eyas.errors import ConfigError
 from eyas.llm import LLM
 from eyas.request import SamplingParams
@@ -159,6 +172,70 @@ def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_he
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)
     assert set(alone.tokens) <= set(healed.tokens)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "lookahead"])
+def test_a_lookup_continues_what_is_not_committed(name: str) -> None:
+    text, path = [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 9, 1, 9, 2], (3, 4)
+    drafters = {
+        "prompt_lookup": PromptLookupDrafter(TreeConfig(12, 9), PromptLookupConfig(min_ngram=2)),
+        "suffix": SuffixDrafter(TreeConfig(12, 9), SuffixConfig()),
+        "lookahead": LookaheadDrafter(TreeConfig(12, 9), LookaheadConfig(ngram_size=4)),
+    }
+    context = commit("a", text, budget=TreeBudget(12, 5))
+    drafters[name].propose([context])
+    (below,) = drafters[name].continue_paths([context], [path])
+    assert below.tokens == (4, 5, 6, 7), "three levels are left below the path"
+    assert below.depth == 3
+    bans = (KnownLogitBias(5, -math.inf, 2), KnownLogitBias(6, -math.inf, 4))
+    (below,) = drafters[name].continue_paths([replace(context, logit_biases=bans)], [path])
+    assert below.tokens == (4, 5), "bans count from the root"
+    assert drafters[name].continue_paths([commit("unknown", text)], [path]) == [DraftTree.root_only(4)]
+
+
+def test_the_leaves_of_a_head_are_continued(tiny_target: str, tiny_head: str) -> None:
+    """The tiny head drafts two levels; below its leaves stands what followed them in the text."""
+    eagle = build_drafter(
+        "eagle3", tiny_target, tiny_head, "float32", "cpu", TreeConfig(6, 2, 2), DraftingConfig(max_kv_tokens=512)
+    )
+    (alone,) = eagle.propose([fed_commit("a", 8)])
+    assert isinstance(alone, DraftTree)
+    leaf = max((node for node in range(len(alone)) if alone.depths[node] == 2), key=lambda node: alone.log_probs[node])
+    path = [alone.tokens[node] for node in alone.path(leaf)[1:]]
+    start = fed_commit("b", 8)
+    context = replace(start, tokens=(*path, 33, 34, *start.tokens), budget=TreeBudget(24, 6), wants_sources=True)
+    context = replace(context, features=torch.cat([torch.zeros(4, 32), start.features]))
+    lookup = PromptLookupDrafter(TreeConfig(24, 6), PromptLookupConfig(min_ngram=2))
+    (tree,) = CombinedDrafter(eagle, lookup, TreeConfig(24, 6), CombinedConfig()).propose([context])
+    assert isinstance(tree, DraftTree)
+    tree.validate(start.tokens[-1], 48, 24, 6)
+    ends = [node for node in range(len(tree)) if [tree.tokens[n] for n in tree.path(node)[1:]] == [*path, 33, 34]]
+    assert ends, "what followed the leaf's path stands below it"
+    assert [tree.sources[node] for node in tree.path(ends[0])] == [0, 1, 1, 2, 2]
+
+
+def test_lookups_are_as_deep_as_trees_have_nodes(tiny_target: str, tiny_head: str) -> None:
+    """A head keeps its own levels beside them: each of its levels costs a pass."""
+    for name in ("prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup"):
+        assert resolve_tree(TreeConfig(16), name, tiny_head if "eagle3" in name else "").num_steps == 15
+    assert resolve_tree(TreeConfig(16, 4), "eagle3+prompt_lookup", tiny_head).num_steps == 4
+    assert resolve_tree(TreeConfig(1), "prompt_lookup", "").num_steps == 1
+
+    def sides(tree: TreeConfig) -> tuple[int, DraftTree]:
+        union = build_drafter(
+            "eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=512)
+        )
+        assert isinstance(union, CombinedDrafter)
+        head, lookup = union._sides
+        assert isinstance(head, EagleDrafter)
+        (tree_found,) = lookup.propose([commit("a", [*range(20)] * 2, budget=TreeBudget(16, 15))])
+        assert isinstance(tree_found, DraftTree)
+        return head.tree.num_steps, tree_found
+
+    levels, chain = sides(TreeConfig(16))
+    assert (levels, chain.depth) == (DEFAULT_NUM_STEPS, 15)
+    levels, chain = sides(TreeConfig(16, 7))
+    assert (levels, chain.depth) == (7, 7)
 
 
 def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_head: str) -> None:

@@ -1,9 +1,11 @@
 """Lookahead: the window is a tree whose ancestors are what Jacobi decoding attends to, and samples become guesses."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from eyas.config import LookaheadConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
+from eyas.draft_protocol import KnownLogitBias, TreeBudget
 from eyas.drafters.lookahead import LookaheadDrafter, NgramPool
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
@@ -76,3 +78,25 @@ def test_the_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     assert pool.after(1) == [(4,), (2,)]
     assert pool.after(7) == []
     assert pool.size == 6
+
+
+def test_neither_guesses_nor_window_have_tokens_that_are_banned() -> None:
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1]
+    (free,) = drafter(window=4, ngram=3).propose([commit("a", tokens, budget=BUDGET)])
+    bans = (KnownLogitBias(2, -math.inf, 1), KnownLogitBias(6, -math.inf, 2**31 - 1), KnownLogitBias(5, -3.0, 9))
+    (bound,) = drafter(window=4, ngram=3).propose([replace(commit("a", tokens, budget=BUDGET), logit_biases=bans)])
+    assert isinstance(free, DraftTree)
+    assert isinstance(bound, DraftTree)
+    assert {(2, 6), (2, 5)} <= paths(free)
+    assert not [path for path in paths(bound) if path[0] == 2 or 6 in path]
+    assert bound.depth >= 4, "the window is filled with other tokens"
+    assert 2 in bound.tokens, "which is banned at the first level only"
+
+
+def test_a_first_token_is_one_that_the_grammar_allows() -> None:
+    tokens = [1, 2, 3, 1, 2, 4, 1, 3, 1]
+    context = replace(commit("a", tokens, budget=BUDGET), allowed=bytes([1 << 3 | 1 << 4]))
+    (tree,) = drafter(window=3, ngram=3).propose([context])
+    assert isinstance(tree, DraftTree)
+    assert {path[0] for path in paths(tree)} <= {3, 4}
+    assert tree.depth > 1

@@ -1,15 +1,16 @@
 """Suffix decoding: drafts from the session and from its tenant's earlier outputs, and from no other tenant's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.drafters.suffix import EMPTY_INDEX_TOKENS, SuffixDrafter, TenantOutputs, TextIndex
+from eyas.drafters.suffix import EMPTY_INDEX_TOKENS, SEPARATOR, SuffixDrafter, TenantOutputs, TextIndex
 from eyas.errors import ConfigError
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
@@ -47,6 +48,27 @@ def test_an_output_is_drafted_to_the_next_session_of_its_tenant() -> None:
     serve(drafter, "first", OUTPUT)
     assert tree_of(drafter, commit("second", [50, 51, 6, 7])).tokens == (7, 8, 9, 10, 11)
     assert tree_of(drafter, commit("third", [50, 51, 6, 8])).num_drafted == 0, "no two tokens match"
+
+
+def test_an_output_is_kept_if_its_session_is_evicted() -> None:
+    drafter = make(max_cached_tokens=20)
+    drafter.propose([commit("evicted", [40, OUTPUT[0]])])
+    drafter.propose([commit("evicted", OUTPUT[1:], 2)])
+    drafter.propose([commit("large", range(60, 75))])
+    assert drafter.propose([commit("evicted", [12], 8)]) == [ResyncRequired("evicted", 0, 0)]
+    assert tree_of(drafter, commit("second", [50, 6, 7])).tokens == (7, 8, 9, 10, 11)
+
+
+def test_an_output_is_kept_once_if_its_session_begins_again() -> None:
+    drafter = make()
+    drafter.propose([commit("again", [40, *OUTPUT[:1]])])
+    drafter.propose([commit("again", OUTPUT[1:4], 2)])
+    restarted = replace(commit("again", [40, *OUTPUT[:4]]), epoch=1)
+    drafter.propose([restarted])
+    drafter.propose([replace(commit("again", OUTPUT[4:], 5), epoch=1)])
+    drafter.release(["again"])
+    (index,) = drafter._outputs.of("a")
+    assert index.tokens.tolist() == [5, 6, 7, 8, SEPARATOR, 8, 9, 10, 11, SEPARATOR]
 
 
 def test_no_output_is_drafted_to_another_tenant() -> None:
