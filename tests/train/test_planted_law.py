@@ -71,7 +71,7 @@ def heads(target: str) -> dict[str, str]:
     folder, found = Path(target).parent, {}
     for method, block_size, rate in (("dspark", DEPTHS, 0.01), ("dflash", DEPTHS + 1, 0.01), ("peagle", 2, 0.005)):
         config = settings(
-            folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=8,
+            folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=4,
             optimizer__learning_rate=rate, loss__num_anchors=16, loss__chunk_rows=0, head__markov_rank=16,
             head__block_size=block_size, loss__num_depths=DEPTHS, data__max_length=TOKENS,
         )  # fmt: skip
