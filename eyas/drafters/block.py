@@ -59,7 +59,8 @@ class BlockDrafter(NeuralDrafter[None]):
         self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_tree_slots)
         ledger: KVLedger[None] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
-        self._use_slots(slots and replace(slots, end=self._kv.scratch), capture, 0, self._dtype)
+        slots = slots and replace(slots, first=self._kv.scratch - num_tree_slots, spare=self._kv.scratch)
+        self._use_slots(slots, capture, 0, self._dtype)
 
     @property
     def needs(self) -> DrafterNeeds:

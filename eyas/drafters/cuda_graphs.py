@@ -11,7 +11,7 @@ buckets are captured at start. Legend: S sessions of the bucket, C columns, H wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,20 +22,33 @@ from torch import Tensor
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
-from eyas.drafters.scoring import NUM_NOISE_WORDS, Ranking, Scorer, ScorerKind, noise_words, perturbed_scorer, scorer_kind
+from eyas.drafters.scoring import (
+    NUM_NOISE_WORDS,
+    Ranking,
+    Scorer,
+    ScorerKind,
+    noise_words,
+    perturbed_scorer,
+    probs_scorer_of,
+    scorer_kind,
+)
 from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
+    Reals,
     StaticTree,
     TreeGrowth,
+    chain_trees,
+    draw_chains,
     grow_static,
     select_columns,
     trees_from_columns,
 )
-from eyas.drafters.tree_rows import Roots, RowLayout, SlotRows
+from eyas.drafters.tree_rows import Roots, RowLayout, SlotRows, TreeSlots
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, padded_size, with_progress
-from eyas.sampling.sampler import filtered_probs_no_sync
+from eyas.sampling.noise import exponential_noise_at, signed
+from eyas.sampling.sampler import Filters, filtered_probs_no_sync, filtering, tempered_probs
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
@@ -105,8 +118,8 @@ class RoundGraphs:
         columns: [C, number of sessions]. slots, scratch, states: of each session. num_steps: stages between the first and
         the last that run; None runs all. Raises ConfigError for a drafter that cannot be captured.
         """
-        first, *steps, last = self.begin(columns, slots, scratch, states)
-        for stage in (first, *steps[:num_steps]):
+        *steps, last = self.begin(columns, slots, scratch, states)
+        for stage in steps[: None if num_steps is None else num_steps + 1]:
             stage()
         result = last()
         assert result is not None, "the last stage returns the result"
@@ -220,16 +233,36 @@ class TreeSpec:
         return [begin, *(partial(step, level) for level in further), finish]
 
 
+@dataclass(frozen=True)
+class RoundPlace:
+    """Where a drafter's rounds run: slots of trees, and width and dtype of states."""
+
+    slots: TreeSlots
+    state_size: int
+    dtype: torch.dtype
+    capture: Capture
+
+    def graphs(
+        self,
+        stages: Callable[[Tensor, Callable[[], Roots]], Sequence[Stage]],
+        padding: Sequence[int],
+        layout: RowLayout | None = None,
+    ) -> RoundGraphs:
+        """The graphs of a round, by default of trees. padding: columns of padding sessions."""
+        layout = layout or self.slots.trees
+        spec = RoundSpec(stages, layout, padding, self.state_size, self.dtype, self.slots.spare)
+        return RoundGraphs(spec, self.slots.max_sessions, self.capture)
+
+
 class TreeGraphs:
     """Deterministic trees from captured rounds, one for each kind of noise."""
 
-    def __init__(self, spec: TreeSpec, config: DraftingConfig, ranking: Ranking, rounds: Callable[..., RoundGraphs]) -> None:
-        """rounds: makes the graphs of a round from its stages and the columns of padding."""
+    def __init__(self, spec: TreeSpec, config: DraftingConfig, ranking: Ranking, place: RoundPlace) -> None:
         kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if config.shared_noise else ("plain",)
         self._spec, self._ranking = spec, ranking
         # padding has a ranking temperature and no budget
         padding = (*noise_words((), ranking, 1)[:, 0].tolist(), 0, 0, 0)
-        self.rounds = {kind: rounds(partial(spec.stages, kind), padding) for kind in kinds}
+        self.rounds = {kind: place.graphs(partial(spec.stages, kind), padding) for kind in kinds}
 
     def warm_up(self) -> None:
         """See RoundGraphs."""
@@ -254,3 +287,125 @@ class TreeGraphs:
         found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2).tolist()
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
         return trees, results[:, tree_cells:].astype(np.int64).reshape(len(contexts), 2, -1)
+
+
+class GrowthGraphs:
+    """Trees that grow level by level between two commits, for drafting ahead; one growth at a time."""
+
+    def __init__(
+        self, spec: TreeSpec, num_candidates: int, config: DraftingConfig, ranking: Ranking, place: RoundPlace
+    ) -> None:
+        self._spec, self._num_candidates, self._ranking = spec, num_candidates, ranking
+        kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if config.shared_noise else ("plain",)
+        padding = (*noise_words((), ranking, 1)[:, 0].tolist(), 0)
+        self.rounds = {kind: place.graphs(partial(self._stages, kind), padding) for kind in kinds}
+        self._grown: dict[tuple[ScorerKind, int], dict[int, TreeGrowth]] = {}
+
+    def warm_up(self) -> None:
+        """See RoundGraphs."""
+        for kind, graphs in self.rounds.items():
+            graphs.warm_up(f"capturing {kind} trees ahead")
+
+    def begin(
+        self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
+    ) -> CapturedGrowth:
+        """Trees of sessions with one level recorded. They end the growth that began before."""
+        columns = np.zeros((NUM_NOISE_WORDS + 1, len(contexts)), dtype=np.int64)
+        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._ranking, len(contexts))
+        columns[NUM_NOISE_WORDS] = [context.tokens[-1] for context in contexts]
+        kind = scorer_kind(columns[:NUM_NOISE_WORDS])
+        stages = self.rounds[kind].begin(columns, slots, scratch, states)
+        return CapturedGrowth(stages, self._grown[kind, padded_size(len(contexts), 1)])
+
+    def _stages(self, kind: ScorerKind, columns: Tensor, roots: Callable[[], Roots]) -> list[Stage]:
+        grown = self._grown[kind, columns.shape[1]] = {}
+        tree = self._spec.tree
+
+        def begin() -> None:
+            noise = columns[:NUM_NOISE_WORDS]
+            scorer = perturbed_scorer(noise, tree.num_steps, self._spec.draft_ids, kind, filtered_probs_no_sync)
+            grown[1] = TreeGrowth(self._spec.expand(roots(), scorer, tree), tree.top_k, self._num_candidates)
+
+        def step(level: int) -> None:
+            grown[level + 1] = grown[level].stepped()
+
+        return [begin, *(partial(step, level) for level in range(1, tree.num_steps))]
+
+
+class CapturedGrowth:
+    """A TreeGrowth whose levels are replays."""
+
+    def __init__(self, stages: Sequence[Stage], grown: Mapping[int, TreeGrowth]) -> None:
+        """grown: what the stages leave, by number of levels."""
+        self._stages, self._grown, self.num_levels = stages, grown, 0
+        self.step()
+
+    def step(self) -> None:
+        """Expand the last level."""
+        self._stages[self.num_levels]()
+        self.num_levels += 1
+
+    @property
+    def candidates(self) -> Candidates:
+        """What is recorded so far."""
+        return self._grown[self.num_levels].candidates
+
+
+class ChainGraphs:
+    """Sampled chains from captured rounds, with and without filters."""
+
+    def __init__(self, spec: TreeSpec, config: DraftingConfig, place: RoundPlace) -> None:
+        self._spec, self._proposal_top_k = spec, config.proposal_top_k
+        one = float_bits(1.0)
+        padding = (0, 0, 0, one, one, 0, 0)
+        self.rounds = {
+            has_filters: place.graphs(partial(self._stages, has_filters), padding, place.slots.chains)
+            for has_filters in (False, True)
+        }
+
+    def warm_up(self) -> None:
+        """See RoundGraphs."""
+        for graphs in self.rounds.values():
+            graphs.warm_up("capturing sampled chains")
+
+    def draw(
+        self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
+    ) -> tuple[list[DraftTree], Ints]:
+        """Draw the chains of sessions, see `draw_chains`. Returns them and the rows in their slots, see TreeGraphs.grow."""
+        keys = [context.noise for context in contexts]
+        reals = np.array([(key.temperature, key.top_p, key.min_p) for key in keys]).T
+        columns = np.stack([
+            np.array([signed(key.seed) for key in keys]),
+            np.array([context.committed_length for context in contexts]),
+            np.array([key.top_k for key in keys]),
+            *np.ascontiguousarray(reals).view(np.int64),
+            np.array([context.tokens[-1] for context in contexts]),
+        ])  # fmt: skip
+        results = self.rounds[bool(filtering(keys))].run(columns, slots, scratch, states)
+        cells: Reals = results[: len(contexts)].cpu().numpy()
+        size = self._spec.tree.num_steps * (2 * min(self._proposal_top_k, len(self._spec.draft_ids)) + 1)
+        drawn = cells[:, :size].reshape(len(contexts), self._spec.tree.num_steps, -1).tolist()
+        rows = cells[:, size:].astype(np.int64).reshape(len(contexts), 2, -1)
+        return chain_trees(drawn, contexts, self._spec.tree.num_draft_tokens), rows
+
+    def _stages(self, has_filters: bool, columns: Tensor, roots: Callable[[], Roots]) -> list[Stage]:
+        tree, draft_ids = self._spec.tree, self._spec.draft_ids
+        apply = filtered_probs_no_sync if has_filters else tempered_probs
+
+        def draw() -> Tensor:
+            seeds, lengths, top_k = columns[:3]
+            temperature, top_p, min_p = columns[3:6].contiguous().view(torch.float64).float()
+            positions = lengths[:, None] + torch.arange(tree.num_steps, device=draft_ids.device)
+            noise = exponential_noise_at(seeds[:, None].expand_as(positions).flatten(), positions.flatten(), draft_ids)
+            scorer = probs_scorer_of(Filters(temperature, top_k, top_p, min_p), apply)
+            expansion = self._spec.expand(roots(), scorer, tree)
+            drawn = draw_chains(expansion, noise.view(*positions.shape, -1), self._proposal_top_k, draft_ids)
+            rows = self._spec.rows_run(expansion)
+            return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)
+
+        return [draw]
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float64 as an integer."""
+    return int(np.array(value).view(np.int64))

@@ -16,6 +16,7 @@ import torch
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within, without_banned
+from eyas.drafters.cuda_graphs import CapturedGrowth
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
@@ -28,7 +29,7 @@ BOOKKEEPING = TreeBudget(1, 0)
 class AheadTrees:
     """The trees of one TreeGrowth on the host, as of the last copy."""
 
-    def __init__(self, growth: TreeGrowth, draft_ids: Ints) -> None:
+    def __init__(self, growth: TreeGrowth | CapturedGrowth, draft_ids: Ints) -> None:
         """draft_ids maps draft vocabulary ids to the target's."""
         self.growth = growth
         self._draft_ids = draft_ids
@@ -39,7 +40,7 @@ class AheadTrees:
 
         path: the target's token ids below the root. Scores of nodes are those of their whole paths less that of `path`.
         """
-        self._copy_to_host()
+        self.copy_to_host()
         node = 0
         for token in path:
             children = np.flatnonzero(self._parents[row] == node)
@@ -49,7 +50,7 @@ class AheadTrees:
             node = int(found[0]) + 1
         return self._cut(row, node, path[-1], budget)
 
-    def _copy_to_host(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the candidates of all sessions, if levels were added since the last copy."""
         if self._num_copied < self.growth.num_levels:
             candidates = self.growth.candidates
@@ -196,9 +197,13 @@ class DraftAheadDrafter(LocalDrafter):
             for key, answer in zip(behind, self._drafter.propose(commits), strict=True):
                 if not isinstance(answer, DraftTree):
                     del self._sessions[key]
-        contexts = [self._sessions[key].last for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        contexts = [self._sessions[key].last for key in keys[: self._drafter.max_growing]]
+        self._due = dict.fromkeys(keys[len(contexts) :])
         if not contexts:
             return None
+        if self._growing:
+            self._growing.copy_to_host()  # the next trees may take their memory
         trees = AheadTrees(self._drafter.growth(contexts, self._config), self._draft_ids)
         for row, context in enumerate(contexts):
             self._sessions[context.session] = _AheadSession(context, trees=trees, row=row)

@@ -82,7 +82,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         sizes = HeadSizes(model.heads_per_kv * num_kv, num_kv, head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch
         slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
-        slots = slots and replace(slots, end=self._kv.scratch, is_shared=False)
+        slots = slots and replace(slots, first=None, spare=self._kv.scratch)
         self._use_slots(slots, capture, model.vocab_size, torch.float32)
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.drafters.cuda_graphs import CapturedGrowth, GrowthGraphs, RoundPlace, TreeSpec
 from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, last_rows, newest_rows, plan_tree_slots
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
@@ -46,9 +47,11 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         config: DraftingConfig,
         static_tree: StaticTree | None = None,
         capture: Capture | None = None,
+        ahead_capture: Capture | None = None,
     ) -> None:
         """static_tree: the shape of every tree, in place of `tree`. capture: how to capture whole trees as CUDA graphs.
 
+        ahead_capture: the same for drafting ahead, whose memory must be apart: other rounds run between its levels.
         Raises ConfigError for a tree that the head cannot grow.
         """
         c = head.config
@@ -61,22 +64,39 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             )
         shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
         self._head = head
-        slots = plan_tree_slots(
-            c,
-            dtype,
-            device,
-            head.max_model_len,
-            self._widths(tree, static_tree),
-            config.cuda_graph_max_batch,
-            capture,
-            self._visible(tree),
-        )
-        num_tree_slots = slots.num_slots if slots else 0
-        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
-        ledger: KVLedger[Tensor] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
-        super().__init__(config, tree, static_tree, head.draft_ids, ledger)
-        self._level_costs = LevelCosts() if c.kind != "peagle" else None
-        self._use_slots(slots and replace(slots, end=self._kv.scratch), capture, c.hidden, dtype)
+        plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
+        slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
+        ahead, is_pass_per_level = config.draft_ahead, c.kind != "peagle"
+        widths = [ahead.top_k] * (ahead.num_steps - 1)
+        ahead_slots = plan(widths, capture=ahead_capture or capture) if ahead.top_k and is_pass_per_level else None
+        num_slots, num_ahead = (each.num_slots if each else 0 for each in (slots, ahead_slots))
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_ahead)
+        spare, first = self._kv.scratch, self._kv.scratch - num_slots - num_ahead
+        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
+        self._level_costs = LevelCosts() if is_pass_per_level else None
+        self._use_slots(slots and replace(slots, first=first, spare=spare), capture, c.hidden, dtype)
+        self._ahead_slots = ahead_slots and replace(ahead_slots, first=first + num_slots, spare=spare)
+        self._ahead_graphs = self._growth_graphs(config, ahead_capture, dtype)
+
+    def _growth_graphs(self, config: DraftingConfig, capture: Capture | None, dtype: torch.dtype) -> GrowthGraphs | None:
+        if self._ahead_slots is None or capture is None:
+            return None
+        ahead = config.draft_ahead
+        tree = TreeConfig(num_steps=ahead.num_steps, top_k=ahead.top_k)
+        spec = TreeSpec(self._expand, self._rows_run, tree, None, self.draft_ids)
+        place = RoundPlace(self._ahead_slots, self._head.config.hidden, dtype, capture)
+        return GrowthGraphs(spec, ahead.num_candidates, config, self.ranking, place)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        super().warm_up()
+        if self._ahead_graphs:
+            self._ahead_graphs.warm_up()
+
+    @property
+    def max_growing(self) -> int | None:
+        """Most sessions of a `growth`, if they are limited."""
+        return self._ahead_slots.max_sessions if self._ahead_slots else None
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Rows of a tree in each pass."""
@@ -99,12 +119,16 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return known is not None and known.state is not None and len(known.slots) > 0
 
     @torch.inference_mode()
-    def growth(self, contexts: Sequence[DraftContext], config: DraftAheadConfig) -> TreeGrowth:
-        """Trees of sessions that can grow, below their last commits, with one level recorded."""
+    def growth(self, contexts: Sequence[DraftContext], config: DraftAheadConfig) -> TreeGrowth | CapturedGrowth:
+        """Trees of sessions that can grow, `max_growing` at most, below their last commits, with one level recorded."""
         states = [self.sessions[context.session].state for context in contexts]
+        stacked = torch.stack([state for state in states if state is not None])
+        if self._ahead_graphs:
+            scratch = self._scratch(contexts, self._ahead_slots)
+            return self._ahead_graphs.begin(contexts, self._prefix_slots(contexts), stacked, scratch)
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
-        roots = self._roots(contexts, torch.stack([state for state in states if state is not None]))
+        roots = self._roots(contexts, stacked, self._ahead_slots)
         return TreeGrowth(self._expand_on_device(roots, scorer, shape), config.top_k, config.num_candidates)
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:

@@ -67,7 +67,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
             sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
-        slots = TreeSlots(nothing, nothing, padded_size(config.cuda_graph_max_batch, 1)) if capture else None
+        slots = TreeSlots(nothing, nothing, padded_size(config.cuda_graph_max_batch, 1), None) if capture else None
         self._use_slots(slots, capture, head.hidden, self._dtype)
 
     @property

@@ -23,7 +23,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
-from eyas.drafters.cuda_graphs import RoundGraphs, RoundSpec, Stage, TreeGraphs, TreeSpec
+from eyas.drafters.cuda_graphs import ChainGraphs, RoundPlace, TreeGraphs, TreeSpec
 from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, biased_scorer, make_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
@@ -32,6 +32,7 @@ from eyas.drafters.tree_growth import (
     LevelCosts,
     StaticTree,
     TreeGrowth,
+    chain_noise,
     chain_trees,
     draw_chains,
     grow_dynamic,
@@ -81,6 +82,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions = sessions
         self._slots: TreeSlots | None = None
         self._graphs: TreeGraphs | None = None
+        self._chain_graphs: ChainGraphs | None = None
         self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
         name = config.emulated_device
@@ -94,15 +96,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._slots = slots
         if slots is None or capture is None:
             return
-        spec = TreeSpec(
-            self._expand, self._rows_run, replace(self.tree, top_k=self._max_expanded), self._static_tree, self.draft_ids
-        )
-
-        def rounds(stages: Callable[[Tensor, Callable[[], Roots]], Sequence[Stage]], padding: Sequence[int]) -> RoundGraphs:
-            spec = RoundSpec(stages, slots.trees, padding, state_size, dtype, slots.end)
-            return RoundGraphs(spec, slots.max_sessions, capture)
-
-        self._graphs = TreeGraphs(spec, self._config, self.ranking, rounds)
+        tree = replace(self.tree, top_k=self._max_expanded)
+        spec = TreeSpec(self._expand, self._rows_run, tree, self._static_tree, self.draft_ids)
+        place = RoundPlace(slots, state_size, dtype, capture)
+        self._graphs = TreeGraphs(spec, self._config, self.ranking, place)
+        self._chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
 
     @property
     def can_sample(self) -> bool:
@@ -113,8 +111,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        if self._graphs:
+        if self._graphs and self._chain_graphs:
             self._graphs.warm_up()
+            self._chain_graphs.warm_up()
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -210,7 +209,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
         if self._graphs and not any(context.allowed for context in contexts):
-            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts)
+            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
             trees, rows_run = self._graphs.grow(contexts, slots, states, scratch)
             self._keep_rows(contexts, rows_run, self.tree.top_k)
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
@@ -218,18 +217,24 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
         pays = self._level_costs.rule([context.budget for context in contexts]) if self._level_costs else None
-        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape, pays)
+        candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape, pays)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
+        if self._chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
+            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
+            chains, rows_run = self._chain_graphs.draw(contexts, slots, states, scratch)
+            self._keep_rows(contexts, rows_run, 1)
+            return chains
         shape = self._shape(contexts, top_k=1)
         scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
         scorer = self._masked(scorer, contexts)
-        expansion = self._expand_on_device(self._roots(contexts, states, is_chain=True), scorer, shape)
+        expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), scorer, shape)
         masked = _masked_expansion(expansion, scorer)
-        drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
+        noise = chain_noise(contexts, shape.num_steps, self.draft_ids)
+        drawn = draw_chains(masked, noise, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
@@ -259,19 +264,21 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._keep_rows(contexts, kept.astype(np.int64), top_k)
         return found.tolist()
 
-    def _roots(self, contexts: Sequence[DraftContext], states: Tensor, is_chain: bool = False) -> Roots:
-        device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts)
+    def _roots(
+        self, contexts: Sequence[DraftContext], states: Tensor, slots: TreeSlots | None, is_chain: bool = False
+    ) -> Roots:
+        device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts, slots)
         tokens = upload([context.tokens[-1] for context in contexts], device)
-        if self._slots is None:
+        if slots is None:
             return Roots(states, tokens, PaddedPrefix.of(prefixes, scratch, device))
-        layout, count = self._slots.chains if is_chain else self._slots.trees, len(contexts)
+        layout, count = slots.chains if is_chain else slots.trees, len(contexts)
         words = layout.build_words(prefixes, [own[: layout.num_rows] for own in scratch], count)
         return Roots(states, tokens, SlotRows(layout, upload(words, device), count))
 
-    def _scratch(self, contexts: Sequence[DraftContext]) -> Sequence[Slots]:
+    def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
         """Slots for the rows of each session's tree."""
-        if self._slots and self._slots.is_shared:
-            return self._slots.rows(len(contexts))
+        if slots and slots.first is not None:
+            return slots.rows(len(contexts))
         return [self.sessions[context.session].scratch for context in contexts]
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:

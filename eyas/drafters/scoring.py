@@ -265,7 +265,11 @@ class MaskedExpansion:
 def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scorer:
     """Scores by unnormalised draft probabilities under each session's temperature and filters."""
     keys = [context.noise for context in contexts]
-    filters, probs = filters_of(keys, device), filtered_probs_of(filtering(keys), len(keys), device)
+    return probs_scorer_of(filters_of(keys, device), filtered_probs_of(filtering(keys), len(keys), device))
+
+
+def probs_scorer_of(filters: Filters, probs: ProbsFunction) -> Scorer:
+    """`probs_scorer` with filters on the device and a function that applies them."""
     return lambda logits, level: _per_row(probs, without_nan(logits), filters).nan_to_num_(nan=0.0)
 
 

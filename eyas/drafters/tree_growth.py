@@ -325,10 +325,15 @@ def _tree(
     )
 
 
-def draw_chains(
-    expansion: Expansion, contexts: Sequence[DraftContext], num_steps: int, proposal_top_k: int, target_ids: Tensor
-) -> Tensor:
-    """Draw one chain of L = `num_steps` levels per context, for verification by rejection sampling.
+def chain_noise(contexts: Sequence[DraftContext], num_steps: int, target_ids: Tensor) -> Tensor:
+    """What `draw_chains` draws with, float32 [S, L, D]."""
+    seeds = [context.noise.seed for context in contexts for _ in range(num_steps)]
+    positions = [context.committed_length + level for context in contexts for level in range(num_steps)]
+    return exponential_noise(seeds, positions, target_ids).view(len(contexts), num_steps, -1)
+
+
+def draw_chains(expansion: Expansion, noise: Tensor, proposal_top_k: int, target_ids: Tensor) -> Tensor:
+    """Draw one chain of L levels per session, for verification by rejection sampling. noise: float32 [S, L, D].
 
     The expansion scores by probabilities. Those of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the
     draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that the
@@ -337,13 +342,10 @@ def draw_chains(
     Returns:
         Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
     """
-    seeds = [context.noise.seed for context in contexts for _ in range(num_steps)]
-    positions = [context.committed_length + level for context in contexts for level in range(num_steps)]
-    noise_SLD = exponential_noise(seeds, positions, target_ids).view(len(contexts), num_steps, -1)
-    scores, levels, places = expansion.first(), [], []
+    scores, levels, places, num_steps = expansion.first(), [], [], noise.shape[1]
     for level in range(num_steps):
         kept = rank(scores[:, 0], min(proposal_top_k, scores.shape[-1]))
-        winner = exponential_race(noise_SLD[:, level].gather(1, kept.ids), kept.scores)
+        winner = exponential_race(noise[:, level].gather(1, kept.ids), kept.scores)
         place = winner.clamp(max=kept.ids.shape[1] - 1)[:, None]
         levels.append(kept)
         places.append(place)

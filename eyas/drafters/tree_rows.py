@@ -173,26 +173,25 @@ class RowLayout:
 class TreeSlots:
     """Where the rows of trees lie, if the attention kernel serves them.
 
-    trees, chains: layouts of deterministic trees and of sampled chains. max_sessions: of a round. end: slots of the KV cache
-    before the spare one. is_shared: whether all rounds share slots behind those of the sessions; otherwise each session has
-    slots of its own.
+    trees, chains: layouts of deterministic trees and of sampled chains. max_sessions: of a round. first: of the slots that
+    all rounds share; None if each session has slots of its own. spare: the last slot of the KV cache, for padding.
     """
 
     trees: RowLayout
     chains: RowLayout
     max_sessions: int
-    end: int = 0
-    is_shared: bool = True
+    first: int | None = 0
+    spare: int = 0
 
     @property
     def num_slots(self) -> int:
         """Slots that rounds share."""
-        return self.max_sessions * self._num_rows if self.is_shared else 0
+        return self.max_sessions * self._num_rows
 
     def rows(self, sessions: int) -> list[Slots]:
         """The shared slots of each session's tree."""
-        first = self.end - self.num_slots
-        return list(first + np.arange(sessions * self._num_rows).reshape(sessions, -1))
+        assert self.first is not None, "sessions have slots of their own"
+        return list(self.first + np.arange(sessions * self._num_rows).reshape(sessions, -1))
 
     @property
     def _num_rows(self) -> int:

@@ -54,7 +54,7 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     try:
         with warnings.catch_warnings(record=True) as waits, torch.inference_mode():
             warnings.simplefilter("always")
-            assert captured.grow(contexts, slots, stacked, drafter._scratch(contexts))
+            assert captured.grow(contexts, slots, stacked, drafter._scratch(contexts, drafter._slots))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 1

@@ -210,7 +210,7 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     drafter.propose([context])
     state = drafter.sessions["a"].state  # type: ignore[index]
     assert state is not None
-    roots = drafter._roots([context], state[None])
+    roots = drafter._roots([context], state[None], None)
     shape = TreeConfig(num_steps=2, top_k=depths)
     scorer = make_scorer([context], drafter.ranking, depths, drafter.draft_ids)
     with torch.no_grad():
