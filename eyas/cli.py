@@ -37,6 +37,7 @@ SUBCOMMANDS = {
     "check": Subcommand("eyas.check.command", "check", "Check a model and its draft head before serving them."),
     "bench": Subcommand("eyas.bench.command", "bench", "Measure speed and acceptance length; write a dated report."),
     "bench split": Subcommand("eyas.services.split", "split", "Measure verifier and drafter apart, on emulated devices."),
+    "plan": Subcommand("eyas.bench.command", "plan", "Plan verifiers and drafters: throughput, latency and price."),
     "train": Subcommand("eyas.train.command", "train", "Train a draft head for a model."),
     "datastore": Subcommand("eyas.datastore", "datastore", "Build the datastore of the rest method."),
 }

@@ -39,6 +39,7 @@ from eyas.bench.split import (
     Timeline,
     agreement,
     draw,
+    profile_of,
     result,
     typical,
     with_references,
@@ -47,7 +48,7 @@ from eyas.bench.timing import rotated
 from eyas.client import Client
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts
-from eyas.drafters.registry import default_method
+from eyas.drafters.registry import default_method, resolve_tree
 from eyas.errors import Unavailable
 from eyas.models.emulation import PassRecord
 from eyas.request import Request, SamplingParams
@@ -281,7 +282,9 @@ def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, 
                 timelines += timelines_of(split, runs, temperature)
     one, draft = costs["verifier"].seconds("verify", 1), costs["drafter"]
     times = one, draft.seconds("draft_round", 1), draft.seconds("draft_level", 1)
-    return SplitResults(tuple(results), *(1e3 * seconds for seconds in times)), timelines
+    whole = SplitResults(tuple(results), 1e3 * times[0], 1e3 * times[1], 1e3 * times[2], settings.max_tokens, {})
+    profiles = {f"{temperature:g}": profile_of(settings, whole, temperature) for temperature in settings.temperatures}
+    return replace(whole, profiles=profiles), timelines
 
 
 def run_modes(
@@ -376,6 +379,8 @@ def split(
         device="cpu",
         threads=threads,
     )
+    name = default_method(method, draft_model)
+    settings = replace(settings, methods=(MethodSpec(name),), tree=resolve_tree(settings.tree, name, draft_model))
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         results, timelines = measure(settings, progress)
     page = Report.here("split", "eyas", "cpu", settings, results, results.tables()).publish(out)

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.config.device_costs import DeviceCosts
 from eyas.errors import ConfigError
 
 # Drawing the progress bar takes time away from what is measured.
@@ -146,6 +147,69 @@ def widen(
     with Progress(console=Console(stderr=True)) as progress:
         folders = write(model, draft_model, chosen, out, dtype, progress)
     print("\n".join(map(str, folders)))
+
+
+def plan(
+    profile: Annotated[Path, typer.Option(help="JSON report of `eyas bench split`, or a profile; see docs/split.md.")],
+    verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/emulation.md.")] = "llama-3.1-8b@h100",
+    drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
+    local: Annotated[
+        str, typer.Option(help="Cost table of the drafter on a verifier's device; a preset finds its own.")
+    ] = "",
+    temperature: Annotated[float, typer.Option(help="Of the report.")] = 0.0,
+    host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
+    verifiers: Annotated[int, typer.Option(help="Number of verifiers.")] = 1,
+    drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
+    delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="Sequences that each verifier always has, without arrivals.")] = 8,
+    rate: Annotated[float, typer.Option(help="Arrivals a second of the fleet, Poisson; 0 takes --concurrency.")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Arrivals as JSON Lines: at_s, prompt_tokens, output_tokens.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 60.0,
+    verifier_price: Annotated[float, typer.Option(help="Dollars an hour of a verifier.")] = 3.0,
+    drafter_price: Annotated[float, typer.Option(help="Dollars an hour of a drafter.")] = 0.6,
+    curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,
+) -> None:
+    """Simulate a fleet in each mode: plain, drafting on the verifier's device, apart, and apart in advance."""
+    from eyas.bench import plan as planning
+    from eyas.bench.report import Report
+
+    acceptance = planning.load_profile(profile, temperature).with_host(host_scale)
+    if curves:
+        planning.draw_curves(acceptance, curves)
+    arrivals = planning.read_trace(trace) if trace else None
+    if rate:
+        arrivals = planning.poisson(rate, seconds, prompt_tokens, output_tokens)
+    settings = planning.FleetSettings(
+        verifier=DeviceCosts.read(verifier),
+        drafter=DeviceCosts.read(drafter),
+        local=DeviceCosts.read(local or _on_same_gpu(verifier, drafter)),
+        profile=acceptance,
+        num_verifiers=verifiers,
+        num_drafters=max(drafters, 1),
+        concurrency=concurrency,
+        max_num_seqs=max(max_num_seqs, concurrency),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        delay_s=delay_ms / 1e3,
+        seconds=seconds,
+        verifier_price=verifier_price,
+        drafter_price=drafter_price,
+    )
+    results = planning.every_mode(settings, arrivals, find_ratio=not drafters)
+    table = planning.table_of(results)
+    if out:
+        Report.here("plan", "eyas", "cpu", settings, results, [table]).publish(out)
+    else:
+        print(table.markdown())
+
+
+def _on_same_gpu(verifier: str, drafter: str) -> str:
+    """The preset of the drafter's model on the verifier's GPU; the drafter's own table unless both are presets."""
+    return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}" if "@" in verifier and "@" in drafter else drafter
 
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:

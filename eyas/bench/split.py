@@ -6,16 +6,19 @@ what a drafter would give whose trees cost nothing and come at once. The freshes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from eyas.bench.plan import AcceptanceProfile, FleetSettings, FleetSimulation
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
 from eyas.bench.settings import MethodsSettings
 from eyas.config import DraftAheadConfig
+from eyas.config.device_costs import flat
 from eyas.config.loader import at_least, one_of, require
 from eyas.errors import ConfigError
 from eyas.models.emulation import PassRecord
@@ -34,6 +37,8 @@ COLOURS = {
     "wire": "0.4",
 }
 NUM_DRAWN = 6
+# Verify passes that a plan is simulated for.
+NUM_PLANNED = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +115,8 @@ class SplitResult:
     eta: see the module; None for plain decoding. tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and
     of others. hit_rate: share of the steps with trees grown ahead.
     step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
-    request for trees to the answer, draft_ms of it in the draft service. identical: outputs that equal plain decoding.
+    request for trees to the answer, draft_ms of it in the draft service, hit_draft_ms that of trees grown ahead.
+    accepted_fresh, accepted_hit: numbers of steps by accepted tokens. identical: outputs that equal plain decoding.
     """
 
     mode: Mode
@@ -129,6 +135,9 @@ class SplitResult:
     tau_hit: float = 0.0
     tau_miss: float = 0.0
     rows: float = 1.0
+    accepted_fresh: tuple[int, ...] = ()
+    accepted_hit: tuple[int, ...] = ()
+    hit_draft_ms: float = 0.0
     eta: float | None = None
     speedup: float | None = None
     identical: str = ""
@@ -182,11 +191,20 @@ def result(
         tau_hit=_tau(hits),
         tau_miss=_tau(misses),
         rows=_mean(each.num_rows for each in details),
+        accepted_fresh=_histogram([step for step in steps if not step.grown_ahead]),
+        accepted_hit=_histogram(hits),
+        hit_draft_ms=_mean(step.details.draft_ms for step in hits if step.details),
     )
 
 
 def _tau(steps: Sequence[VerifyStep]) -> float:
     return fmean(step.accepted + 1 for step in steps) if steps else 0.0
+
+
+def _histogram(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
+    """How many steps accepted 0, 1, 2 ... drafted tokens."""
+    found = Counter(step.accepted for step in steps)
+    return tuple(found[accepted] for accepted in range(max(found, default=-1) + 1))
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -204,16 +222,22 @@ def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Deco
 
 @dataclass(frozen=True)
 class SplitResults:
-    """Everything that was measured. verify_ms, level_ms: of one row in the tables, scaled; c: their ratio."""
+    """Everything that was measured.
+
+    verify_ms, round_ms, level_ms: of one row in the tables, scaled. max_tokens: of each prompt. profiles: by
+    temperature, of the first batch and delay.
+    """
 
     results: tuple[SplitResult, ...]
     verify_ms: float
     round_ms: float
     level_ms: float
+    max_tokens: int
+    profiles: Mapping[str, AcceptanceProfile]
 
     def tables(self) -> list[Table]:
         """The tables of the report."""
-        return [_speed(self), _step(self)]
+        return [_speed(self), _step(self), _planned(self)]
 
 
 def _cell(result: SplitResult) -> tuple[str, ...]:
@@ -257,6 +281,45 @@ def _step(found: SplitResults) -> Table:
     )
     columns = ("temperature", "batch", "delay", "mode", "step", "pass", "wait", "host", "round trip", "draft", "wire")
     return Table("Where the time goes", columns, rows, note)
+
+
+def profile_of(settings: SplitSettings, found: SplitResults, temperature: float) -> AcceptanceProfile:
+    """The acceptance and the host work at a temperature, of the first batch and delay."""
+    wanted = temperature, settings.batches[0], settings.delays[0]
+    modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay) == wanted}
+    serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
+    round_ms = found.round_ms + (tree.num_steps - 1) * found.level_ms
+    return AcceptanceProfile(
+        fresh=serial.accepted_fresh,
+        hit=ahead.accepted_hit if ahead else (),
+        miss=ahead.accepted_fresh if ahead else (),
+        hit_rate=ahead.hit_rate if ahead else 0.0,
+        num_nodes=tree.num_draft_tokens,
+        num_levels=tree.num_steps,
+        top_k=tree.top_k,
+        ahead_top_k=settings.ahead.top_k,
+        host_ms=max(serial.host_ms, 0.0),
+        wire_ms=max(serial.wire_ms - 2 * serial.delay * found.verify_ms, 0.0),
+        draft_host_ms=max(serial.draft_ms - round_ms, 0.0),
+        hit_ms=ahead.hit_draft_ms if ahead else 0.0,
+    )
+
+
+def _planned(found: SplitResults) -> Table:
+    """What `eyas plan` says of every setting, from the profile of the first one."""
+    verifier = flat("verifier", verify=found.verify_ms)
+    drafter = flat("drafter", draft_round=found.round_ms, draft_level=found.level_ms)
+    rows = []
+    for r in found.results:
+        profile, delay_s = found.profiles[f"{r.temperature:g}"], 1e-3 * r.delay * found.verify_ms
+        num_tokens = found.max_tokens if r.mode != "plain" else FleetSettings.output_tokens
+        fleet = FleetSettings(verifier, drafter, drafter, profile, r.mode, concurrency=r.batch, delay_s=delay_s)
+        fleet = replace(fleet, output_tokens=num_tokens, prompt_tokens=1, seconds=NUM_PLANNED * found.verify_ms / 1e3)
+        planned, measured = FleetSimulation(fleet).run().tokens_per_s, fmean(r.rates.values)
+        rows.append((*_cell(r), number(measured), number(planned), f"{planned / measured - 1:+.1%}"))
+    note = "Tokens per second, measured and by `eyas plan`, which knows the acceptance and host work of the first setting."
+    columns = ("temperature", "batch", "delay", "mode", "measured", "planned", "difference")
+    return Table("Planned and measured", columns, tuple(rows), note)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,11 @@ class LocalDrafter(ABC):
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which the device still computes what `draft_ahead` began, as far as known; a request need not wait."""
+        return 0.0
+
 
 def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
     """`Commit.allowed` of each context, all ones where it is empty, uint8 [S, B]."""

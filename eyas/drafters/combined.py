@@ -131,6 +131,10 @@ class CombinedDrafter(LocalDrafter):
         for side in self._sides:
             side.release(sessions)
 
+    @property
+    def busy_s(self) -> float:
+        return max(side.busy_s for side in self._sides)
+
     def draft_ahead(self) -> bool:
         more = [side.draft_ahead() for side in self._sides]
         return any(more)

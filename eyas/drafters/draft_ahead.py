@@ -36,11 +36,12 @@ class AheadTrees:
         self._num_copied = 0
 
     def below(self, row: int, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
-        """The tree of session `row` below `path`, within `budget`; None if none was grown there.
+        """The tree of session `row` below `path`, within `budget` and the levels that are copied; None if there is none.
 
         path: the target's token ids below the root. Scores of nodes are those of their whole paths less that of `path`.
         """
-        self.copy_to_host()
+        if not self._num_copied:
+            self.copy_to_host()
         node = 0
         for token in path:
             children = np.flatnonzero(self._parents[row] == node)
@@ -51,7 +52,7 @@ class AheadTrees:
         return self._cut(row, node, path[-1], budget)
 
     def copy_to_host(self) -> None:
-        """Copy the candidates of all sessions, if levels were added since the last copy."""
+        """Copy the candidates of all sessions, if levels were added since the last copy. Waits for the device."""
         if self._num_copied < self.growth.num_levels:
             candidates = self.growth.candidates
             self._num_copied = self.growth.num_levels
@@ -157,11 +158,19 @@ class DraftAheadDrafter(LocalDrafter):
 
     def _grow_ahead(self) -> bool:
         growing = self._growing
+        if growing:
+            growing.copy_to_host()  # the level of the call before, which the device has done by now
         if growing and growing.growth.num_levels < self._config.num_steps and self._is_awaited(growing):
             growing.growth.step()
         else:
             self._growing = self._begin()
+        if self._growing and not self.busy_s:
+            self._growing.copy_to_host()
         return self._growing is not None
+
+    @property
+    def busy_s(self) -> float:
+        return self._drafter.busy_s
 
     def _is_awaited(self, trees: AheadTrees) -> bool:
         """Whether a session has not committed anything since `trees` began to grow."""

@@ -139,6 +139,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                         self.ranking.proposed(contexts[i], tree)
         return drafts
 
+    @property
+    def busy_s(self) -> float:
+        return self.device.remaining_s if self.device else 0.0
+
     def release(self, sessions: Sequence[str]) -> None:
         self.sessions.release(sessions)
         self.ranking.release(sessions)

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from eyas.config import AcceptanceRule
 from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
@@ -80,13 +84,14 @@ class DraftManager:
             return
         requested = [s for s in sequences if budgets[s.request.id].wants_tree or s.prefilling]
         if requested:
+            features = self._features(requested) if drafter.needs.features else [None] * len(requested)
             contexts = [
                 replace(
-                    self._context(s, budgets[s.request.id], drafter),
+                    self._context(s, budgets[s.request.id], drafter, rows),
                     allowed=allowed.get(s.request.id, b""),
                     logit_biases=logit_biases.get(s.request.id, ()),
                 )
-                for s in requested
+                for s, rows in zip(requested, features, strict=True)
             ]
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
@@ -113,16 +118,20 @@ class DraftManager:
             ended, self._ended = self._ended, []
             self._drafter.release(ended)
 
-    def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter) -> DraftContext:
+    def _features(self, sequences: Seq[Sequence]) -> list[Tensor | None]:
+        """The features that the drafter lacks of each sequence, all gathered at once."""
+        slots = [sequence.slots[max(sequence.drafted - 1, 0) : sequence.computed] for sequence in sequences]
+        return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
+
+    def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter, features: Tensor | None) -> DraftContext:
         start, key = sequence.drafted, sequence.request.noise_key
-        slots = sequence.slots[max(start - 1, 0) : sequence.computed]
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
             start_position=start,
             tokens=tuple(sequence.tokens[start : sequence.num_draftable]),
-            features=self._runner.features(slots) if drafter.needs.features else None,
+            features=features,
             noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
             budget=budget,
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),

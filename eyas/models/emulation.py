@@ -97,9 +97,14 @@ class EmulatedDevice:
                 self._write(PassRecord(kind, self.label, rows, context, launched, began, self._free_at, real_ms, late))
         return result
 
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until all passes have ended."""
+        return max(self._free_at - self._clock(), 0.0)
+
     def synchronize(self) -> None:
         """Wait until all passes have ended."""
-        while (remaining := self._free_at - self._clock()) > 0:
+        while remaining := self.remaining_s:
             self._sleep(remaining)
 
     def on_device(self, tensor: Tensor) -> Tensor:

@@ -158,7 +158,9 @@ class DraftWorker:
     def _next(self, batch: _Batch) -> bool:
         """Fill a batch from the queues. Returns whether there is one; False once the worker stops."""
         while not self._waiting and self._running and self._draft_ahead():
-            pass
+            if busy_s := self._drafter.busy_s:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._waiting or not self._running, busy_s)
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or not self._running)
             if self._running:

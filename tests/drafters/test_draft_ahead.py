@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
+from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.draft_ahead import AheadTrees, DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
+from eyas.models.emulation import EmulatedDevice
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
@@ -108,6 +110,7 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
     trees, checked = AheadTrees(growth, np.arange(6)), 0
     for _ in range(4):
         growth.step()
+        trees.copy_to_host()
         for row in range(2):
             found = growth.candidates
             for first in range(5):
@@ -190,6 +193,21 @@ def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_he
     assert ahead.grown_ahead
     assert np.isfinite(ahead.log_probs).all()
     assert ahead.num_drafted == ahead.depth == SHAPE.num_steps, "a chain, one token at each node being left"
+
+
+def test_a_hit_does_not_wait_for_the_level_that_grows(tiny_target: str, tiny_head: str) -> None:
+    eagle, slept = make(tiny_target, tiny_head), [0.0]
+    eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), lambda: sum(slept), slept.append)
+    drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
+    (tree,) = drafter.propose([first])
+    for _ in range(3):
+        assert drafter.draft_ahead()
+    assert drafter.busy_s > 0
+    before = sum(slept)
+    (ahead,) = drafter.propose([going_on(first, likeliest(tree)[:1])])  # type: ignore[arg-type]
+    assert isinstance(ahead, DraftTree)
+    assert ahead.grown_ahead
+    assert sum(slept) == before
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
