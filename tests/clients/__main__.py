@@ -143,6 +143,7 @@ def server(url: str, folder: Path) -> Iterator[str]:
     http, grpc = free_port(), free_port()
     command = [str(Path(sys.executable).with_name("eyas")), "serve", TARGET, "--draft-model", DRAFT_MODEL]
     command += ["--served-model-name", MODEL, "--port", str(http), "--grpc-port", str(grpc)]
+    command += ["--tool-call-parser", "hermes"]  # the demo's template shows no format, which the choice `auto` needs
     log = folder / "serve.log"
     note(f"starting {' '.join(command[1:])}")
     with log.open("w") as file:
