@@ -24,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods gpu count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,9 @@ methods: $(READY) ## every drafting method over the same prompts, about 6 minute
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method dspark=models/demo/dspark --method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)
+
+gpu: $(READY) ## on a machine with a GPU: its tests, kernels, draft rounds, steps and the widened demo, 25 minutes; GPU="--stage steps" for parts
+	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
 count: $(READY) ## files, lines, function lengths and class names of the code, and the calls from LLM.generate to attention
 	@$(BIN)/python -m benchmarks.scripts.count_code

@@ -92,6 +92,9 @@ def methods(
     prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
     method: Annotated[list[str], typer.Option(help="NAME or NAME=DRAFT_MODEL, such as eagle3=FOLDER; may be repeated.")],
     num_prompts: Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks.")] = 20,
+    assistant: Annotated[
+        str, typer.Option(help="Small model for transformers' assisted generation, beside the methods.")
+    ] = "",
     temperature: Temperatures = [0.0, 0.6, 1.0],  # noqa: B006
     max_tokens: MaxTokens = 96,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
@@ -108,6 +111,7 @@ def methods(
         methods=tuple(map(MethodSpec.parse, method)),
         prompts=prompts,
         num_prompts=num_prompts,
+        assistant=assistant,
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),

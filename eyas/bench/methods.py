@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
-from eyas.bench.results import GENERATE, PLAIN, Agreement, Run, total_stats
+from eyas.bench.results import ASSISTED, GENERATE, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
@@ -119,11 +119,14 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     noisy = [spec for spec in settings.methods if find_method(spec.name).has_probs and max(settings.temperatures) > 0]
     unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
     generate = GenerateContender(settings.model, settings.dtype, target.device)
+    greedy: dict[str, Contender] = {GENERATE: generate}
+    if settings.assistant:
+        greedy[ASSISTED] = generate.assisted(settings.assistant)
     progress.update(loading, total=1, completed=1)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
-        contenders: dict[str, Contender] = {**timed, **({GENERATE: generate} if temperature == 0 else {})}
+        contenders: dict[str, Contender] = {**timed, **(greedy if temperature == 0 else {})}
         runs = run_in_turn(contenders, batches, sampling, progress, label)
         unshared_runs: dict[str, list[Run]] = {}
         if unshared and temperature > 0:

@@ -9,7 +9,7 @@ from itertools import groupby
 from eyas.bench.report import Spread, Table, number
 from eyas.request import GenerationStats
 
-PLAIN, SPECULATIVE, GENERATE = "plain", "speculative", "generate"
+PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted generate"
 PAIRS = {f"{a} / {b}": (a, b) for a, b in ((SPECULATIVE, PLAIN), (PLAIN, GENERATE), (SPECULATIVE, GENERATE))}
 
 

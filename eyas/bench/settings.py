@@ -100,12 +100,14 @@ class MethodsSettings(BenchSettings):
     """What `eyas bench methods` measures. `tree` is for methods without a tree shape of their own.
 
     prompts: JSON Lines file with token_ids, text or the turns of Spec-Bench (the first is used), and a category or task.
+    assistant: small model for transformers' assisted generation; empty leaves it out.
     """
 
     model: str
     methods: tuple[MethodSpec, ...]
     prompts: Path
     num_prompts: int = 20
+    assistant: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

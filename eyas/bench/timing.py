@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -84,16 +85,18 @@ class GenerateContender:
 
     def __init__(self, model: str, dtype: str, device: torch.device) -> None:
         """Raises CheckpointError when transformers cannot load the model."""
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        self._model = _load_for_generate(model, dtype, device)
+        self._assistant: Any = None
+        self._dtype, self._device = dtype, device
 
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
-        self._model = loaded.to(device).eval()
-        greedy: Any = GenerationConfig
-        self._model.generation_config = greedy(do_sample=False, pad_token_id=loaded.config.pad_token_id or 0)
-        self._device = device
+    def assisted(self, assistant: str) -> GenerateContender:
+        """The same model with transformers' assisted generation: a small model drafts, by its defaults. For batches of one.
+
+        Raises CheckpointError when transformers cannot load the assistant.
+        """
+        contender = copy.copy(self)
+        contender._assistant = _load_for_generate(assistant, self._dtype, self._device)
+        return contender
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
@@ -102,12 +105,26 @@ class GenerateContender:
         longest = max(map(len, prompts))
         ids = self._tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = self._tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=sampling.max_tokens)
+        options = {"assistant_model": self._assistant} if self._assistant else {}
+        out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=sampling.max_tokens, **options)
         outputs = tuple(map(tuple, out[:, longest:].tolist()))
         return Run(now(self._device) - started, outputs, GenerationStats())
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self._device)
+
+
+def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
+    """transformers' model, greedy."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
+    greedy: Any = GenerationConfig
+    loaded.generation_config = greedy(do_sample=False, pad_token_id=loaded.config.pad_token_id or 0)
+    return loaded.to(device).eval()
 
 
 def run_in_turn(

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.scripts.gpu_draft import Session, llama_head, make_head
+from benchmarks.gpu.drafts import Session, make_head
+from benchmarks.gpu.measuring import llama_head
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.eagle import EagleDrafter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.scripts.gpu_draft import llama_head
+from benchmarks.gpu.measuring import llama_head
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters import neural
 from eyas.drafters.eagle import EagleDrafter

@@ -1,0 +1,111 @@
+"""Kernels against their floors: products, what is between them, and the sampler, at the widths of a large model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
+from eyas.bench.report import Table, number
+from eyas.models import fused
+from eyas.models.fused import HeadLayout, RMSNorm
+from eyas.request import NoiseKey
+from eyas.sampling.sampler import Draw, sample
+
+HEAD_WIDTH = 128
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Microseconds of one call, its launch included. floor_us: of its bytes or operations at the measured rates."""
+
+    name: str
+    rows: int
+    us: float
+    floor_us: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call, the bytes that it must move, and its operations."""
+
+    name: str
+    rows: int
+    call: Callable[[], object]
+    num_bytes: float
+    operations: float = 0.0
+
+
+def measure(device: torch.device, scale: Scale, rates: Rates) -> Part:
+    """Every kernel at every number of rows."""
+    times = []
+    for rows in scale.rows:
+        for work in _works(device, scale, rows):
+            us = 1e3 * median_ms(work.call, device, scale.repeats)
+            times.append(KernelTime(work.name, rows, us, 1e3 * rates.floor_ms(work.num_bytes, work.operations)))
+    return Part([table(times, rates)], times)
+
+
+def table(times: Sequence[KernelTime], rates: Rates) -> Table:
+    """One line for each kernel and number of rows."""
+    note = (
+        f"Microseconds, launch included. Floor: bytes over {rates.bytes / 1e12:.2f} TB/s, or operations over "
+        f"{rates.operations / 1e12:.0f} TFLOP/s, both measured here. Few rows are bound by the launch."
+    )
+    lines = [(t.name, f"{t.rows}", number(t.us), number(t.floor_us), number(t.us / t.floor_us)) for t in times]
+    return Table("Kernels", ("kernel", "rows", "us", "floor", "over floor"), tuple(lines), note)
+
+
+def _works(device: torch.device, scale: Scale, rows: int) -> Iterator[Work]:
+    hidden, intermediate, vocab = scale.widths
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    states = torch.randn(rows, hidden, **half)
+    products = {"product qkv": (hidden * 3 // 2, hidden), "product out": (hidden, hidden)}
+    products |= {"product gate and up": (2 * intermediate, hidden), "product down": (hidden, intermediate)}
+    for name, (outputs, inputs) in products.items():
+        weight, x = torch.randn(outputs, inputs, **half), torch.randn(rows, inputs, **half)
+        moved = 2 * (weight.numel() + rows * (inputs + outputs))
+        yield Work(name, rows, lambda x=x, weight=weight: F.linear(x, weight), moved, 2 * rows * weight.numel())  # type: ignore[misc]
+    yield from _between(_functions(device), states, intermediate)
+    logits = torch.randn(rows, vocab, device=device)
+    for name, key in (
+        ("sample, greedy", NoiseKey(1)),
+        ("sample, temperature 1", NoiseKey(1, 1.0)),
+        ("sample, top_p", NoiseKey(1, 1.0, 50, 0.9)),
+    ):
+        draws = [Draw(key, row) for row in range(rows)]
+        yield Work(name, rows, lambda draws=draws: sample(logits, draws), 4 * rows * vocab)  # type: ignore[misc]
+
+
+def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[Work]:
+    """Norm with residual, rotary embedding with the write to the cache, and the gate."""
+    (rows, hidden), half = states.shape, states.element_size()
+    norm = RMSNorm(torch.ones(hidden, dtype=states.dtype, device=states.device), 1e-5, adds_one=False)
+    add: Callable[[], object] = lambda: kernels.add_norm(states[None], states[None].clone(), norm, None)  # noqa: E731
+    yield Work("residual and norm", rows, add, 4 * half * rows * hidden)
+    width = min(HEAD_WIDTH, hidden // 2)
+    heads = hidden // width
+    layout = HeadLayout(heads, max(1, heads // 4), width, None)
+    qkv = states.new_empty(rows, heads + 2 * layout.num_kv_heads, width).normal_()
+    cache = states.new_zeros(2, rows, layout.num_kv_heads, width)
+    rotary = states.new_ones(2, 1, rows, width)
+    slots = torch.arange(rows, device=states.device)
+    cos, sin = rotary if kernels is not fused else rotary[:, 0, :, None]
+    turn: Callable[[], object] = lambda: kernels.rotate_and_store(qkv, layout, (cos, sin), cache[0], cache[1], slots)  # noqa: E731
+    yield Work("rotary and cache", rows, turn, 2 * half * qkv.numel())
+    gates = states.new_empty(rows, 2 * intermediate).normal_()
+    yield Work("gate", rows, lambda: kernels.gate(gates.clone(), "silu"), 3 * half * rows * intermediate)
+
+
+def _functions(device: torch.device) -> Any:
+    """Triton's kernels on CUDA; the functions of the plain path elsewhere."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return fused
+    from eyas.models.cuda import layer_kernels
+
+    return layer_kernels

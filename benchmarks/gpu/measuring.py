@@ -1,0 +1,130 @@
+"""How the parts of `make gpu` measure: medians, what the memory and the matrix units reach, and the sizes of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from eyas.bench.report import Table
+from eyas.bench.widen import SHAPES, Shape
+from eyas.config.device_costs import DeviceCosts
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring
+
+NUM_WARM_UPS = 3
+VOCAB, DRAFT_VOCAB = 128256, 32000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A verify step. rows: of each sequence, 1 for plain decoding, else nodes of a draft tree. cached: tokens each."""
+
+    batch: int
+    rows: int
+    cached: int = 1024
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of a run.
+
+    targets, heads: by name. cases: verify steps. sessions: of a draft round. widths: hidden, intermediate and vocabulary of
+    the kernels, rows: theirs. shape: that the demo is widened to. batches to max_tokens: end to end.
+    """
+
+    targets: Mapping[str, LlamaConfig]
+    heads: Mapping[str, EagleHeadConfig]
+    cases: Sequence[Case]
+    sessions: Sequence[int]
+    rows: Sequence[int]
+    widths: tuple[int, int, int]
+    shape: Shape
+    batches: Sequence[int] = (1, 8, 32)
+    num_prompts: int = 8
+    num_groups: int = 2
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    max_tokens: int = 96
+    repeats: int = 20
+    copied_bytes: int = 4 << 30
+    product_width: int = 8192
+    num_steps: int = 8
+    cached: int = 1100
+
+
+@dataclass
+class Part:
+    """What a stage has found. error: why it stopped early; empty if it did not."""
+
+    tables: list[Table] = field(default_factory=list)
+    results: Any = None
+    costs: list[DeviceCosts] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device reaches: bytes per second of a large copy, read and written ones counted, and operations per second of
+    a large bfloat16 product."""
+
+    bytes: float
+    operations: float
+
+    def floor_ms(self, num_bytes: float, operations: float = 0.0) -> float:
+        """The least time for both."""
+        return 1e3 * max(num_bytes / self.bytes, operations / self.operations)
+
+
+def measure_rates(device: torch.device, scale: Scale) -> Rates:
+    """Measure a copy and a square product."""
+    source = torch.randint(256, (scale.copied_bytes,), dtype=torch.uint8, device=device)
+    sink = torch.empty_like(source)
+    copied = median_ms(lambda: sink.copy_(source), device, 10)
+    width = scale.product_width
+    left, right = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in "lr")
+    multiplied = median_ms(lambda: left @ right, device, 10)
+    return Rates(2e3 * scale.copied_bytes / copied, 2e3 * width**3 / multiplied)
+
+
+@torch.inference_mode()
+def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median in ms until the device is done."""
+    times = []
+    for _ in range(NUM_WARM_UPS + repeats):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started))
+    return median(times[NUM_WARM_UPS:])
+
+
+def llama(shape: Shape, ranks: int = 1) -> LlamaConfig:
+    """A Llama of a shape, or one rank's part of it, with its own part of the vocabulary."""
+    return LlamaConfig(
+        vocab_size=shape.vocab_size // ranks, hidden_size=shape.hidden, intermediate_size=shape.intermediate // ranks,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads // ranks, head_dim=shape.head_dim,
+        num_key_value_heads=shape.num_kv_heads // ranks, max_position_embeddings=131072, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfig:
+    """An EAGLE-3 head as wide as a Llama 3 of that hidden size, with the published draft vocabulary of 32,000."""
+    return EagleHeadConfig(
+        kind="eagle3", target_hidden=hidden, hidden=hidden, intermediate=intermediate, num_heads=num_heads, num_kv_heads=8,
+        head_dim=128, num_layers=1, vocab_size=VOCAB, draft_vocab_size=DRAFT_VOCAB, rms_norm_eps=1e-5,
+        rotary={"rope_type": "default", "rope_theta": 500000.0}, max_positions=8192, wiring=HeadWiring((2, 16, 29)),
+    )  # fmt: skip
+
+
+def full_scale() -> Scale:
+    """The run that a GPU of 80 GB takes in 25 minutes."""
+    cases = [Case(batch, rows) for batch in (1, 8, 32) for rows in (1, 16, 32, 60)]
+    cases += [Case(1, rows, cached) for cached in (8192, 32768) for rows in (1, 60)]
+    targets = {"llama-8b": llama(SHAPES["8b"]), "llama-70b-rank-of-4": llama(SHAPES["70b"], ranks=4)}
+    heads = {"eagle3-8b": llama_head(4096, 14336, 32), "eagle3-70b": llama_head(8192, 28672, 64)}
+    return Scale(targets, heads, cases, (1, 8, 32), (1, 60, 256, 1024), (4096, 14336, VOCAB), SHAPES["8b"])

@@ -1,0 +1,219 @@
+"""Verify steps of a target with random bfloat16 weights by batch, rows and context; their cost table and roofline picture.
+
+Weights are made on the device. Steps are captured, launched kernel by kernel, and run with the plain attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.gpu.measuring import Case, Part, Rates, Scale, median_ms
+from eyas.bench.report import Table, number
+from eyas.cache.kv_cache import KVCache
+from eyas.config import EngineConfig, TreeConfig
+from eyas.config.device_costs import DeviceCosts, PassCosts
+from eyas.models.attention import ATTENTION_NAME, attend, register_attention
+from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend
+from eyas.models.fused import fuse_layers
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.numerics import use_float32_head
+from eyas.models.target import TargetModel
+from eyas.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Step:
+    """Medians in ms of whole steps: inputs, forward pass, greedy draw, tokens back on the host.
+
+    floor: bytes of weights and of keys and values over the copy rate, or operations over the rate of products.
+    forward: the captured forward pass alone. attention: of one layer alone; attention_floor: its keys and values.
+    """
+
+    target: str
+    case: Case
+    floor: float
+    graphs: float
+    forward: float
+    kernel: float
+    plain: float
+    kernel_attention: float
+    plain_attention: float
+    attention_floor: float
+
+
+def measure(device: torch.device, scale: Scale, rates: Rates) -> Part:
+    """Every target, one after the other, with its cost table."""
+    part = Part([], [])
+    for name, config in scale.targets.items():
+        target = make_target(config, device)
+        steps = measure_target(name, target, scale, rates)
+        part.results += steps
+        part.tables += tables(name, steps, rates)
+        part.costs.append(cost_table(name, steps, device))
+        del target
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return part
+
+
+def make_target(config: LlamaConfig, device: torch.device) -> TargetModel:
+    """A target with random bfloat16 weights, made where they will be used, and fused as a loaded one."""
+    register_attention()
+    causal: Any = AutoModelForCausalLM
+    with torch.device(device):
+        model = causal.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    use_float32_head(model)
+    fuse_layers(model)
+    return TargetModel(model)
+
+
+def measure_target(name: str, target: TargetModel, scale: Scale, rates: Rates) -> list[Step]:
+    """Every case in each backend."""
+    batch, rows = (max(getattr(case, key) for case in scale.cases) for key in ("batch", "rows"))
+    num_slots = max(case.batch * (case.cached + case.rows) for case in scale.cases)
+    kv_cache = KVCache(num_slots, target.kv_shapes, 0, target.dtype, target.device)
+    for pool in (*kv_cache.keys, *kv_cache.values):
+        pool.normal_()
+    backends = []
+    for graphs in (True, False):
+        engine = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
+        plan = plan_backend(target, engine, TreeConfig(rows, 1, 1), -(-num_slots // batch))
+        backends.append(build_backend(plan, target, kv_cache))
+    captured, launched = backends
+    steps = []
+    for case in scale.cases:
+        segments = make_segments(case, target.vocab_size)
+        packed = captured.pack(segments)
+        works = [_step(backend, segments, kv_cache) for backend in (captured, launched, target)]
+        works += [lambda packed=packed: captured.forward(packed, kv_cache)]  # type: ignore[misc]
+        works += [_layer(backend, target, segments, kv_cache) for backend in (launched, target)]
+        graphs_ms, kernel, plain, forward, *layers = (median_ms(work, target.device, scale.repeats) for work in works)
+        weights, kv = _weight_bytes(target), _kv_bytes(target, case)
+        floor = rates.floor_ms(weights + kv, weights * case.batch * case.rows)
+        attention = rates.floor_ms(kv / len(target.kv_shapes))
+        steps.append(Step(name, case, floor, graphs_ms, forward, kernel, plain, layers[0], layers[1], attention))
+    return steps
+
+
+def make_segments(case: Case, vocab_size: int) -> list[Segment]:
+    """A random tree for each sequence over its cached tokens, in scattered slots."""
+    rng = np.random.default_rng(case.rows)
+    capacity, segments = case.cached + case.rows, []
+    for index in range(case.batch):
+        slots = index * capacity + rng.permutation(capacity)
+        tokens = rng.integers(0, vocab_size, case.rows)
+        parents = (0, *(int(rng.integers(max(0, node - 8), node)) for node in range(1, case.rows)))
+        tree = DraftTree(tuple(tokens.tolist()), parents, (0.0,) * case.rows)
+        rows = np.arange(case.rows)
+        own, prefix = slots[case.cached :], slots[: case.cached]
+        segments.append(Segment(tokens, case.cached + np.array(tree.depths), own, prefix, tree.ancestor_mask(), rows))
+    return segments
+
+
+def cost_table(name: str, steps: Sequence[Step], device: torch.device) -> DeviceCosts:
+    """Times of captured forward passes by rows, and microseconds for each cached token: what emulation and planning read."""
+    us_per_token = _slope(steps)
+    by_rows: dict[int, list[float]] = {}
+    for step in steps:
+        own = step.forward - 1e-3 * us_per_token * step.case.batch * step.case.cached
+        by_rows.setdefault(step.case.batch * step.case.rows, []).append(max(0.0, own))
+    rows = tuple(sorted(by_rows))
+    costs = PassCosts(rows, tuple(median(by_rows[count]) for count in rows), us_per_token)
+    return DeviceCosts(device_name(device), f"{name}, bfloat16", "measured", {"verify": costs})
+
+
+def _slope(steps: Sequence[Step]) -> float:
+    """Microseconds for each cached token, from steps that differ in nothing else; 0 without any."""
+    slopes = [
+        1e3 * (b.forward - a.forward) / (a.case.batch * (b.case.cached - a.case.cached))
+        for a in steps
+        for b in steps
+        if (a.case.batch, a.case.rows) == (b.case.batch, b.case.rows) and a.case.cached < b.case.cached
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
+    """The tables of a target."""
+    plain = {(s.case.batch, s.case.cached): s for s in steps if s.case.rows == 1}
+    whole, layers = [], []
+    for s in steps:
+        case = (f"{s.case.batch}", f"{s.case.rows}", f"{s.case.cached}")
+        beside = plain.get((s.case.batch, s.case.cached))
+        over_plain = number(s.graphs / beside.graphs) if beside else ""
+        own, other = (s.floor, s.graphs, s.graphs / s.floor, s.forward), (s.kernel, s.plain)
+        whole.append((*case, *map(number, own), over_plain, *map(number, other)))
+        attention = (s.attention_floor, s.kernel_attention, s.plain_attention)
+        layers.append((*case, *(number(1e3 * ms) for ms in attention)))
+    note = (
+        f"ms of a whole step. Floor: bytes of weights, keys and values over {rates.bytes / 1e12:.2f} TB/s, or operations "
+        f"over {rates.operations / 1e12:.0f} TFLOP/s. Forward: the captured pass alone. Launched: the same without graphs. "
+        "Plain path: gathered keys and torch's own attention, without graphs. Sums over ranks are not counted."
+    )
+    columns = ("batch", "rows each", "cached each")
+    times_of = (*columns, "floor", "graphs", "over floor", "forward", "over plain step", "launched", "plain path")
+    alone = "Microseconds of the attention of one layer, launches included. Floor: its keys and values."
+    return [
+        Table(f"Verify steps of {name}", times_of, tuple(whole), note),
+        Table(f"Attention of {name}", (*columns, "floor", "kernel", "plain path"), tuple(layers), alone),
+    ]
+
+
+def draw_roofline(steps: Sequence[Step], path: Path) -> bool:
+    """Draw measured steps over their floors, by rows. Returns whether matplotlib is there to do it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    by_target: Mapping[str, list[Step]] = {s.target: [t for t in steps if t.target == s.target] for s in steps}
+    for index, (name, own) in enumerate(by_target.items()):
+        points = sorted((s for s in own if s.case.cached == own[0].case.cached), key=lambda s: s.case.batch * s.case.rows)
+        rows = [s.case.batch * s.case.rows for s in points]
+        axes.plot(rows, [s.graphs for s in points], "o", color=f"C{index}", label=f"{name}, step")
+        axes.plot(rows, [s.forward for s in points], "x", color=f"C{index}", label=f"{name}, forward pass")
+        axes.plot(rows, [s.floor for s in points], "-", color=f"C{index}", label=f"{name}, floor")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("rows in the step")
+    axes.set_ylabel("ms")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _step(backend: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -> Callable[[], object]:
+    return lambda: backend.forward(backend.pack(segments), kv_cache).logits.argmax(-1).tolist()
+
+
+def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
+    packed: PackedInputs = backend.pack(segments)
+    num_kv, width = target.kv_shapes[0]
+    shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
+    query = torch.randn(shape, dtype=target.dtype, device=target.device)
+    return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
+
+
+def _weight_bytes(target: TargetModel) -> int:
+    """All weights but the input embedding; a step reads only a few of its rows."""
+    embedding = target.model.get_input_embeddings().weight
+    return sum(p.nbytes for p in target.model.parameters() if p is not embedding)
+
+
+def _kv_bytes(target: TargetModel, case: Case) -> int:
+    per_token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)
+    return case.batch * (case.cached + case.rows) * per_token

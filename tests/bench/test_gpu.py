@@ -1,0 +1,102 @@
+"""`make gpu` on tiny shapes, also without a GPU: the same code as on one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.drafts import Round, Times, level_bytes, make_head
+from benchmarks.gpu.drafts import cost_table as draft_costs
+from benchmarks.gpu.measuring import Case, Rates, Scale, full_scale, llama_head
+from benchmarks.gpu.steps import Step, cost_table
+from eyas.bench.widen import Shape
+from eyas.config.device_costs import DeviceCosts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEAD = replace(llama_head(32, 48, 2), num_kv_heads=1, head_dim=16, vocab_size=64, draft_vocab_size=40, max_positions=128)
+TARGET = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
+TINY = Scale(
+    {"tiny": TARGET}, {"tiny-head": HEAD}, [Case(1, 1, 9), Case(2, 1, 9), Case(2, 5, 9), Case(2, 5, 40)], (1, 3), (1, 3),
+    (32, 48, 64), Shape(320, 512, 12, 4, 2, 64, 4200, 4100), batches=(1,), num_prompts=1, num_groups=1,
+    temperatures=(0.0,), max_tokens=3, repeats=1,
+    copied_bytes=1 << 16, product_width=32, num_steps=3, cached=9,
+)  # fmt: skip
+
+
+def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "run_tests", lambda seconds: gpu.Part(error="left out here"))
+    page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES, 25.0, TINY), tmp_path)
+    text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())
+    for stage in ("kernels", "drafts", "steps", "end-to-end"):
+        assert f"| {stage} | done |" in text
+    assert "| tests | left out here |" in text
+    assert all(min(s["floor"], s["graphs"], s["forward"], s["plain_attention"]) > 0 for s in data["results"]["steps"])
+    assert all(time["us"] > 0 and time["floor_us"] > 0 for time in data["results"]["kernels"])
+    methods = {s["method"] for s in data["results"]["end-to-end"]["methods"]["scores"]}
+    assert methods == {
+        "plain",
+        "generate",
+        "assisted generate",
+        "eagle3",
+        "dspark",
+        "medusa",
+        "sps",
+        "prompt_lookup",
+    }
+    tables = {file.name.removeprefix(f"{page.stem}-"): DeviceCosts.read(str(file)) for file in tmp_path.glob("*.costs.json")}
+    assert tables["tiny.costs.json"].seconds("verify", 10, 80) > 0
+    assert set(tables["tiny-head.costs.json"].passes) == {"draft_round", "draft_level"}
+
+
+def test_a_stage_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    narrow = replace(TINY, targets={"broken": replace_heads(TARGET)})
+    page = gpu.run(DEVICE, gpu.Settings(("steps", "drafts"), 25.0, narrow), tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "| drafts | done |" in text
+    assert "| steps | " in text
+    assert "| steps | done |" not in text
+    assert "not begun" in gpu.run(DEVICE, gpu.Settings(("drafts",), 0.0, TINY), tmp_path).read_text(encoding="utf-8")
+
+
+def replace_heads(config: LlamaConfig) -> LlamaConfig:
+    """A config whose key-value heads do not divide its query heads."""
+    broken = LlamaConfig(**config.to_dict())
+    broken.num_key_value_heads = 3
+    return broken
+
+
+def test_cost_tables_give_back_what_was_measured() -> None:
+    ms = {Case(1, 1, 100): 5.1, Case(1, 60, 100): 6.1, Case(1, 60, 1100): 7.1, Case(4, 60, 100): 9.4}
+    steps = [Step("8b", case, 1, time, time, time, time, 1, 1, 1) for case, time in ms.items()]
+    costs = cost_table("8b", steps, DEVICE)
+    for case, time in ms.items():
+        assert 1e3 * costs.seconds("verify", case.batch * case.rows, case.batch * case.cached) == pytest.approx(time)
+    assert costs.passes["verify"].us_per_context_token == pytest.approx(1.0)
+
+    rounds = [Round("head", n, 1.0, Times(1.0 + n, 1.0), Times(1.0, 1.0), 0.5) for n in (1, 8)]
+    drafts = draft_costs("head", rounds, full_scale(), DEVICE)
+    assert 1e3 * (drafts.seconds("draft_round", 4) + 7 * drafts.seconds("draft_level", 10)) == pytest.approx(2.0)
+    assert 1e3 * (drafts.seconds("draft_round", 32) + 7 * drafts.seconds("draft_level", 80)) == pytest.approx(9.0)
+
+
+def test_the_floor_counts_what_a_level_reads() -> None:
+    """Llama 3 8B's head has 0.37 billion weights: attention over 2 H, MLP and 32,000 draft tokens, without the embedding."""
+    hidden, kv, inner, vocab = 32, 16, 48, 40
+    weights = (hidden + 2 * kv) * 2 * hidden + hidden**2 + 3 * hidden * inner + vocab * hidden + 4 * hidden
+    assert level_bytes(make_head(HEAD, torch.device("cpu"))) == 2 * weights
+    assert Rates(bytes=1e9, operations=1e12).floor_ms(2e6, 4e9) == pytest.approx(4.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_one_line_says_so() -> None:
+    result = CliRunner().invoke(gpu.app)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == ["error: no CUDA device here; `make gpu` measures a GPU, see `nvidia-smi`"]
+    assert "unknown stage 'all'" in CliRunner().invoke(gpu.app, ["--stage", "all"]).output
