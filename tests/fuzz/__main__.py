@@ -92,6 +92,7 @@ def promises_table(result: FuzzResult) -> Table:
             f"<= {MAX_GROWTH_MIB:g} MiB",
             f"{growth:.1f} MiB" if is_judged else "not judged",
         ),
+        ("longest standstill of the client itself", "", f"{result.standstill:.1f} s"),
         ("bytes of log per message", "", f"{result.log_bytes / max(1, result.num_messages):.1f}"),
     )
     note = f"The valid requests ran between the malformed messages; their trees had {result.num_drafted} draft tokens."

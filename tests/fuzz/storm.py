@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 import signal
 import time
@@ -25,6 +26,7 @@ from tests.fuzz.calls import (
     AUTHORIZED,
     CANCEL_RATIO,
     OPTIONS,
+    TIMEOUT_S,
     Answer,
     Method,
     generate_request,
@@ -105,10 +107,13 @@ class FuzzResult:
     counts: messages by method or route and status. findings: the first broken promises. num_probes, num_wrong: valid
     requests between the malformed ones, and those whose tokens differ from plain decoding. memory: samples of each
     process as (messages, MiB). unreturned: requests, sequences and sessions left behind by role. tracebacks: exceptions in
-    the logs.
+    the logs. standstill: the longest time in which this process itself did nothing, in seconds; what then gets no answer in
+    time says nothing about a service.
     """
 
     seconds: float = 0.0
+    standstill: float = 0.0
+    stood_still_at: float = -math.inf
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     findings: list[Finding] = field(default_factory=list)
     num_findings: int = 0
@@ -127,6 +132,8 @@ class FuzzResult:
 
     def add(self, what: str, answer: Answer, is_fine: bool) -> None:
         """Count an answer."""
+        if not is_fine and time.monotonic() - self.stood_still_at < TIMEOUT_S:
+            answer, is_fine = replace(answer, status=f"{answer.status}, while the client stood still"), True
         self.counts[what][answer.status] += 1
         if not is_fine:
             self.num_findings += 1
@@ -137,6 +144,12 @@ class FuzzResult:
         """Add a sample of each process."""
         for role, mib in mibs.items():
             self.memory[role].append((self.num_messages, mib))
+
+    def add_lag(self, seconds: float) -> None:
+        """Note how much later than asked this process went on."""
+        self.standstill = max(self.standstill, seconds)
+        if seconds > TIMEOUT_S / 2:
+            self.stood_still_at = time.monotonic()
 
     def growth(self, role: str, warm_up: int) -> float:
         """MiB gained from `warm_up` messages on, between the medians of the first and last fifth; 0 if there are few."""
@@ -250,6 +263,12 @@ async def storm(
                 result.add_memory(services.memory())
                 update(result)
 
+        async def watch_lag() -> None:
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(1)
+                result.add_lag(time.monotonic() - before - 1)
+
         async def compare() -> None:
             for number in itertools.count():
                 tokens, num_drafted = await client.generate("router", prompts[number % NUM_PROMPTS], "")
@@ -259,7 +278,7 @@ async def storm(
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
         async with asyncio.TaskGroup() as around:
-            beside = [around.create_task(watch()), around.create_task(compare())]
+            beside = [around.create_task(work()) for work in (watch, watch_lag, compare)]
             async with asyncio.TaskGroup() as group:
                 for number in range(settings.at_once):
                     group.create_task(fire(number))
