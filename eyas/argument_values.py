@@ -45,9 +45,13 @@ def json_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
 
 def cut_value(text: str, schema: object, whole: Mapping[str, Any]) -> str:
     """Return the beginning of a value, whose end is missing, as unclosed JSON."""
+    return _dumped(text)[:-1] if may_be_text(schema, whole) else text
+
+
+def may_be_text(schema: object, whole: Mapping[str, Any]) -> bool:
+    """Whether a value may be text. If not, it is JSON."""
     found = _alternatives(schema, whole)
-    is_text = not _kinds(found) - {"string"} or any(one.texts != [] for one in found)
-    return _dumped(text)[:-1] if is_text else text
+    return not _kinds(found) - {"string"} or any(one.texts != [] for one in found)
 
 
 def _alternatives(schema: object, whole: Mapping[str, Any]) -> list[Alternative]:

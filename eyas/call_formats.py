@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from eyas.argument_values import PythonArguments, cut_value, json_value, python_arguments
+from eyas.argument_values import PythonArguments, cut_value, json_value, may_be_text, python_arguments
 from eyas.chat_message import MessageWriter, ToolCall
 from eyas.text_reader import MAX_HEADER, JsonValue, Steps, TextReader, overlap
 
@@ -345,6 +345,8 @@ class CallReader(TextReader):
                 self.take(len(self.rest))
                 return False
         value: list[str] = []
+        if not may_be_text(own, schema):
+            yield from self._json(value.append)
         found = yield from self.until((tags.value_end, *tags.stops), value.append)
         text = "".join(value)
         if not found:
@@ -355,6 +357,15 @@ class CallReader(TextReader):
         if found in tags.stops:
             self.rest = found + self.rest
         return bool(found)
+
+    def _json(self, emit: Callable[[str], None]) -> Steps:
+        """Pass on an object, a list or a string of JSON, as far as it is one. It may hold tags."""
+        emit((yield from self.skip_space()))
+        value = JsonValue()
+        while self.rest[:1] in ("{", "[", '"') or value.is_open:
+            emit(self.take(value.scan(self.rest)))
+            if value.is_done or value.is_broken or not (yield from self.more()):
+                return
 
     def _call(self, prefix: str, broken_until: str, names: Collection[str] = ()) -> Generator[None, None, bool]:
         """Read {"name": NAME, "arguments": OBJECT}; return whether it was there.

@@ -5,15 +5,18 @@ Formats that write values outside of JSON need them. llguidance knows all of thi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 Schema: TypeAlias = Mapping[str, Any]
 
-# What bounds the work of a hostile schema: parts that are looked at, combinations of them, and how deep they lie.
-MAX_PARTS, MAX_ALTERNATIVES, MAX_DEPTH = 4000, 1024, 64
+# What bounds the work of a hostile schema: parts that are looked at, with the combinations of them, how deep they lie, and
+# values in definitions that are written more than once.
+MAX_PARTS, MAX_ALTERNATIVES, MAX_DEPTH, MAX_WRITTEN = 3000, 500, 64, 50_000
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 _NO_LIMITS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id"}
@@ -42,7 +45,7 @@ class Alternative:
     parts: tuple[Schema, ...] = ()
     is_exclusive: bool = False
 
-    @property
+    @cached_property
     def kinds(self) -> frozenset[str] | None:
         """Types of JSON that a value may have, integers as numbers; None if no type is named."""
         kinds = None if self.values is None else frozenset(map(_kind, self.values))
@@ -56,17 +59,18 @@ class Alternative:
             kinds = kinds if not named else named if kinds is None else kinds & named
         return kinds
 
-    @property
+    @cached_property
     def values(self) -> list[Any] | None:
         """What `const` and `enum` allow; None if the alternative has neither."""
         values: list[Any] | None = None
         for part in self.parts:
             own = [part["const"]] if "const" in part else part.get("enum")
             if isinstance(own, list):
-                values = own if values is None else [one for one in values if _contains(own, one)]
+                shared = set(map(_comparable, own))
+                values = own if values is None else [one for one in values if _comparable(one) in shared]
         return values
 
-    @property
+    @cached_property
     def texts(self) -> list[str] | None:
         """The texts among the values; None if any text may do, which patterns and lengths may limit."""
         if self.kinds is not None and "string" not in self.kinds:
@@ -108,9 +112,9 @@ class _Alternatives:
 
     def of(self, schema: object, open_: frozenset[str], depth: int) -> list[Alternative]:
         """open_: the references that led here."""
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS or depth > MAX_DEPTH:
-            raise ValueError("combines too many schemas; simplify it")
+        self._count(1)
+        if depth > MAX_DEPTH:
+            raise ValueError("combines schemas too deeply; simplify it")
         if schema is False:
             return []
         if not isinstance(schema, Mapping):
@@ -118,13 +122,13 @@ class _Alternatives:
         own = {key: value for key, value in schema.items() if key not in _NO_LIMITS}
         found = [Alternative((own,) if own else ())]
         if (path := schema.get("$ref")) is not None:
-            found = _both(found, self._referenced(path, open_, depth))
+            found = self._both(found, self._referenced(path, open_, depth))
         for part in _parts(schema, "allOf"):
-            found = _both(found, self.of(part, open_, depth + 1))
+            found = self._both(found, self.of(part, open_, depth + 1))
         if "anyOf" in schema:
-            found = _both(found, [one for part in _parts(schema, "anyOf") for one in self.of(part, open_, depth + 1)])
+            found = self._both(found, [one for part in _parts(schema, "anyOf") for one in self.of(part, open_, depth + 1)])
         if "oneOf" in schema:
-            options = [_both(found, self.of(part, open_, depth + 1)) for part in _parts(schema, "oneOf")]
+            options = [self._both(found, self.of(part, open_, depth + 1)) for part in _parts(schema, "oneOf")]
             _check_exclusive(options)
             found = [Alternative(one.parts, is_exclusive=True) for option in options for one in option]
         return found
@@ -136,11 +140,18 @@ class _Alternatives:
         path = str(path)
         return [] if path in open_ else self.of(target, open_ | {path}, depth + 1)
 
+    def _both(self, first: list[Alternative], second: list[Alternative]) -> list[Alternative]:
+        """Return the alternatives of what must match one of each."""
+        num_found = len(first) * len(second)
+        if num_found > MAX_ALTERNATIVES:
+            raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives; simplify it")
+        self._count(num_found)
+        return [Alternative(a.parts + b.parts, a.is_exclusive or b.is_exclusive) for a in first for b in second]
 
-def _both(first: list[Alternative], second: list[Alternative]) -> list[Alternative]:
-    if len(first) * len(second) > MAX_ALTERNATIVES:
-        raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives; simplify it")
-    return [Alternative(a.parts + b.parts, a.is_exclusive or b.is_exclusive) for a in first for b in second]
+    def _count(self, number: int) -> None:
+        self._num_parts += number
+        if self._num_parts > MAX_PARTS:
+            raise ValueError("combines too many schemas; simplify it")
 
 
 def _check_exclusive(options: list[list[Alternative]]) -> None:
@@ -194,33 +205,43 @@ def _object_parts(whole: Schema) -> Iterator[Schema]:
         open_ += _parts(part, "allOf")
 
 
-def standalone(schema: Any, whole: Schema) -> Any:
-    """Return a part of a schema together with the definitions that it needs of the whole one."""
-    names, open_ = dict[str, str](), list[str]()
+class Definitions:
+    """Makes parts of schemas stand alone, with a bound on the work for all of them."""
 
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [renamed(one) for one in value]
-        if not isinstance(value, Mapping):
-            return value
-        return {key: reference(one) if key == "$ref" else renamed(one) for key, one in value.items()}
+    def __init__(self) -> None:
+        self._num_written = 0
 
-    def reference(path: Any) -> Any:
-        if resolve(path, whole) is None:
-            return renamed(path)
-        if path not in names:
-            names[path] = f"d{len(names)}"
-            open_.append(path)
-        return f"#/$defs/{names[path]}"
+    def standalone(self, schema: Any, whole: Schema) -> Any:
+        """Return a part of a schema together with the definitions that it needs of the whole one. Raises ValueError."""
+        names, open_ = dict[str, str](), list[str]()
 
-    alone, definitions = renamed(schema), {}
-    while open_:
-        path = open_.pop()
-        target = resolve(path, whole)
-        if isinstance(target, Mapping):
-            target = {key: value for key, value in target.items() if key not in ("$defs", "definitions", "$id", "$schema")}
-        definitions[names[path]] = renamed(target)
-    return {**alone, "$defs": definitions} if definitions else alone
+        def renamed(value: Any) -> Any:
+            self._num_written += 1
+            if self._num_written > MAX_WRITTEN:
+                raise ValueError("refers to large definitions too often; simplify it")
+            if isinstance(value, list):
+                return [renamed(one) for one in value]
+            if not isinstance(value, Mapping):
+                return value
+            return {key: reference(one) if key == "$ref" else renamed(one) for key, one in value.items()}
+
+        def reference(path: Any) -> Any:
+            if resolve(path, whole) is None:
+                return renamed(path)
+            if path not in names:
+                names[path] = f"d{len(names)}"
+                open_.append(path)
+            return f"#/$defs/{names[path]}"
+
+        alone, definitions = renamed(schema), {}
+        while open_:
+            path = open_.pop()
+            target = resolve(path, whole)
+            if isinstance(target, Mapping):
+                outer = ("$defs", "definitions", "$id", "$schema")
+                target = {key: value for key, value in target.items() if key not in outer}
+            definitions[names[path]] = renamed(target)
+        return {**alone, "$defs": definitions} if definitions else alone
 
 
 def _parts(schema: Schema, key: str) -> list[Any]:
@@ -239,5 +260,7 @@ def _kind(value: object) -> str:
     return "array" if isinstance(value, list) else "number"
 
 
-def _contains(values: list[Any], value: object) -> bool:
-    return any(one == value and _kind(one) == _kind(value) for one in values)
+def _comparable(value: object) -> tuple[str, object]:
+    """Return a value as what can be compared: true is not 1, and 1.0 is."""
+    kind = _kind(value)
+    return kind, json.dumps(value, sort_keys=True) if kind in ("object", "array") else value

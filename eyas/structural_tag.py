@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.errors import InvalidRequest
-from eyas.json_schema import Alternative, alternatives, properties_of, standalone
+from eyas.json_schema import Alternative, Definitions, alternatives, properties_of
 
 # Fields of each format besides `type`: required ones, and those that may be left out.
 _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
@@ -89,6 +89,7 @@ class _LarkWriter:
         self.rules: list[str] = []
         self._any_whitespace = any_whitespace
         self._token_id = token_id
+        self._definitions = Definitions()
 
     def expression(self, format_: Any) -> str:
         kind = self._checked(format_)
@@ -191,7 +192,7 @@ class _LarkWriter:
             raise ValueError("allows no value; mend its schema")
         texts = [one for one in found if one.texts != []]
         if not texts:
-            return f"{self._json({'json_schema': standalone(schema, whole)})} {end}"
+            return f"{self._json({'json_schema': self._definitions.standalone(schema, whole)})} {end}"
         bodies = [_text_pattern(one) for one in texts]
         rests = [(one, sorted((one.kinds or set()) - {"string"})) for one in found]
         others = [{"allOf": [*one.parts, {"type": kinds}]} for one, kinds in rests if kinds]
@@ -204,7 +205,7 @@ class _LarkWriter:
         if not others:
             return name
         key = "oneOf" if any(one.is_exclusive for one in found) else "anyOf"
-        return f"({name} | {self._json({'json_schema': standalone({key: others}, whole)})} {end})"
+        return f"({name} | {self._json({'json_schema': self._definitions.standalone({key: others}, whole)})} {end})"
 
     def _or(self, elements: Sequence[Any]) -> str:
         parts = list(map(self.expression, elements))

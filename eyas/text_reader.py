@@ -120,6 +120,11 @@ class JsonValue:
         self._quote = ""
         self._is_escaped = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the value has begun and has no end yet."""
+        return bool(self._closers or self._quote)
+
     def scan(self, text: str, start: int = 0) -> int:
         """Return how many characters from `start` belong to the value. is_broken: the one after them cannot."""
         for at in range(start, len(text)):

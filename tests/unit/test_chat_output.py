@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -370,6 +371,25 @@ def test_arguments_of_cut_calls_are_no_json(form: ChatFormat, text: str, expecte
     (call,) = read(form, [text]).tool_calls
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.arguments)
+
+
+DOUBLING = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "doubling references": {"$ref": "#/$defs/d0", "$defs": {**DOUBLING, "d60": {"type": "string"}}},
+    "endless references": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 300}}},
+    "many parts": {"allOf": [{"anyOf": [{"const": i} for i in range(200)]}] + [{"minimum": i} for i in range(5000)]},
+    "large enumerations": {"allOf": [{"enum": [f"{i}-{j}" for i in range(5000)]} for j in range(2)]},
+    "deep": {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_schema_takes_bounded_time(kind: str) -> None:
+    schema = {"properties": {"a": HOSTILE[kind]}, **HOSTILE[kind]}
+    started = time.thread_time()
+    message = read(QWEN, ["<tool_call><function=add><parameter=a>w1</parameter></function>"], tools={"add": schema})
+    assert message.tool_calls == calls(("add", '{"a": "w1"}'))
+    assert time.thread_time() - started < 0.5
 
 
 def test_long_white_space_takes_linear_time() -> None:

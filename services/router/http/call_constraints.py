@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eyas.argument_values import is_python_key
 from eyas.call_formats import MARKS
 from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
 from eyas.errors import InvalidRequest
-from eyas.json_schema import properties_of, standalone
+from eyas.json_schema import Definitions, properties_of
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.tools import Tool, ToolFields
 from eyas.tokenizer import Tokenizer
@@ -141,6 +141,7 @@ class _TagWriter:
     is_special: Callable[[str], bool | None]
     tools: Sequence[Tool]
     is_parallel: bool
+    definitions: Definitions = field(default_factory=Definitions)
 
     def calls(self) -> Format:
         """Return the format of one call or more."""
@@ -152,7 +153,7 @@ class _TagWriter:
             case "openai":
                 return _sequence(_star(self._message()), _or([self._channel_call(tool) for tool in self.tools]))
             case "pythonic" | "llama4_pythonic":
-                return _sequence(_text("["), self._separated([*map(_python_call, self.tools)], ", "), _text("]"))
+                return _sequence(_text("["), self._separated([*map(self._python_call, self.tools)], ", "), _text("]"))
             case "deepseek_v3" | "deepseek_v31" | "kimi_k2" as name:
                 marks = MARKS[name]
                 return _sequence(self._marker(marks.section), self._section(), self._marker(marks.end))
@@ -283,6 +284,31 @@ class _TagWriter:
         one = _or([_sequence(marker, _text(tool.function.name), arguments, _schema(tool)) for tool in self.tools])
         return {"type": "plus", "content": one} if self.is_parallel else one
 
+    def _python_call(self, tool: Tool) -> Format:
+        """Return the format of NAME(KEY=VALUE, ...), whose values are JSON: required keys first, then the others."""
+        schema = _schema(tool)["json_schema"]
+        properties, required = _properties(tool, schema)
+        if unread := [key for key in properties if not is_python_key(key)]:
+            raise InvalidRequest(
+                f"{unread[0][:80]!r} of the tool {tool.function.name!r} is no name in Python's calls", "tools"
+            )
+        try:
+            values = {key: self.definitions.standalone(own, schema) for key, own in properties.items()}
+        except ValueError as error:
+            raise InvalidRequest(f"the schema of the tool {tool.function.name!r} {error}", "tools") from None
+        words = {
+            key: _sequence(_text(f"{key}="), {"type": "json_schema", "json_schema": value}) for key, value in values.items()
+        }
+        needed = [words[key] for key in words if key in required]
+        others = [words[key] for key in words if key not in required]
+        if needed:
+            more = [_sequence(_text(", "), word) for word in needed[1:]]
+            arguments = [_sequence(needed[0], *more, *map(_following, others))]
+        else:
+            arguments = [_sequence(word, *map(_following, others[at + 1 :])) for at, word in enumerate(others)]
+        inner = [_or(arguments) if needed else _optional(_or(arguments))] if arguments else []
+        return _sequence(_text(f"{tool.function.name}("), *inner, _text(")"))
+
     def _header(self, channels: str) -> list[Format]:
         channel = {"type": "regex", "pattern": channels}
         return [self._marker("<|channel|>"), channel, self._marker("<|message|>")]
@@ -321,30 +347,6 @@ def _optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
 
 
-def _python_call(tool: Tool) -> Format:
-    """Return the format of NAME(KEY=VALUE, ...), whose values are JSON: required keys first, then the others."""
-    schema = _schema(tool)["json_schema"]
-    try:
-        properties, required = properties_of(schema)
-    except ValueError as error:
-        raise InvalidRequest(f"the schema of the tool {tool.function.name!r} {error}", "tools") from None
-    if unread := [key for key in properties if not is_python_key(key)]:
-        raise InvalidRequest(f"{unread[0][:80]!r} of the tool {tool.function.name!r} is no name in Python's calls", "tools")
-    words = {
-        key: _sequence(_text(f"{key}="), {"type": "json_schema", "json_schema": standalone(own, schema)})
-        for key, own in properties.items()
-    }
-    needed = [words[key] for key in words if key in required]
-    others = [words[key] for key in words if key not in required]
-    if needed:
-        more = [_sequence(_text(", "), word) for word in needed[1:]]
-        arguments = [_sequence(needed[0], *more, *map(_following, others))]
-    else:
-        arguments = [_sequence(word, *map(_following, others[at + 1 :])) for at, word in enumerate(others)]
-    inner = [_or(arguments) if needed else _optional(_or(arguments))] if arguments else []
-    return _sequence(_text(f"{tool.function.name}("), *inner, _text(")"))
-
-
 def _following(word: Format) -> Format:
     return _optional(_sequence(_text(", "), word))
 
@@ -353,7 +355,17 @@ def _xml(tool: Tool, style: str, is_free: bool) -> Format:
     """Return the format of arguments between tags. is_free: any text."""
     if is_free:
         return {"type": "any_text"}
-    return {**_schema(tool), "style": style}
+    schema = _schema(tool)
+    _properties(tool, schema["json_schema"])
+    return {**schema, "style": style}
+
+
+def _properties(tool: Tool, schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the properties of the arguments, and the names of the required ones. Raises InvalidRequest."""
+    try:
+        return properties_of(schema)
+    except ValueError as error:
+        raise InvalidRequest(f"the schema of the tool {tool.function.name!r} {error}", "tools") from None
 
 
 def _star(content: Format) -> Format:

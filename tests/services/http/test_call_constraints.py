@@ -282,6 +282,7 @@ VALUES: list[tuple[Any, dict[str, Any], list[str]]] = [
     ({"$ref": "#/$defs/Node"}, {"{}": {}, '{"next":{"next":{}}}': {"next": {"next": {}}}}, ['{"next":1}', "x"]),
     ({"type": "array", "items": {"$ref": "#"}}, {'[{"p":[]}]': [{"p": []}]}, ["[1]"]),
     ({"type": "string"}, {"a <b>": "a <b>"}, ["a</parameter>b", "<parameter=q>", "</function>"]),
+    ({"type": "array"}, {'["</parameter>",{"a":"</function>"}]': ["</parameter>", {"a": "</function>"}]}, ["[<parameter=]"]),
     (True, {"x": "x", "null": "null"}, []),
     ({"pattern": "^(a|b)$"}, {"a": "a", "b": "b"}, ["ab", "c"]),
     ({"pattern": "^a$|^b$"}, {"a": "a", "b": "b"}, ["ab", "c"]),
@@ -324,7 +325,7 @@ REFUSED = [
     ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "a oneOf whose parts may match the same text"),
     ({"type": "string", "minLength": "1"}, "has minLength '1'"),
     ({"type": "string", "pattern": "a\\"}, "ends with a single backslash"),
-    ({"allOf": [{"anyOf": [{"const": f"{i}-{j}"} for i in range(40)]} for j in range(40)]}, "more than 1024 alternatives"),
+    ({"allOf": [{"anyOf": [{"const": f"{i}-{j}"} for i in range(40)]} for j in range(40)]}, "more than 500 alternatives"),
 ]
 
 
@@ -375,6 +376,12 @@ def test_a_reference_at_the_top_is_followed(name: Any, top: dict[str, Any]) -> N
 def test_a_schema_beyond_its_properties_is_refused(name: Any, schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         Constraint(DEMO, ChatFormat(name), tools=strict({"type": "object", **schema}), tool_choice="required")
+
+
+def test_definitions_are_repeated_within_bounds() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(400)}}
+    with pytest.raises(InvalidRequest, match="refers to large definitions too often"):
+        Constraint(DEMO, ChatFormat("pythonic"), tools=strict(schema), tool_choice="required")
 
 
 def test_names_that_python_reserves_are_parameters() -> None:
