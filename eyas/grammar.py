@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from eyas.bounded_calls import BoundedCalls, Call
-from eyas.errors import CheckpointError, InvalidRequest, Overloaded
+from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
 from eyas.request import StructuredOutputs
 from eyas.structural_tag import grammar_to_lark, structural_tag_to_lark
 from eyas.tokenizer import Tokenizer, load_tokenizer
@@ -29,17 +31,23 @@ if TYPE_CHECKING:
 
 # One bit per token id, the lowest id in the lowest bit of the first byte: uint8 [ceil(V / 8)].
 TokenBits: TypeAlias = npt.NDArray[np.uint8]
+ResultT = TypeVar("ResultT")
 
-# Compiled grammars that are kept, and their summed length as text: 128 KiB of schema compile to a few MiB. A lexer grows by
-# the states that outputs reach; 20,000 of them take 10 to 22 MiB.
+# Grammars that are kept, and their summed length as text.
 MAX_CACHED = 64
 MAX_CACHED_LENGTH = 2**23
 # Grammars that may wait to be compiled. A tenant without its share of them may add some all the same.
 MAX_COMPILING = 64
-# Processor time that a grammar may take to compile, and late grammars of one tenant that may still hold a thread.
-COMPILE_SECONDS, MAX_LATE = 5.0, 2
-# Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states.
+# Processor time that a grammar may take to compile, and to follow the output that a request brings along. Late ones of one
+# tenant that may still hold a thread.
+COMPILE_SECONDS, FOLLOW_SECONDS, MAX_LATE = 5.0, 2.0, 2
+# Tokens of an output that are followed at a time, between two looks at the clock.
+_FOLLOWED_AT_ONCE = 8
+# Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states,
+# 20,000 of which take 10 to 22 MiB.
 INITIAL_FUEL, STEP_FUEL, LEXER_STATES = 1_000_000, 200_000, 20_000
+# What llguidance calls a place where no token fits and the output may not end.
+_DEAD_END = "NoExtensionBias"
 # Parser items for one mask, and behind one token. To add a row of n items takes up to n cubed steps: 50 ms for 500 of them.
 STEP_ITEMS, ROW_ITEMS = 10_000, 500
 
@@ -57,11 +65,10 @@ class Matcher:
     End-of-sequence tokens are no part of a grammar: `mask` leaves them out, and they must not be consumed.
     """
 
-    def __init__(self, matcher: LLMatcher, not_eos: TokenBits, on_error: Callable[[], None]) -> None:
-        """not_eos: all tokens but the model's end-of-sequence tokens. on_error: called before an error is raised."""
+    def __init__(self, matcher: LLMatcher, not_eos: TokenBits) -> None:
+        """not_eos: all tokens but the model's end-of-sequence tokens."""
         self._matcher = matcher
         self._not_eos = not_eos
-        self._on_error = on_error
 
     @property
     def is_accepting(self) -> bool:
@@ -79,11 +86,11 @@ class Matcher:
         return num_tokens
 
     def fork(self) -> Matcher:
-        """A matcher at the same place, which goes its own way.
+        """A matcher at the same place, which goes its own way. Both share one lexer, its states and its lock.
 
         Going back instead, with llguidance 1.9, may leave the mask of a path that was followed before.
         """
-        return Matcher(self._matcher.deep_copy(), self._not_eos, self._on_error)
+        return Matcher(self._matcher.deep_copy(), self._not_eos)
 
     def behind(self, token: int) -> Matcher | None:
         """A matcher behind one more token, None if it may not follow. Raises as `consume`."""
@@ -91,8 +98,13 @@ class Matcher:
         return found if found.consume([token]) else None
 
     def mask(self) -> TokenBits:
-        """The tokens that may follow, end-of-sequence tokens excluded. Raises InvalidRequest if that takes too much work."""
+        """The tokens that may follow, end-of-sequence tokens excluded. Raises InvalidRequest if that takes too much work.
+
+        Where no token of the model fits, none may follow, and the matcher cannot be used any more.
+        """
         data = self._matcher.compute_bitmask()
+        if self._matcher.is_error() and self._matcher.get_error().startswith(_DEAD_END):
+            return np.zeros_like(self._not_eos)
         self._check()
         return np.frombuffer(data, dtype=np.uint8)[: len(self._not_eos)] & self._not_eos
 
@@ -102,7 +114,6 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            self._on_error()
             raise InvalidRequest(
                 f"structured_outputs takes too much work to follow ({_first_line(self._matcher.get_error())}); simplify it",
                 "structured_outputs",
@@ -110,22 +121,62 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar, which any number of outputs follow. They share the states of its lexer.
+    """A compiled grammar, which any number of outputs follow. Safe for use from any thread.
 
-    is_spent: an output failed, maybe because the lexer has all the states that it may have. Other outputs would fail too.
+    Every output has a lexer of its own, as in vLLM and SGLang: copies of a matcher share the states of one lexer, and a lock
+    that llguidance holds for a whole mask, so that one output could end or stall another one.
     """
 
-    def __init__(self, matcher: LLMatcher, not_eos: TokenBits) -> None:
-        self._matcher = matcher
-        self._not_eos = not_eos
-        self.is_spent = False
+    def __init__(self, compile_matcher: Callable[[], Matcher]) -> None:
+        """Compile it. Raises InvalidRequest."""
+        self._compile_matcher = compile_matcher
+        self._unused = [compile_matcher()]
+        first = self._unused[0].fork()  # may take seconds to fail, which no step of the engine must wait for
+        for byte in np.flatnonzero(first.mask())[:1].tolist():
+            bits = int(first.mask()[byte])
+            first.consume([8 * byte + (bits & -bits).bit_length() - 1])
 
     def matcher(self) -> Matcher:
-        """A matcher before the first token."""
-        return Matcher(self._matcher.deep_copy(), self._not_eos, self._spend)
+        """A matcher before the first token, with a lexer that no other one has."""
+        try:
+            return self._unused.pop()
+        except IndexError:
+            return self._compile_matcher()
 
-    def _spend(self) -> None:
-        self.is_spent = True
+    def followed(self, output: Sequence[int]) -> Matcher:
+        """A matcher behind the output that a request brings along. Raises InvalidRequest if it does not match."""
+        matcher, late_at = self.matcher(), time.thread_time() + FOLLOW_SECONDS
+        for start in range(0, len(output), _FOLLOWED_AT_ONCE):
+            tokens = output[start : start + _FOLLOWED_AT_ONCE]
+            if matcher.consume(tokens) < len(tokens):
+                reason = "structured_outputs does not match the tokens that the request brought along as its output"
+                raise InvalidRequest(reason, "structured_outputs")
+            if time.thread_time() > late_at:
+                reason = f"structured_outputs takes too much work to follow (more than {FOLLOW_SECONDS:g} s); simplify it"
+                raise InvalidRequest(reason, "structured_outputs")
+        return matcher
+
+
+@dataclass(frozen=True)
+class OutputMatchers:
+    """What follows one output.
+
+    committed: behind its committed tokens. drafted: the same place, for draft trees; None without them. It has a lexer of
+    its own, so that drafts use up nothing that the output needs.
+    """
+
+    committed: Matcher
+    drafted: Matcher | None = None
+
+
+@dataclass(eq=False)
+class _Job(Generic[ResultT]):
+    """Work that waits for the turn of its tenant. seconds: processor time that it may take. is_new: of a new grammar."""
+
+    function: Callable[[], ResultT]
+    seconds: float
+    is_new: bool = False
+    future: Future[ResultT] = field(default_factory=Future)
 
 
 class GrammarCompiler:
@@ -146,101 +197,124 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizers: tuple[Tokenizer, LLTokenizer] | None = None
-        self._futures: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
-        self._queues: OrderedDict[str, deque[StructuredOutputs]] = OrderedDict()  # of the tenants, the next one first
+        self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
         self._num_running, self._num_late = Counter[str](), Counter[str]()  # by tenant
 
     def submit(self, structured: StructuredOutputs, tenant: str = "") -> Future[Grammar]:
         """The grammar as soon as it is compiled; equal ones are compiled once. Its constraint must have been checked.
 
         The future raises InvalidRequest for what cannot be compiled, and if llguidance is not installed.
-        Raises Overloaded while too many grammars wait, and the tenant has its share of them.
+        Raises Overloaded while too much waits, and the tenant has its share of it.
         """
         with self._lock:
-            future = self._futures.get(structured)
-            if future and future.done() and not future.exception() and future.result().is_spent:
-                del self._futures[structured]
-                self._cached_length -= _length(structured)
-                future = None
-            if future is None:
+            job = self._grammars.get(structured)
+            if job is None:
                 self._check_share(tenant)
-                future = self._futures[structured] = Future()
+                job = self._grammars[structured] = _Job(partial(self._compile, structured), COMPILE_SECONDS, is_new=True)
+                job.future.add_done_callback(partial(self._keep, structured))
                 self._cached_length += _length(structured)
             else:
-                self._futures.move_to_end(structured)
-                if future.running() or future.done() or structured in self._queues.get(tenant, ()):
-                    return future
-            self._queues.setdefault(tenant, deque()).append(structured)  # maybe in another tenant's queue too
-        self._waiters.submit(self._compile_next)
-        return future
+                self._grammars.move_to_end(structured)
+                if job.future.running() or job.future.done() or job in self._queues.get(tenant, ()):
+                    return job.future
+        self._enqueue(job, tenant)  # maybe in another tenant's queue too
+        return job.future
 
     def compile(self, structured: StructuredOutputs) -> Grammar:
         """The same, waiting for it."""
         return self.submit(structured).result()
 
+    def matchers(
+        self, structured: StructuredOutputs, output: Sequence[int], has_drafts: bool, tenant: str = ""
+    ) -> Future[OutputMatchers]:
+        """What follows one request, behind the output that it brings along. Raises as `submit`."""
+        grammar = self.submit(structured, tenant)
+        job = _Job(lambda: _matchers(grammar.result(), output, has_drafts), COMPILE_SECONDS + 2 * FOLLOW_SECONDS)
+
+        def follow(_: Future[Grammar]) -> None:
+            self._enqueue(job, tenant)  # it raises what the grammar raises
+
+        grammar.add_done_callback(follow)
+        return job.future
+
     def _check_share(self, tenant: str) -> None:
-        num_waiting, tenants = sum(map(len, self._queues.values())), self._queues.keys() | {tenant}
-        if num_waiting >= MAX_COMPILING and len(self._queues.get(tenant, ())) >= MAX_COMPILING // len(tenants):
+        waiting = {other: sum(job.is_new for job in queue) for other, queue in self._queues.items()}
+        num_waiting, num_tenants = sum(waiting.values()), len(waiting.keys() | {tenant})
+        if num_waiting >= MAX_COMPILING and waiting.get(tenant, 0) >= MAX_COMPILING // num_tenants:
             raise Overloaded(f"{num_waiting} grammars wait to be compiled already; try again in 1 s", 1.0)
 
-    def _compile_next(self) -> None:
-        """Compile the first grammar of the tenant whose turn it is, unless those that wait have all they may have."""
+    def _enqueue(self, job: _Job[Any], tenant: str) -> None:
+        with self._lock:
+            self._queues.setdefault(tenant, deque()).append(job)
+        self._run_next_soon()
+
+    def _run_next_soon(self) -> None:
+        try:
+            self._waiters.submit(self._run_next)
+        except RuntimeError:  # the interpreter exits: nothing is compiled any more
+            with self._lock:
+                jobs = [job for queue in self._queues.values() for job in queue]
+                self._queues.clear()
+            for job in jobs:
+                if not job.future.done() and job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(Unavailable("the process ends, so no grammar is compiled any more"))
+
+    def _run_next(self) -> None:
+        """Run the first job of the tenant whose turn it is, unless those that wait have all they may have."""
         with self._lock:
             found = self._next()
         if found is None:
             return
-        tenant, structured = found
-        future = self._futures[structured]
-        call, is_late = self._calls.submit(self._compile, structured), False
+        tenant, job = found
+        call, is_late = self._calls.submit(job.function), False
         try:
-            future.set_result(self._calls.result(call, COMPILE_SECONDS))
+            job.future.set_result(self._calls.result(call, job.seconds))
         except TimeoutError:
             is_late = True
-            reason = f"structured_outputs takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
-            future.set_exception(InvalidRequest(reason, "structured_outputs"))
+            reason = f"structured_outputs takes more than {job.seconds:g} s to compile; simplify it"
+            job.future.set_exception(_TooLate(reason, "structured_outputs"))
         except Exception as error:
-            future.set_exception(error)
-        self._finish(structured, future, is_late)
+            job.future.set_exception(error)
         with self._lock:
             self._num_running[tenant] -= 1
             self._num_late[tenant] += is_late
         if is_late:
             call.add_done_callback(partial(self._late_ended, tenant))
-        self._waiters.submit(self._compile_next)  # this tenant may have been the only one that waits
+        self._run_next_soon()  # this tenant may have been the only one that waits
 
-    def _next(self) -> tuple[str, StructuredOutputs] | None:
-        """Take the next grammar from the queues."""
+    def _next(self) -> tuple[str, _Job[Any]] | None:
+        """Take the next job from the queues."""
         for tenant, queue in list(self._queues.items()):
             if self._num_running[tenant] >= self._num_threads - 1 or self._num_late[tenant] >= MAX_LATE:
                 continue
-            structured = queue.popleft()
+            job = queue.popleft()
             self._queues.move_to_end(tenant)
             if not queue:
                 del self._queues[tenant]
-            future = self._futures.get(structured)
-            if future is None or future.running() or future.done():
-                return self._next()  # it was in the queue of another tenant too
-            future.set_running_or_notify_cancel()
+            if job.future.running() or job.future.done() or not job.future.set_running_or_notify_cancel():
+                return self._next()  # it was in the queue of another tenant too, or is not wanted any more
             self._num_running[tenant] += 1
-            return tenant, structured
+            return tenant, job
         return None
 
-    def _late_ended(self, tenant: str, call: Call[Grammar]) -> None:
+    def _late_ended(self, tenant: str, call: Call[object]) -> None:
         with self._lock:
             self._num_late[tenant] -= 1
-        self._waiters.submit(self._compile_next)
+        self._run_next_soon()
 
-    def _finish(self, structured: StructuredOutputs, future: Future[Grammar], is_late: bool) -> None:
+    def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
         """Forget what failed, unless that took long, and the oldest ones beyond the limits."""
         with self._lock:
-            if future.exception() is not None and not is_late and self._futures.pop(structured, None) is not None:
+            is_failed = future.exception() is not None and not isinstance(future.exception(), _TooLate)
+            if is_failed and self._grammars.pop(structured, None) is not None:
                 self._cached_length -= _length(structured)
-            while len(self._futures) > MAX_CACHED or self._cached_length > MAX_CACHED_LENGTH:
-                oldest = next((key for key, other in self._futures.items() if other.done()), None)
+            while len(self._grammars) > MAX_CACHED or self._cached_length > MAX_CACHED_LENGTH:
+                oldest = next((key for key, job in self._grammars.items() if job.future.done()), None)
                 if oldest is None:
                     return
-                del self._futures[oldest]
+                del self._grammars[oldest]
                 self._cached_length -= _length(oldest)
 
     def _compile(self, structured: StructuredOutputs) -> Grammar:
@@ -252,16 +326,15 @@ class GrammarCompiler:
         except ValueError as error:  # of a schema with half a surrogate pair, for example
             reason = f"structured_outputs cannot be read: {_first_line(str(error))}"
             raise InvalidRequest(reason, "structured_outputs") from error
-        matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
-        if matcher.is_error():
-            reason = f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
-            raise InvalidRequest(reason, "structured_outputs")
-        grammar = Grammar(matcher, self._not_eos)
-        first = grammar.matcher()  # may take seconds to fail, which no step of the engine must wait for
-        for byte in np.flatnonzero(first.mask())[:1].tolist():
-            bits = int(first.mask()[byte])
-            first.consume([8 * byte + (bits & -bits).bit_length() - 1])
-        return grammar
+
+        def compile_matcher() -> Matcher:
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
+            if matcher.is_error():
+                reason = f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
+                raise InvalidRequest(reason, "structured_outputs")
+            return Matcher(matcher, self._not_eos)
+
+        return Grammar(compile_matcher)
 
     def _load(self) -> tuple[Tokenizer, LLTokenizer]:
         with self._loading:
@@ -282,6 +355,17 @@ class GrammarCompiler:
                     reason = f"structured_outputs is not supported with this model's tokenizer: {_first_line(str(error))}"
                     raise InvalidRequest(reason, "structured_outputs") from error
             return self._tokenizers
+
+
+class _TooLate(InvalidRequest):
+    """A grammar that takes too long to compile. It is not compiled again."""
+
+
+def _matchers(grammar: Grammar, output: Sequence[int], has_drafts: bool) -> OutputMatchers:
+    """Both matchers behind the output; a first mask that takes long is not left to a step of the engine."""
+    committed = grammar.followed(output)
+    committed.mask()
+    return OutputMatchers(committed, grammar.followed(output) if has_drafts else None)
 
 
 def _grammar_text(structured: StructuredOutputs, tokenizer: Tokenizer) -> str:

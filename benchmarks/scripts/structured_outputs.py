@@ -25,7 +25,7 @@ from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
 from eyas.engine.grammar_manager import GrammarManager
-from eyas.grammar import Grammar, GrammarCompiler
+from eyas.grammar import Grammar, GrammarCompiler, OutputMatchers
 from eyas.request import GenerationStats, Request, SamplingParams, StructuredOutputs
 from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.token_masks import TokenMasks
@@ -252,7 +252,7 @@ def _mask_cost(title: str, grammar: Grammar, ids: Sequence[int], batch: int) -> 
     sampling = SamplingParams(seed=0, structured_outputs=CONSTRAINTS[title])
     requests = [Request(f"{i}", (5,), sampling) for i in range(batch)]
     for request in requests:
-        manager.add(request.id, manager.followed(request, grammar))
+        manager.add(request, OutputMatchers(grammar.matcher(), grammar.matcher()))
     seconds, applied, wall, count = 0.0, 0.0, 0.0, 0
     logits = torch.zeros(16 * batch, LARGE_VOCAB)
     for start in range(0, len(ids) - 5, 5):

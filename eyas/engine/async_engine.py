@@ -21,7 +21,7 @@ from typing import Self
 
 from eyas.engine.engine import Engine, EngineLoad, StepReport
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable
-from eyas.grammar import Grammar
+from eyas.grammar import OutputMatchers
 from eyas.request import Chunk, Request
 
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
@@ -117,18 +117,18 @@ class AsyncEngine:
     async def generate(self, *requests: Request) -> AsyncGenerator[Chunk, None]:
         """The chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
 
-        A request with structured_outputs is submitted once its grammar is compiled. Leaving the generator early cancels the
-        requests before the next step. Raises what `Engine.submit` raises, InvalidRequest for constraints that leave no
-        token, and Unavailable or RequestFailed when the engine fails. Overloaded ends a stream that is read too slowly: it
-        may hold as many bytes as all streams leave free.
+        A request with structured_outputs is submitted once its grammar is compiled, and the output that it brings along is
+        followed. Leaving the generator early cancels the requests before the next step. Raises what `Engine.submit` raises,
+        InvalidRequest for constraints that leave no token, and Unavailable or RequestFailed when the engine fails.
+        Overloaded ends a stream that is read too slowly: it may hold as many bytes as all streams leave free.
         """
-        grammars = [await self._compiled(request) for request in requests]
+        matchers = await self._followed(requests)
         if error := self._error or self._suspended:
             raise error
         stream = _Unread()
-        for request, grammar in zip(requests, grammars, strict=True):
+        for request in requests:
             self._streams[request.id] = stream
-            self._post(partial(self._submit, request, grammar, stream))
+            self._post(partial(self._submit, request, matchers.get(request.id), stream))
         try:
             num_running = len(requests)
             while num_running:
@@ -146,14 +146,15 @@ class AsyncEngine:
                 del self._streams[request.id]
                 self.cancel(request.id)
 
-    async def _compiled(self, request: Request) -> Grammar | None:
-        """The grammar of a request, compiled in a thread of its own: neither the event loop nor a step waits for it."""
-        structured = request.sampling.structured_outputs
-        if structured is None:
-            return None
-        future = asyncio.wrap_future(self._engine.compiler.submit(structured, request.tenant))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(future)  # other requests may wait for the same one
+    async def _followed(self, requests: Sequence[Request]) -> dict[str, OutputMatchers]:
+        """The matchers by request id, made in threads of their own: neither the event loop nor a step waits for them."""
+        structured = [request for request in requests if request.sampling.structured_outputs is not None]
+
+        async def followed(request: Request) -> OutputMatchers:
+            return await asyncio.wrap_future(self._engine.follow(request))
+
+        matchers = await asyncio.gather(*map(followed, structured))
+        return {request.id: own for request, own in zip(structured, matchers, strict=True)}
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step, which yields its final chunk. Unknown ids are ignored."""
@@ -257,9 +258,9 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
 
-    def _submit(self, request: Request, grammar: Grammar | None, stream: _Unread) -> None:
+    def _submit(self, request: Request, matchers: OutputMatchers | None, stream: _Unread) -> None:
         try:
-            self._engine.submit(request, grammar)
+            self._engine.submit(request, matchers)
             self._live.add(request.id)
         except Exception as error:
             self._call_soon(stream.queue.put_nowait, error)

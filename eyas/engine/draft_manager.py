@@ -17,6 +17,7 @@ from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathM
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
+from eyas.request import Request
 from eyas.sampling.noise import draft_seed
 from eyas.tree import DraftTree
 
@@ -55,16 +56,16 @@ class DraftManager:
         """Whether the drafter needs the target's samples at every node of its trees."""
         return self._drafter is not None and self._drafter.needs.samples
 
+    def drafts(self, request: Request) -> bool:
+        """Whether a request gets draft trees."""
+        return self._drafter is not None and request.num_draft_tokens != 1
+
     def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
         drafter = self._drafter
         if drafter is None:
             return []
-        return [
-            s
-            for s in sequences
-            if s.request.num_draft_tokens != 1 and _has_new_tokens(s) and drafter.can_draft(s.request.id)
-        ]
+        return [s for s in sequences if self.drafts(s.request) and _has_new_tokens(s) and drafter.can_draft(s.request.id)]
 
     def request(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
@@ -13,7 +14,7 @@ from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence
-from eyas.grammar import Grammar, GrammarCompiler
+from eyas.grammar import GrammarCompiler, OutputMatchers
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
@@ -87,7 +88,7 @@ class Engine:
         self._grammars = GrammarManager(target.eos_ids, target.vocab_size)
         draft_manager.use_path_masks(self._grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
-        self.compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
+        self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
         self.max_model_len = max_model_len
         self.report = StepReport()
 
@@ -127,21 +128,34 @@ class Engine:
         self._request_drafts()
         return chunks
 
-    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
+    def follow(self, request: Request) -> Future[OutputMatchers]:
+        """Compile the grammar of a request with structured_outputs, and follow the output that it brings along.
+
+        Safe for use from any thread. Raises as `submit`, also in the future.
+        """
+        self._check(request)
+        structured, has_drafts = request.sampling.structured_outputs, self._draft_manager.drafts(request)
+        assert structured is not None, "checked"
+        output = request.prompt_ids[len(request.prompt_ids) - request.num_emitted :]
+        return self._compiler.matchers(structured, output, has_drafts, request.tenant)
+
+    def submit(self, request: Request, matchers: OutputMatchers | None = None) -> None:
         """Queue one completion, as `SamplingParams.completions` gives it.
 
-        grammar: of its structured_outputs, as `compiler` gives it; None compiles it here, which may take a while.
+        matchers: of its structured_outputs, as `follow` gives them; None waits for them here.
         Raises InvalidRequest if it can never be served, Overloaded if the queue is full.
         """
+        self._check(request)
+        if request.sampling.structured_outputs is not None:
+            matchers = matchers or self.follow(request).result()
+        self._scheduler.add(request)
+        if matchers is not None:
+            self._grammars.add(request, matchers)
+
+    def _check(self, request: Request) -> None:
         target = self._runner.target
         check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
-        structured, followed = request.sampling.structured_outputs, None
-        if structured is not None:
-            followed = self._grammars.followed(request, grammar or self.compiler.compile(structured))
-        self._scheduler.add(request)
-        if followed is not None:
-            self._grammars.add(request.id, followed)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""

@@ -17,7 +17,7 @@ from eyas.bounded_calls import BoundedCalls, Call
 from eyas.drafters.base import Path
 from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
-from eyas.grammar import Grammar, Matcher, TokenBits, bits_of
+from eyas.grammar import Matcher, OutputMatchers, TokenBits, bits_of
 from eyas.request import Request
 from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.token_masks import NodeMask, TokenMasks, TreeMasks
@@ -27,13 +27,15 @@ ResultT = TypeVar("ResultT")
 
 # Processor time that a tree may take, to prune it and for its masks. A slow grammar gets smaller trees, at worst none.
 TREE_SECONDS = 0.05
-# Processor time that one request may take of a step, beyond which it ends; and to follow the output that it brings along.
-STEP_SECONDS, FOLLOW_SECONDS = 0.4, 2.0
+# Time that all trees of a step may take together, in equal shares. It bounds what other requests wait for them.
+TREES_SECONDS = 0.1
+# Processor time that one request may take of a step, beyond which it ends.
+STEP_SECONDS = 0.4
 # Time of a level of a growing tree that may go to masks, of all sessions together.
 LEVEL_SECONDS = 0.003
 # Weight of the latest mask in the mean time of a request's masks.
 _RATE = 0.2
-_CANNOT_FOLLOW = "structured_outputs does not match the tokens that the request brought along as its output"
+_DEAD_END = "structured_outputs asks for text that no token of the model continues; change it"
 _TOO_SLOW = f"structured_outputs takes too much work to follow (more than {STEP_SECONDS} s for a token); simplify it"
 
 
@@ -47,24 +49,18 @@ class GrammarManager:
         self._num_threads = min(4, os.cpu_count() or 1)
         self._calls = BoundedCalls(self._num_threads, "grammar")
 
-    def followed(self, request: Request, grammar: Grammar) -> FollowedOutput:
-        """A request's output from its first token on. Raises InvalidRequest if output that it brings does not match."""
+    def add(self, request: Request, matchers: OutputMatchers) -> None:
+        """Follow the output of a request until it is released. matchers: behind the output that it brings along."""
         ends = frozenset(request.sampling.stop_token_ids)
         soft = ends if request.sampling.ignore_eos else ends | self._eos_ids
-        start = len(request.prompt_ids) - request.num_emitted
-        output = FollowedOutput(
-            grammar,
-            num_before=start,
+        self.outputs[request.id] = FollowedOutput(
+            matchers.committed,
+            matchers.drafted,
+            num_tokens=len(request.prompt_ids),
             ends=ends | self._eos_ids,
             end_bits=bits_of(sorted(soft), self._vocab_size),
             last_bits=bits_of(sorted(ends | self._eos_ids), self._vocab_size),
         )
-        output.restart(request.prompt_ids)
-        return output
-
-    def add(self, request_id: str, output: FollowedOutput) -> None:
-        """Keep the output of a request until it is released."""
-        self.outputs[request_id] = output
 
     def release(self, request_ids: Seq[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""
@@ -76,17 +72,39 @@ class GrammarManager:
 
         max_nodes: by request id, nodes of its largest tree in this step, the root included.
         """
+        trees = dict[str, tuple[DraftReply, DraftTree]]()
+        for reply in replies:
+            request_id, sequence = reply.sequence.request.id, reply.sequence
+            if request_id in self.outputs and max_nodes.get(request_id, 1) > 1 and not sequence.prefilling:
+                trees[request_id] = reply, reply.tree or DraftTree.root_only(sequence.tokens[-1])
+        seconds, calls = self._tree_seconds(len(trees)), dict[str, Call[DraftTree]]()
+        for request_id, (reply, tree) in trees.items():
+            depth, tokens = reply.sequence.num_remaining - 1, reply.sequence.tokens
+            prune = self.outputs[request_id].pruned
+            calls[request_id] = self._calls.submit(prune, tokens, tree, max_nodes[request_id], depth, seconds)
+        found = self._trees(calls)
         pruned = []
         for reply in replies:
-            request_id, tokens = reply.sequence.request.id, reply.sequence.tokens
-            output, most = self.outputs.get(request_id), max_nodes.get(request_id, 1)
-            if output is None or most <= 1 or reply.sequence.prefilling:
-                pruned.append(reply)
-                continue
-            tree = reply.tree or DraftTree.root_only(tokens[-1])
-            tree = output.pruned(tokens, tree, most, reply.sequence.num_remaining - 1)
-            pruned.append(replace(reply, tree=tree, is_edited=tree is not reply.tree))
+            request_id = reply.sequence.request.id
+            if request_id in trees:
+                tree = found.get(request_id) or DraftTree.root_only(reply.sequence.tokens[-1])
+                reply = replace(reply, tree=tree, is_edited=tree is not reply.tree)
+            pruned.append(reply)
         return pruned
+
+    def _tree_seconds(self, num_trees: int) -> float:
+        """Processor time that each of a step's trees may take."""
+        return min(TREE_SECONDS, TREES_SECONDS * self._num_threads / max(num_trees, 1))
+
+    def _trees(self, calls: Mapping[str, Call[DraftTree]]) -> dict[str, DraftTree]:
+        """The pruned trees by request id. One that is late all the same is the last one of its request."""
+        trees = dict[str, DraftTree]()
+        for request_id, call in calls.items():
+            try:
+                trees[request_id] = self._calls.result(call, STEP_SECONDS)
+            except TimeoutError:
+                self.outputs[request_id].drafted = None
+        return trees
 
     def root_masks(self, tokens_of: Mapping[str, Seq[int]]) -> dict[str, bytes]:
         """By request id, bits of the tokens that may follow the committed ones; only of requests with a grammar.
@@ -102,21 +120,23 @@ class GrammarManager:
 
         Valid between `root_masks` and the next step.
         """
-        spare, calls = LEVEL_SECONDS * self._num_threads, {}
+        spare, seconds, calls = LEVEL_SECONDS * self._num_threads, self._tree_seconds(len(paths)), {}
         for request_id, own in paths.items():
             output = self.outputs.get(request_id)
             if output is not None and spare > 0:
                 spare -= output.seconds * len(own)
-                calls[request_id] = self._calls.submit(output.path_masks, own)
+                calls[request_id] = self._calls.submit(output.path_masks, own, seconds)
         return lambda: self._collect(calls, {})
 
     def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
         """Start to compute the masks of a step. Returns a function that waits for them."""
-        calls = {}
-        for rows in batch:
-            output = self.outputs.get(rows.request.id)
-            if output is not None and rows.tree is not None:
-                calls[rows.request.id] = self._calls.submit(output.masks, rows.tokens, rows.tree)
+        structured = [rows for rows in batch if rows.request.id in self.outputs]
+        trees = {rows.request.id: (rows.tokens, rows.tree) for rows in structured if rows.tree is not None}
+        seconds = self._tree_seconds(sum(tree.num_drafted > 0 for _, tree in trees.values()))
+        calls = {
+            request_id: self._calls.submit(self.outputs[request_id].masks, tokens, tree, seconds)
+            for request_id, (tokens, tree) in trees.items()
+        }
 
         def wait() -> TokenMasks:
             errors: dict[str, str] = {}
@@ -141,108 +161,115 @@ class GrammarManager:
 class FollowedOutput:
     """The output of one request.
 
-    grammar: of the request. num_before: tokens before the first of the output. ends: tokens that end the output, which the
-    grammar never sees. end_bits: those that may follow where the output may end, last_bits where it must. matcher: behind
-    the first `num_tokens` tokens of the sequence. root: the mask behind the last token, once it is
-    computed. known: masks behind paths below it. seconds: mean time of a mask. failed: why nothing more can be computed,
-    else empty. late_at: when the thread's work on a tree is late. has_trees: whether drafted tokens are followed, which
-    ends once they take too much work.
+    committed: follows its first `num_tokens` tokens, prompt included. drafted: the same for draft trees, None once they take
+    too much work. ends: tokens that end the output, which the grammar never sees. end_bits: those that may follow where the
+    output may end, last_bits where it must. root: the mask behind the last token, once it is computed. known: masks behind
+    paths below it. seconds: mean time of a mask. failed: why nothing more can be computed, else empty. late_at: when the
+    thread's work on a tree is late.
     """
 
-    grammar: Grammar
-    num_before: int
+    committed: Matcher
+    drafted: Matcher | None
+    num_tokens: int
     ends: frozenset[int]
     end_bits: TokenBits
     last_bits: TokenBits
-    matcher: Matcher = field(init=False)
-    num_tokens: int = field(init=False)
     root: NodeMask | None = None
     known: dict[Path, NodeMask] = field(default_factory=dict)
     seconds: float = 0.0
     failed: str = ""
     late_at: float = 0.0
-    has_trees: bool = True
-
-    def restart(self, tokens: Seq[int]) -> None:
-        """Follow all committed tokens from the first of the output. Raises InvalidRequest if they do not match."""
-        self.matcher, self.num_tokens, self.root = self.grammar.matcher(), self.num_before, None
-        late_at = time.thread_time() + FOLLOW_SECONDS
-        while self.num_tokens < len(tokens):
-            self._consume(tokens[self.num_tokens : self.num_tokens + 8])
-            if time.thread_time() > late_at:
-                raise InvalidRequest(_TOO_SLOW, "structured_outputs")
 
     def follow(self, tokens: Seq[int]) -> None:
-        """Advance to the end of the committed tokens. Raises InvalidRequest if they do not match."""
+        """Advance to the end of the committed tokens. Raises InvalidRequest if that takes too much work."""
         if self.failed:
             raise InvalidRequest(self.failed, "structured_outputs")
-        if self.num_tokens < len(tokens):
-            try:
-                self._consume(tokens[self.num_tokens :])
-            except InvalidRequest as error:
-                self.failed = str(error)
-                raise
-
-    def _consume(self, tokens: Seq[int]) -> None:
-        if self.matcher.consume(tokens) < len(tokens):
-            raise InvalidRequest(_CANNOT_FOLLOW, "structured_outputs")
-        self.num_tokens += len(tokens)
-        self.root = None
+        latest = tokens[self.num_tokens :]
+        if not latest:
+            return
+        self.num_tokens, self.root = len(tokens), None
         self.known.clear()
+        try:
+            num_followed = self.committed.consume(latest)
+        except InvalidRequest as error:
+            self.failed = str(error)
+            raise
+        assert num_followed == len(latest), "only tokens that the grammar allows are drawn"
+        try:
+            if self.drafted and self.drafted.consume(latest) < len(latest):
+                self.drafted = None
+        except InvalidRequest:
+            self.drafted = None
 
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
         """What may follow the committed tokens."""
         self.follow(tokens)
-        self.root = self.root or self._mask(self.matcher)
-        return self.root
+        root = self.root or self._mask(self.committed)
+        if root is None:
+            raise InvalidRequest(_DEAD_END, "structured_outputs")
+        self.root = root
+        return root
 
-    def masks(self, tokens: Seq[int], tree: DraftTree) -> TreeMasks:
+    def masks(self, tokens: Seq[int], tree: DraftTree, seconds: float) -> TreeMasks:
         """The mask of every node along its own path. None below an end, and at nodes that the grammar rejects.
+
+        seconds: processor time for all but the root's mask.
 
         Raises InvalidRequest if the root has none: plain decoding ends there too.
         """
         masks: list[NodeMask | None] = [None] * len(tree)
         masks[0] = self.root_mask(tokens)
-        self.late_at, unvisited = time.thread_time() + TREE_SECONDS, set[int]()
+        self.late_at, unvisited = time.thread_time() + seconds, set[int]()
         try:
-            self._visit(tree, 0, (), self.matcher, masks, unvisited)
+            if tree.num_drafted and self.drafted is not None:
+                self._visit(tree, 0, (), self.drafted, masks, unvisited)
+            else:
+                unvisited.update(range(1, len(tree)))
         except InvalidRequest:
             unvisited.update(node for node, mask in enumerate(masks) if mask is None)
-            self.has_trees = False
+            self.drafted = None
         return TreeMasks(masks, frozenset(unvisited))
 
-    def path_masks(self, paths: Seq[Path]) -> list[TokenBits | None]:
-        """The masks behind paths below the committed tokens; None for those that are rejected, and that come too late."""
-        self.late_at = time.thread_time() + TREE_SECONDS
-        return [self._path_mask(path) if self.has_trees and not self._is_late else None for path in paths]
+    def path_masks(self, paths: Seq[Path], seconds: float) -> list[TokenBits | None]:
+        """The masks behind paths below the committed tokens; None for those that are rejected, and that come too late.
+
+        seconds: processor time for all of them.
+        """
+        self.late_at = time.thread_time() + seconds
+        return [None if self._is_late else self._path_mask(path) for path in paths]
 
     def _path_mask(self, path: Path) -> TokenBits | None:
-        if self.failed or not self.ends.isdisjoint(path):
+        if self.failed or self.drafted is None or not self.ends.isdisjoint(path):
             return None
         try:
-            matcher = self.matcher.fork()
-            if matcher.consume(path) == len(path):
-                self.known[path] = self._mask(matcher)
+            matcher = self.drafted.fork()
+            if matcher.consume(path) == len(path) and (mask := self._mask(matcher)):
+                self.known[path] = mask
         except InvalidRequest:
-            self.has_trees = False
+            self.drafted = None
         return self.known[path].bits if path in self.known else None
 
-    def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
-        """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes."""
+    def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int, seconds: float) -> DraftTree:
+        """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes.
+
+        seconds: processor time; what there is no time for is left out.
+        """
         root_only = DraftTree.root_only(tree.tokens[0])
         if self.seconds:
-            max_nodes = min(max_nodes, max(int(TREE_SECONDS / self.seconds), 1))
-        if self.failed or not self.has_trees or max_nodes <= 1:
+            max_nodes = min(max_nodes, max(int(seconds / self.seconds), 1))
+        if self.failed or self.drafted is None or max_nodes <= 1:
             return root_only
-        self.late_at = time.thread_time() + TREE_SECONDS
+        self.late_at = time.thread_time() + seconds
         try:
             self.follow(tokens)
+            if self.drafted is None:
+                return root_only
             if tree.sampled is not None:
                 return self._pruned_sample(tree, tree.sampled, max_nodes)
             edited = _EditedTree(tree, max_nodes, max_depth)
-            self._edit(edited, 0, 0, 0, self.matcher)
+            self._edit(edited, 0, 0, 0, self.drafted)
         except InvalidRequest:
-            self.has_trees = False
+            self.drafted = None
             return root_only
         return edited.best()
 
@@ -250,24 +277,20 @@ class FollowedOutput:
     def _is_late(self) -> bool:
         return time.thread_time() > self.late_at
 
-    def _mask(self, matcher: Matcher) -> NodeMask:
-        """What may be drawn where a matcher is. Raises InvalidRequest if nothing may."""
+    def _mask(self, matcher: Matcher) -> NodeMask | None:
+        """What may be drawn where a matcher is, None if nothing may. Raises InvalidRequest if that takes too much work."""
         started = time.thread_time()
         bits, is_accepting = matcher.mask(), matcher.is_accepting
         seconds = time.thread_time() - started
         self.seconds += _RATE * (seconds - self.seconds)
         if bits.any():
             return NodeMask(bits | self.end_bits if is_accepting else bits)
-        if not is_accepting:
-            raise InvalidRequest(
-                "structured_outputs asks for text that no token of the model continues; change it", "structured_outputs"
-            )
-        return NodeMask(self.last_bits, must_end=True)
+        return NodeMask(self.last_bits, must_end=True) if is_accepting else None
 
     def _visit(
         self, tree: DraftTree, node: int, path: Path, matcher: Matcher, masks: list[NodeMask | None], unvisited: set[int]
     ) -> None:
-        """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`.
+        """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`, dead ends too.
 
         path, matcher: of the node.
         """
@@ -278,7 +301,10 @@ class FollowedOutput:
             elif token not in self.ends and (behind := matcher.behind(token)):
                 below = (*path, token)
                 masks[child] = self.known.get(below) or self._mask(behind)
-                self._visit(tree, child, below, behind, masks, unvisited)
+                if masks[child] is None:
+                    unvisited.add(child)
+                else:
+                    self._visit(tree, child, below, behind, masks, unvisited)
 
     def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int, matcher: Matcher) -> None:
         """Add the children of a node of the drafted tree that match, and the token that the grammar forces there.
@@ -303,7 +329,8 @@ class FollowedOutput:
         A node keeps all its children or none: to leave out some of them would change the distribution.
         """
         kept, open_ = [0], set[int]()
-        self._keep(tree, 0, self.matcher, max_nodes, kept, open_)
+        assert self.drafted is not None
+        self._keep(tree, 0, self.drafted, max_nodes, kept, open_)
         if len(kept) == len(tree):
             return tree
         kept.sort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -20,8 +21,10 @@ from eyas.drafters.base import Drafter
 from eyas.engine import grammar_manager
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.engine.grammar_manager import FollowedOutput
+from eyas.engine.grammar_manager import FollowedOutput, GrammarManager
+from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
+from eyas.grammar import OutputMatchers
 from eyas.request import Chunk, Request, SamplingParams, StructuredOutputs
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
@@ -278,6 +281,11 @@ def ambiguous(number: int) -> StructuredOutputs:
     return StructuredOutputs(grammar="\n".join(['root ::= "k" s', f's ::= {start} | "a"', *rules]))
 
 
+def matchers_of(engine: Engine, structured: StructuredOutputs) -> OutputMatchers:
+    """Before the first token, with drafts."""
+    return engine._compiler.matchers(structured, (), has_drafts=True).result()
+
+
 def hostile_request(number: int) -> Request:
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=5, structured_outputs=ambiguous(number))
     return Request("hostile", (5, 9, 17), sampling)
@@ -305,6 +313,75 @@ def test_drafts_do_not_change_where_a_grammar_costs_too_much(target: str, monkey
     assert "too much work" in chunks[0][-1].message
 
 
+def test_drafts_use_up_no_lexer_states_of_the_output(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lexer of the drafts is full soon; that of the output is not, and the output goes on without drafts."""
+    monkeypatch.setattr(grammar, "LEXER_STATES", 300)
+    structured = StructuredOutputs(regex="(?s:.*[a-m].{9}.*[n-z].{9}q)")
+    request = Request("r", (5, 9, 17), SamplingParams(max_tokens=40, seed=5, structured_outputs=structured))
+    plain, speculative = (run(make_engine(target, drafter), [request]) for drafter in (None, RandomDrafter(48)))
+    assert tokens_of(speculative) == tokens_of(plain)
+    sizes = [chunk.verify_step.drafted for chunk in speculative["r"] if chunk.verify_step]
+    assert any(sizes)
+    assert not any(sizes[-8:])
+
+
+def test_a_dead_end_in_a_draft_ends_no_drafts(target: str) -> None:
+    """The root allows "z", behind which no token of the model fits; the output takes another way."""
+    token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "zk"}
+    structured = StructuredOutputs(regex="z\u00e9|k{9}")
+    request, engine = Request("r", (5,), SamplingParams(seed=1, structured_outputs=structured)), make_engine(target)
+    engine._grammars.add(request, matchers_of(engine, structured))
+    output = engine._grammars.outputs["r"]
+    tree = DraftTree((5, token["z"], token["k"], token["k"]), (0, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
+    masks = output.masks(request.prompt_ids, tree, 1.0)
+    assert masks.unvisited == {1}
+    assert [mask is not None and mask.allows(token["k"]) for mask in masks.nodes] == [True, False, True, True]
+    assert masks.nodes[0] is not None
+    assert masks.nodes[0].allows(token["z"]), "plain decoding may draw it"
+    assert output.drafted is not None
+    output.follow((5, token["z"]))
+    with pytest.raises(InvalidRequest, match="no token of the model continues"):
+        output.root_mask((5, token["z"]))
+
+
+def test_trees_are_pruned_beside_the_engines_thread(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, all_threads, own_thread = make_engine(target, RandomDrafter(48)), list[float](), list[float]()
+    prune = engine._grammars.prune
+
+    def timed(*args: Any) -> list[DraftReply]:
+        started, own = time.process_time(), time.thread_time()
+        replies = prune(*args)
+        all_threads.append(time.process_time() - started)
+        own_thread.append(time.thread_time() - own)
+        return replies
+
+    monkeypatch.setattr(engine._grammars, "prune", timed)
+    for name in "abcd":
+        engine.submit(replace(hostile_request(120), id=name))
+    for _ in range(5):
+        engine.step()
+    assert sum(all_threads) > 0.005
+    assert sum(own_thread) < sum(all_threads) / 4
+
+
+def test_the_trees_of_a_step_share_its_time() -> None:
+    manager = GrammarManager(frozenset({1}), 48)
+    few, many = manager._tree_seconds(1), manager._tree_seconds(64)
+    assert 0 < many < few
+    assert 64 * many <= grammar_manager.TREES_SECONDS * manager._num_threads * 1.001
+
+
+def test_the_engines_thread_follows_no_output_that_is_brought_along(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens = make_engine(target), plain_outputs(target, 1.0)["regex"]
+    request = next(request for request in requests_at(1.0) if request.id == "regex")
+    moved = replace(request, prompt_ids=(*request.prompt_ids, *tokens[:3]), num_emitted=3)
+    matchers = engine.follow(moved).result()
+    with monkeypatch.context() as patch:
+        patch.delattr(grammar.Matcher, "consume")
+        engine.submit(moved, matchers)
+    assert engine.has_work
+
+
 @pytest.mark.parametrize("kind", TEMPERATURES)
 def test_outputs_are_the_same_if_time_runs_out_anywhere(
     kind: str, target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
@@ -326,12 +403,13 @@ def test_outputs_are_the_same_if_time_runs_out_anywhere(
 def test_a_sampled_tree_is_cut_between_families(max_nodes: int, target: str) -> None:
     engine = make_engine(target)
     request = next(request for request in requests_at(1.0) if request.id == "regex")
-    output = engine._grammars.followed(request, engine.compiler.compile(ambiguous(1)))
+    engine._grammars.add(request, matchers_of(engine, ambiguous(1)))
+    output = engine._grammars.outputs[request.id]
     token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "kabz"}
     tokens = (request.prompt_ids[-1], *(token[text] for text in "kzazb"))
     probs = DraftProbs(tuple(sorted(token.values())), (0.25,) * 4)
     tree = DraftTree(tokens, (0, 0, 0, 1, 1, 3), (0.0, -1.0, -1.0, -2.0, -2.0, -3.0))
     tree = replace(tree, sampled=SampledProposal({0: probs, 1: probs, 3: probs}))
-    pruned = output.pruned(request.prompt_ids, tree, max_nodes, 8)
+    pruned = output.pruned(request.prompt_ids, tree, max_nodes, 8, 1.0)
     assert len(pruned) == {1: 1, 2: 1, 4: 3, 12: 6}[max_nodes]
     assert pruned.sampled is None or pruned.sampled.draft_probs.keys() == pruned.families.keys()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from eyas import grammar
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.grammar import MAX_CACHED, MAX_COMPILING, Grammar, GrammarCompiler, Matcher
+from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
@@ -230,25 +232,43 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
 
 
-def test_a_grammar_whose_lexer_is_full_is_compiled_again() -> None:
-    """Outputs share the states of its lexer, so all would fail. A cached one would refuse every later request."""
-    compiler, rng = GrammarCompiler(TARGET, 4096, frozenset({1})), random.Random(0)
-    structured = StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)")
+def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler) -> None:
+    """Copies of one matcher share the states of its lexer, so that all of them would fail with the first one."""
+    rng, found = random.Random(0), compiler.compile(StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)"))
 
-    def follow(grammar: Grammar) -> None:
-        matcher = grammar.matcher()
-        for _ in range(100):
+    def follow(matcher: Matcher, num_tokens: int) -> None:
+        for _ in range(num_tokens):
             (allowed,) = np.unpackbits(matcher.mask(), bitorder="little").nonzero()
             matcher.consume([rng.choice(allowed.tolist())])
 
-    full = compiler.compile(structured)
-    for _ in range(2):
-        with pytest.raises(InvalidRequest, match="too many states"):
-            follow(full)
-    again = compiler.compile(structured)
-    assert again is not full
-    assert again.matcher().mask().any()
-    assert compiler.compile(structured) is again
+    other = found.matcher()
+    follow(other, 3)
+    with pytest.raises(InvalidRequest, match="too many states"):
+        follow(found.matcher(), 100)
+    follow(other, 3)
+    follow(found.matcher(), 3)
+
+
+EXIT = """
+from eyas import grammar
+from eyas.errors import InvalidRequest
+from eyas.request import StructuredOutputs
+
+compiler = grammar.GrammarCompiler({target!r}, 4096, frozenset({{1}}))
+compiler.compile(StructuredOutputs(regex="first"))
+grammar.COMPILE_SECONDS = 0.02
+try:
+    compiler.compile(StructuredOutputs(grammar={slow!r}))
+except InvalidRequest as error:
+    print(error)
+"""
+
+
+def test_an_exit_while_a_grammar_compiles_is_silent() -> None:
+    script = EXIT.format(target=TARGET, slow=wide(200).grammar)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "takes more than 0.02 s" in ended.stdout
+    assert ended.stderr == ""
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
