@@ -65,7 +65,11 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return []
-        return [s for s in sequences if self.drafts(s.request) and _has_new_tokens(s) and drafter.can_draft(s.request.id)]
+        return [
+            s
+            for s in sequences
+            if s.request.num_draft_tokens != 1 and _has_new_tokens(s) and drafter.can_draft(s.request.id)
+        ]
 
     def request(
         self,
