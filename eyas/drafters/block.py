@@ -20,7 +20,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, newest_rows, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, ddtree_shape
@@ -30,7 +30,8 @@ from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.layers import Projected
-from eyas.tensors import moved, upload
+from eyas.models.inputs import PackedInputs
+from eyas.tensors import moved
 
 
 class BlockDrafter(NeuralDrafter[None]):
@@ -60,7 +61,7 @@ class BlockDrafter(NeuralDrafter[None]):
         ledger: KVLedger[None] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
         slots = slots and replace(slots, first=self._kv.scratch - num_tree_slots, spare=self._kv.scratch)
-        self._use_slots(slots, capture, 0, self._dtype)
+        self._use_slots(slots, capture, 0, self._dtype, self._cache_context, c.hidden)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -72,16 +73,17 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
-        head, device = self._head, self.draft_ids.device
-        new, places = newest_rows(self._prefix_slots(contexts), [num_features(context) for context in contexts])
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, device, self._dtype)
-        slots, positions = upload(new, device), upload(places, device)
+        features = moved(features, self.draft_ids.device, self._dtype)
+        return self._run_new(contexts, features, self._cache_context)
+
+    def _cache_context(self, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
+        """An ExtendPass."""
         for layer, (keys, values) in enumerate(zip(self._kv.keys, self._kv.values, strict=True)):
-            rows = head.project_context(layer, features, positions)
-            keys.index_copy_(0, slots, rows.key)
-            values.index_copy_(0, slots, rows.value)
-        return torch.empty(len(contexts), 0, dtype=self._dtype, device=device)
+            projected = self._head.project_context(layer, features, rows.positions)
+            keys.index_copy_(0, rows.slots, projected.key)
+            values.index_copy_(0, rows.slots, projected.value)
+        return features.new_empty(len(rows.logits_indices), 0)
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         states = block_states(self._head, self._kv, roots)[:, : shape.num_steps]

@@ -11,8 +11,9 @@ buckets are captured at start. Legend: S sessions of the bucket, C columns, H wi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -46,7 +47,9 @@ from eyas.drafters.tree_growth import (
 )
 from eyas.drafters.tree_rows import Roots, RowLayout, SlotRows, TreeSlots
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture, padded_size, with_progress
+from eyas.models.cuda.graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets, with_progress
+from eyas.models.cuda.metadata import bucket_shape, build_words, max_words, view
+from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import Filters, filtered_probs_no_sync, filtering, tempered_probs
 from eyas.tensors import Ints, upload
@@ -56,6 +59,11 @@ from eyas.tree import DraftTree
 NUM_RESULTS = 5
 # Runs on static inputs and leaves its result in the same memory each time. The last one of a round returns the result.
 Stage = Callable[[], Tensor | None]
+
+
+# Runs the new rows of sessions: features [R, H], inputs of all rows, whose logits are asked for at each session's last one,
+# and inputs of the last rows alone, for attention in the last layer. Returns the states [S, H] of the last rows.
+ExtendPass = Callable[[Tensor, PackedInputs, PackedInputs], Tensor]
 
 
 @dataclass(frozen=True)
@@ -152,18 +160,13 @@ class RoundGraphs:
 
     def _stages(self, sessions: int) -> Sequence[Stage]:
         if sessions not in self._replays:
-            try:
-                self._replays[sessions] = self._captured(sessions)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"the drafter cannot be captured as a CUDA graph, set drafting.cuda_graphs to false: {error}"
-                ) from error
+            self._replays[sessions] = self._captured(sessions)
         return self._replays[sessions]
 
     def _captured(self, sessions: int) -> list[Stage]:
         found: list[Stage] = []
         for stage in self.stages(sessions):
-            found.append(self._capture(stage))
+            found.append(capture_or_explain(self._capture, stage))
             found[-1]()  # the next stage reads what this one leaves, and a capture leaves nothing
         return found
 
@@ -404,6 +407,69 @@ class ChainGraphs:
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)
 
         return [draw]
+
+
+class ExtendGraphs:
+    """The new rows of sessions from captured passes, one for each bucket of rows."""
+
+    def __init__(self, run: ExtendPass, place: RoundPlace, feature_size: int, rows_per_session: int) -> None:
+        """run: what is captured. rows_per_session: of a round that is captured, on average."""
+        slots, device = place.slots, place.slots.trees.device
+        self._run, self._place = run, place
+        self._buckets = row_buckets(min(slots.max_sessions * rows_per_session, MAX_GRAPH_ROWS))
+        most = max(max_words(shape) for shape in self._shapes(self._buckets[-1]))
+        self._words = torch.zeros(2, most + slots.spare, dtype=torch.int32, device=device)
+        self._features = torch.zeros(self._buckets[-1], feature_size, dtype=place.dtype, device=device)
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+
+    def warm_up(self) -> None:
+        """Capture all buckets, the largest first. Shows a progress bar."""
+        for bucket in with_progress(self._buckets[::-1], "capturing passes of new tokens"):
+            self._write((), self._shapes(bucket))
+            self._replay(bucket)
+
+    def extend(self, rows: Sequence[Segment], last: Sequence[Segment], features: Tensor) -> Tensor | None:
+        """States [S, H] of the last rows, see ExtendPass; None for more rows than a graph holds."""
+        count = sum(len(segment.tokens) for segment in rows)
+        if count > self._buckets[-1] or len(rows) > self._place.slots.max_sessions:
+            return None
+        bucket = self._buckets[bisect_left(self._buckets, count)]
+        self._write((rows, last), self._shapes(bucket))
+        self._features[:count].copy_(features)
+        return self._replay(bucket)()[: len(rows)].clone()
+
+    def _shapes(self, bucket: int) -> tuple[MetadataShape, MetadataShape]:
+        """Shapes of all rows, with the last ones as those whose logits are asked for, and of the last rows alone."""
+        slots = self._place.slots
+        sessions = min(bucket, slots.max_sessions)
+        shapes = [bucket_shape(rows, sessions, slots.trees.tiling) for rows in (bucket, sessions)]
+        return replace(shapes[0], logits=sessions), shapes[1]
+
+    def _write(self, passes: Sequence[Sequence[Segment]], shapes: Sequence[MetadataShape]) -> None:
+        for segments, shape, buffer in zip(passes or ((), ()), shapes, self._words, strict=True):
+            words = build_words(segments, shape, self._place.slots.spare)
+            buffer[: len(words)].copy_(upload(words, buffer.device))
+
+    def _replay(self, bucket: int) -> Callable[[], Tensor]:
+        if bucket not in self._replays:
+            self._replays[bucket] = capture_or_explain(self._place.capture, partial(self._captured, bucket))
+        return self._replays[bucket]
+
+    def _captured(self, bucket: int) -> Tensor:
+        rows, last = (
+            view(words, shape, shape.logits) for words, shape in zip(self._words, self._shapes(bucket), strict=True)
+        )
+        return self._run(self._features[:bucket], rows, last)
+
+
+def capture_or_explain(capture: Capture, run: Callable[[], Out]) -> Callable[[], Out]:
+    """Capture a function. Raises ConfigError for a drafter that cannot be captured."""
+    try:
+        return capture(run)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the drafter cannot be captured as a CUDA graph, set drafting.cuda_graphs to false: {error}"
+        ) from error
 
 
 def float_bits(value: float) -> int:

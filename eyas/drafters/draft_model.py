@@ -24,7 +24,8 @@ from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.tree_growth import Expansion, LevelCosts
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture
+from eyas.models.cuda.backend import ForwardBackend, KernelBackend
+from eyas.models.cuda.graphs import Capture, CaptureLimits, GraphBackend
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
 from eyas.models.target import TargetModel
 from eyas.tensors import Ints
@@ -84,6 +85,18 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
         slots = slots and replace(slots, first=None, spare=self._kv.scratch)
         self._use_slots(slots, capture, model.vocab_size, torch.float32)
+        self._backend: ForwardBackend = model
+        self._capture = capture
+        if slots:
+            self._backend = KernelBackend(model, slots.trees.tiling, self._kv.scratch)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        super().warm_up()
+        if self._slots and self._capture and isinstance(self._backend, KernelBackend):
+            rows = self._slots.max_sessions * (self.tree.num_steps + 1)
+            limits = CaptureLimits(rows, self._slots.max_sessions, self._kv.scratch)
+            self._backend = GraphBackend(self._backend, self._kv, limits, self._capture)
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
@@ -103,7 +116,8 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         """
         logits = [torch.empty(0, self._model.vocab_size, device=self._model.device)]
         for segments in split_passes([self._new_rows(context) for context in contexts], self._chunk_tokens):
-            logits.append(self._model.forward(self._model.pack(segments), self._kv).logits)
+            # the next pass may overwrite the logits
+            logits.append(self._backend.forward(self._backend.pack(segments), self._kv).logits.clone())
         return torch.cat(logits)
 
     def _new_rows(self, context: DraftContext) -> Segment:

@@ -20,7 +20,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import CapturedGrowth, GrowthGraphs, RoundPlace, TreeSpec
-from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, last_rows, newest_rows, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, plan_tree_slots
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
@@ -30,8 +30,8 @@ from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected
-from eyas.models.inputs import pack
-from eyas.tensors import Bools, moved, upload
+from eyas.models.inputs import PackedInputs
+from eyas.tensors import Bools, moved
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -74,7 +74,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         spare, first = self._kv.scratch, self._kv.scratch - num_slots - num_ahead
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         self._level_costs = LevelCosts() if is_pass_per_level else None
-        self._use_slots(slots and replace(slots, first=first, spare=spare), capture, c.hidden, dtype)
+        slots = slots and replace(slots, first=first, spare=spare)
+        self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._ahead_slots = ahead_slots and replace(ahead_slots, first=first + num_slots, spare=spare)
         self._ahead_graphs = self._growth_graphs(config, ahead_capture, dtype)
 
@@ -147,26 +148,23 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
         Returns the state [S, H] behind each session's last pair.
         """
-        head, device = self._head, self._head.embedding.device
-        slots = self._prefix_slots(contexts)
-        counts = [num_features(c) for c in contexts]
-        new, places = newest_rows(slots, counts)
-        tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
-        features = moved(torch.cat([c.features for c in contexts if c.features is not None]), device, head.embedding.dtype)
-        index, positions, ids, last = (upload(ints, device) for ints in (new, places, tokens, np.cumsum(counts) - 1))
-        rows = head.project(features, ids, positions)
-        deepest = head.config.num_layers - 1
-        if deepest:
-            packed = pack([last_rows(s, n) for s, n in zip(slots, counts, strict=True)], device)
-            for layer in range(deepest):
-                attended = cache_and_attend(self._kv, layer, rows, index, rows.query, packed)
-                rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), positions)
-        packed = pack([last_rows(s, 1) for s in slots], device)
-        attended = cache_and_attend(self._kv, deepest, rows, index, rows.query[last], packed)
-        states = head.finish(attended, rows.residual[last])
+        features = torch.cat([context.features for context in contexts if context.features is not None])
+        features = moved(features, self.draft_ids.device, self._head.embedding.dtype)
+        states = self._run_new(contexts, features, self._run_pairs, self._head.config.num_layers > 1)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states
+
+    def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
+        """An ExtendPass."""
+        head, slots, ends = self._head, pairs.slots, pairs.logits_indices
+        rows = head.project(features, pairs.tokens, pairs.positions)
+        deepest = head.config.num_layers - 1
+        for layer in range(deepest):
+            attended = cache_and_attend(self._kv, layer, rows, slots, rows.query, pairs)
+            rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions)
+        attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
+        return head.finish(attended, rows.residual[ends])
 
 
 class EagleExpansion:

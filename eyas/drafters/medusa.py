@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree
@@ -30,7 +31,7 @@ from eyas.models.cuda.graphs import Capture, padded_size
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
-from eyas.models.inputs import pack
+from eyas.models.inputs import PackedInputs
 from eyas.tensors import moved, upload
 
 # Estimate for the default static tree: the child of rank r is right with a probability proportional to
@@ -66,9 +67,17 @@ class MultiHeadDrafter(NeuralDrafter[None]):
             self._kv = make_kv_cache(config, [(sizes.num_kv_heads, sizes.head_dim)], self._dtype, device)
             sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
+        run = partial(self._run_prefix, self._prefix) if self._prefix else None
+        self._use_slots(self._plan_slots(config, capture), capture, head.hidden, self._dtype, run, head.hidden)
+
+    def _plan_slots(self, config: DraftingConfig, capture: Capture | None) -> TreeSlots | None:
+        """Trees have no rows in slots; the prefix layer attends to its own."""
+        device, max_batch = self.draft_ids.device, config.cuda_graph_max_batch
+        if self._prefix:
+            plan = plan_tree_slots(self._prefix.sizes, self._dtype, device, len(self._prefix.rotary), (), max_batch, capture)
+            return plan and replace(plan, first=None, spare=self._kv.scratch)
         nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
-        slots = TreeSlots(nothing, nothing, padded_size(config.cuda_graph_max_batch, 1), None) if capture else None
-        self._use_slots(slots, capture, head.hidden, self._dtype)
+        return TreeSlots(nothing, nothing, padded_size(max_batch, 1), None) if capture else None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -79,23 +88,17 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return self.sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        device = self.draft_ids.device
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, device, self._dtype)
-        last = upload(np.cumsum([num_features(context) for context in contexts]) - 1, device)
-        return self._run_prefix(self._prefix, features, last, contexts) if self._prefix else features[last]
+        features = moved(features, self.draft_ids.device, self._dtype)
+        if self._prefix:
+            return self._run_new(contexts, features, partial(self._run_prefix, self._prefix))
+        return features[upload(np.cumsum([num_features(context) for context in contexts]) - 1, features.device)]
 
-    def _run_prefix(self, layer: PrefixLayer, features: Tensor, last: Tensor, contexts: Sequence[DraftContext]) -> Tensor:
-        """Cache keys and values of the new features [R, H].
-
-        last: row of each session's last one, int64 [S]. Returns the layer's output [S, H] behind these.
-        """
-        slots = [self.sessions[context.session].slots for context in contexts]
-        new, positions = newest_rows(slots, [num_features(context) for context in contexts])
-        rows = layer.project(features, upload(positions, last.device))
-        packed = pack([last_rows(own, 1) for own in slots], last.device)
-        attended = cache_and_attend(self._kv, 0, rows, upload(new, last.device), rows.query[last], packed)
-        return layer.finish(attended, rows.residual[last])
+    def _run_prefix(self, layer: PrefixLayer, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
+        """An ExtendPass: cache keys and values of the new features, and run the last one of each session."""
+        projected, ends = layer.project(features, rows.positions), rows.logits_indices
+        attended = cache_and_attend(self._kv, 0, projected, rows.slots, projected.query[ends], last)
+        return layer.finish(attended, projected.residual[ends])
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         return [no_slots()] * len(contexts)

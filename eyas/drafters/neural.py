@@ -23,9 +23,9 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
-from eyas.drafters.cuda_graphs import ChainGraphs, RoundPlace, TreeGraphs, TreeSpec
+from eyas.drafters.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
 from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, biased_scorer, make_scorer, probs_scorer
-from eyas.drafters.sessions import KVLedger, KVSession, StateT
+from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
 from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
@@ -44,9 +44,10 @@ from eyas.drafters.tree_rows import PaddedPrefix, Roots, RowLayout, SlotRows, Tr
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import tiling_on, why_no_kernel_for
 from eyas.models.cuda.graphs import Capture, padded_size
+from eyas.models.cuda.metadata import pack_with_metadata, tight_shape
 from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
 from eyas.models.heads.layers import LayerSizes, Projected
-from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
 
@@ -83,15 +84,25 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._slots: TreeSlots | None = None
         self._graphs: TreeGraphs | None = None
         self._chain_graphs: ChainGraphs | None = None
+        self._extend_graphs: ExtendGraphs | None = None
         self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
         name = config.emulated_device
         self.device = emulated_device(name, draft_ids.device) if name else None
 
-    def _use_slots(self, slots: TreeSlots | None, capture: Capture | None, state_size: int, dtype: torch.dtype) -> None:
+    def _use_slots(
+        self,
+        slots: TreeSlots | None,
+        capture: Capture | None,
+        state_size: int,
+        dtype: torch.dtype,
+        extend: ExtendPass | None = None,
+        feature_size: int = 0,
+    ) -> None:
         """Let the rows of trees lie in slots, for the attention kernel; and capture rounds by `capture`.
 
-        slots: None for the plain attention, whose rounds are not captured. state_size, dtype: of a state.
+        slots: None for the plain attention, whose rounds are not captured. state_size, dtype: of a state. extend: runs new
+        rows; None if this is not captured. feature_size: of their features.
         """
         self._slots = slots
         if slots is None or capture is None:
@@ -100,6 +111,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         spec = TreeSpec(self._expand, self._rows_run, tree, self._static_tree, self.draft_ids)
         place = RoundPlace(slots, state_size, dtype, capture)
         self._graphs = TreeGraphs(spec, self._config, self.ranking, place)
+        if extend:  # a commit brings an accepted path and the target's own token
+            self._extend_graphs = ExtendGraphs(extend, place, feature_size, self.tree.num_steps + 1)
         self._chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
 
     @property
@@ -114,6 +127,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         if self._graphs and self._chain_graphs:
             self._graphs.warm_up()
             self._chain_graphs.warm_up()
+        if self._extend_graphs:
+            self._extend_graphs.warm_up()
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -180,6 +195,25 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             num_rows = len(roots.tokens) * shape.num_steps
             expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, scorer, shape))
         return EmulatedExpansion(expansion, self.device, num_cached)
+
+    def _run_new(self, contexts: Sequence[DraftContext], features: Tensor, run: ExtendPass, attends: bool = False) -> Tensor:
+        """Run the new features of each session by `run`, from a captured graph if one holds them.
+
+        attends: whether all rows attend to their prefixes, and not only the last ones.
+        """
+        counts = [num_features(context) for context in contexts]
+        slots = [self.sessions[context.session].slots for context in contexts]
+        rows = [new_rows(c, own, n, attends) for c, own, n in zip(contexts, slots, counts, strict=True)]
+        last = [last_rows(own, 1) for own in slots]
+        found = self._extend_graphs.extend(rows, last, features) if self._extend_graphs else None
+        return run(features, self._pack(rows), self._pack(last)) if found is None else found
+
+    def _pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Segments for the attention kernel if it runs, otherwise for the plain attention."""
+        device = self.draft_ids.device
+        if self._slots is None:
+            return pack(segments, device)
+        return pack_with_metadata(segments, tight_shape(segments, self._slots.trees.tiling), self._slots.spare, device)
 
     def _has_state(self, context: DraftContext) -> bool:
         """Whether `_extend` returns a state for the context."""
@@ -364,11 +398,15 @@ def plan_tree_slots(
     return TreeSlots(trees, chains, padded_size(max_batch, 1))
 
 
-def newest_rows(slots: Sequence[Slots], counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """Slots and positions of the last counts[s] cached rows of every session s, one session after the other."""
-    new = [own[len(own) - count :] for own, count in zip(slots, counts, strict=True)]
-    positions = [np.arange(len(own) - count, len(own)) for own, count in zip(slots, counts, strict=True)]
-    return np.concatenate(new), np.concatenate(positions)
+def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> Segment:
+    """The last `count` cached rows of a session with the last tokens of its commit, as causal rows over all of them.
+
+    attends: whether they see what is before them.
+    """
+    tokens = np.array(context.tokens[len(context.tokens) - count :])
+    start, last = len(slots) - count, np.array([count - 1])
+    prefix, visible = (slots[:start], None) if attends else (slots[:0], np.zeros((count, 0), dtype=np.bool_))
+    return Segment(tokens, np.arange(start, len(slots)), slots[start:], prefix, visible, last)
 
 
 def last_rows(slots: Slots, count: int) -> Segment:

@@ -81,7 +81,7 @@ def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head:
     ends = [2, 40, 129, 160]
     for base, end in zip([0, *ends], ends, strict=False):
         assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
-    assert len(captures) == SHAPE.num_steps + 1, "one for each level, and one for the choice of nodes"
+    assert len(captures) == SHAPE.num_steps + 4, "one for each level and the choice of nodes; three for new rows"
 
 
 @pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
@@ -144,7 +144,7 @@ def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: st
             drafter.draft_ahead()  # the next growth leaves what the other sessions still need
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "hydra-prefix", "sps"])
 def test_no_round_captures_a_graph_after_warmup(method: str, tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 
