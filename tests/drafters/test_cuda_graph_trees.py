@@ -56,7 +56,7 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
     plain = make(method, tiny_target, tiny_head, SHAPE, CONFIG, None)
     rounds = {
         "alone": ([9], [GREEDY]),
-        "three": ([30, 200, 4], [GREEDY, NOISED, FILTERED]),
+        "three": ([12, 40, 4], [GREEDY, NOISED, FILTERED]),
         "again": ([17, 12, 3, 1], [NOISED, GREEDY, FILTERED, NOISED]),
     }
     for name, (lengths, noises) in rounds.items():
@@ -77,8 +77,8 @@ def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head:
 
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, count)
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
-    tokens, features = session(3, 160)
-    ends = [2, 40, 129, 160]
+    tokens, features = session(3, 38)
+    ends = [2, 9, 30, 38]
     for base, end in zip([0, *ends], ends, strict=False):
         assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
     assert len(captures) == SHAPE.num_steps + 4, "one for each level and the choice of nodes; three for new rows"
@@ -111,7 +111,7 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
     for name, noise in (("free", NOISED), ("filtered", FILTERED)):
         contexts = [
             replace(commit(f"{name}{n}", *session(n, n), 0, n, each, BUDGETS[n % 2]), proposal="sampled")
-            for n, each in ((6, noise), (40, NOISED), (3, noise))
+            for n, each in ((6, noise), (11, NOISED), (3, noise))
         ]
         assert_same(drafter, plain, contexts)
     assert not buckets_of(drafter)
@@ -160,7 +160,7 @@ def test_no_round_captures_a_graph_after_warmup(method: str, tiny_target: str, t
     at_start = len(captures)
     for noise in (GREEDY, NOISED, FILTERED):
         assert_same(drafter, plain, [commit(f"{noise}", *session(7, 7), 0, 7, noise, BUDGETS[0])])
-    many = [commit(f"{n}", *session(n, n), 0, n, NOISED, BUDGETS[0]) for n in (200, 7, 9)]
+    many = [commit(f"{n}", *session(n, n), 0, n, NOISED, BUDGETS[0]) for n in (20, 7, 9)]
     assert_same(drafter, plain, many)
     assert len(captures) == at_start, "rounds of more sessions than a graph holds run in parts"
 
