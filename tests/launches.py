@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Modules with kernels. Those that they launch are the callables with one of Triton's two kinds of function.
-KERNEL_MODULES = ("eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels", "eyas.sampling.kernels")
+KERNEL_MODULES = (
+    "eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels", "eyas.sampling.kernels", "eyas.drafters.tree_kernels",
+)  # fmt: skip
 # Operations that launch nothing: views, and memory that is not written.
 FREE = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice", "select",
@@ -267,7 +269,16 @@ def sampling_calls(sm: int) -> None:
     top_k(torch.zeros(10, 32000, device=META), 10)
 
 
-KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls)
+def drafting_calls(sm: int) -> None:
+    """The children of a level of an EAGLE-3 head of Llama 3, and the noise of a round."""
+    from eyas.drafters.tree_kernels import best_children, shared_noise
+
+    words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
+    noise = shared_noise(words, draft_ids, 8)
+    best_children(torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META), words, noise, 1, 10)
+
+
+KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls, drafting_calls)
 
 
 def main(sm: int) -> None:

@@ -21,7 +21,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
-from eyas.drafters.scoring import Scorer
+from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, ddtree_shape
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
@@ -172,14 +172,14 @@ class ConditionalExpansion:
         self._logits = head.backbone_logits(states)
         self._memory = head.initial_state(len(roots), 1)
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         return self._score(0, self._roots[:, None])
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         self._memory = self._memory.gather(1, parents[:, :, None].expand(-1, -1, self._memory.shape[2]))
         return self._score(level, self._head.draft_ids[tokens])
 
-    def _score(self, level: int, previous: Tensor) -> Tensor:
+    def _score(self, level: int, previous: Tensor) -> Scores:
         """Scores [S, W, D] below nodes with the tokens `previous` [S, W]."""
         logits, states = (x[:, level : level + 1] for x in (self._logits, self._states))
         logits, self._memory = self._head.step(logits, states, previous, self._memory)

@@ -19,7 +19,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
-from eyas.drafters.scoring import Scorer
+from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.tree_growth import Expansion, LevelCosts
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
@@ -160,10 +160,10 @@ class ModelExpansion:
         self._tokens: tuple[Tensor, ...] = ()
         self._parents: tuple[Tensor, ...] = ()
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         return self._scorer(self._logits[:, None], 0)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         self._tokens, self._parents = (*self._tokens, tokens), (*self._parents, parents)
         self._rows = self._rows.level(level, parents, tokens)
         logits = self._model.forward(self._rows.packed, self._kv).logits

@@ -21,7 +21,7 @@ from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import CapturedGrowth, GrowthGraphs, RoundPlace, TreeSpec
 from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, plan_tree_slots
-from eyas.drafters.scoring import Scorer, make_scorer
+from eyas.drafters.scoring import Scorer, Scores, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
@@ -179,13 +179,13 @@ class EagleExpansion:
             SlotLevels(cached) if isinstance(cached, SlotRows) else BufferAttention(head, kv, cached, shape)
         )
 
-    def first(self) -> Tensor:
-        return self._scorer(self._head.logits(self._states), 0)
+    def first(self) -> Scores:
+        return self._scorer(self._head.raw_logits(self._states), 0)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         self._rows = self._rows.level(level, parents)
         self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
-        return self._scorer(self._head.logits(self._states), level)
+        return self._scorer(self._head.raw_logits(self._states), level)
 
     def parallel_logits(self, num_steps: int) -> Tensor:
         """Logits [S, num_steps, D] of P-EAGLE: of the last pair, and of mask rows behind it, which see those before.
@@ -196,11 +196,11 @@ class EagleExpansion:
         assert head.mask_feature is not None
         assert head.config.mask_token_id is not None
         if not count:
-            return head.logits(self._states)
+            return head.raw_logits(self._states)
         tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
         self._rows = self._rows.all_at_once() if isinstance(self._rows, SlotLevels) else self._rows.chain(count)
         features = head.mask_feature.expand(len(tokens), count, -1)
-        return head.logits(torch.cat([self._states, self._run(features, tokens)], 1))
+        return head.raw_logits(torch.cat([self._states, self._run(features, tokens)], 1))
 
     def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
         """States [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""

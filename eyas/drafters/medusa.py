@@ -22,7 +22,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
-from eyas.drafters.scoring import Scorer
+from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree
 from eyas.drafters.tree_rows import Roots, RowLayout, TreeSlots
@@ -153,10 +153,10 @@ class HydraExpansion:
         self._head, self._scorer = head, scorer
         self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         return self._scorer(self._head.logits(self._rows, 0), 0)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         above = self._rows.gather(1, parents[:, :, None].expand(-1, -1, self._rows.shape[2]))
         embedded = F.embedding(self._head.draft_ids[tokens], self._head.embedding)
         self._rows = torch.cat([above, embedded], -1)

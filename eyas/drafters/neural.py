@@ -24,7 +24,16 @@ from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
-from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, biased_scorer, make_scorer, probs_scorer
+from eyas.drafters.scoring import (
+    MaskedExpansion,
+    MaskedScorer,
+    Ranking,
+    Scorer,
+    Scores,
+    biased_scorer,
+    make_scorer,
+    probs_scorer,
+)
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -344,12 +353,15 @@ class EmulatedExpansion:
         self.expansion = expansion
         self._device, self._num_cached = device, num_cached
 
-    def first(self) -> Tensor:
-        return self._device.on_device(self.expansion.first())
+    def first(self) -> Scores:
+        scores = self.expansion.first()
+        assert isinstance(scores, Tensor), "an emulated device has no kernels"
+        return self._device.on_device(scores)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         inputs = level, on_host(parents), on_host(tokens)
         scores = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
+        assert isinstance(scores, Tensor), "an emulated device has no kernels"
         return self._device.on_device(scores)
 
 

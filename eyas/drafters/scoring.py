@@ -13,7 +13,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.grammar import TokenBits
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
+from eyas.sampling.sampler import MAX_KERNEL_K, Filters, Ranked, filtered_probs, filtering, filters_of, rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
@@ -46,8 +47,10 @@ if TYPE_CHECKING:
 ScorerKind = Literal["plain", "noised", "filtered"]
 ProbsFunction = Callable[[Tensor, Filters], Tensor]
 
-# Scores the children of nodes at a level (0 is the root): float32 [S, R, D] in and out.
-Scorer = Callable[[Tensor, int], Tensor]
+# float32 [S, R, D], or what a kernel makes the best of.
+Scores: TypeAlias = "Tensor | UnrankedLogits"
+# Scores the children of nodes at a level (0 is the root), from logits [S, R, D].
+Scorer = Callable[[Tensor, int], Scores]
 
 NUM_NOISE_WORDS = 8
 
@@ -134,8 +137,41 @@ class _Band:
 
 
 def without_nan(logits: Tensor) -> Tensor:
-    """The logits with minus infinity for what is no number: it is never drafted, and disturbs no other token."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    """The logits in float32 with minus infinity for what is no number: it is never drafted, and disturbs no other token."""
+    return logits.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+
+
+@dataclass(frozen=True)
+class UnrankedLogits:
+    """Logits [S, R, D] of a level on a GPU, of which one pass makes the best scores.
+
+    words: the output of `noise_words`. noise: of all levels, float32 [S, L, D], if there is some.
+    """
+
+    logits: Tensor
+    words: Tensor
+    noise: Tensor | None
+    level: int
+
+    def rank(self, k: int) -> Ranked:
+        """As `rank` of the scores."""
+        if k > MAX_KERNEL_K:
+            return rank(self.scores(), k)
+        from eyas.drafters.tree_kernels import best_children
+
+        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k))
+
+    def scores(self) -> Tensor:
+        """All scores, float32 [S, R, D]."""
+        scale = self.words[5].view(torch.float64).float()
+        logits = without_nan(self.logits)
+        logits = logits if self.noise is None else logits + self.noise[:, None, self.level]
+        return _log_softmax(logits / scale[:, None, None])
+
+
+def rank_children(scores: Scores, k: int) -> Ranked:
+    """The k best children of each node, [S, R, k], see `rank`."""
+    return scores.rank(k) if isinstance(scores, UnrankedLogits) else rank(scores, k)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -150,6 +186,8 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
 
     words: the output of `noise_words` on the device. probs: applies temperature and filters to logits, for "filtered".
     """
+    if kind != "filtered" and draft_ids.device.type != "cpu" and find_spec("triton") is not None:
+        return _kernel_scorer(words.contiguous(), levels, draft_ids, kind)
     seed, committed_length, _, top_k = words[:4]
     temperature, scale, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
     if kind == "plain":
@@ -172,6 +210,13 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     return scores
 
 
+def _kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind) -> Scorer:
+    from eyas.drafters.tree_kernels import shared_noise
+
+    noise = shared_noise(words, draft_ids, levels) if kind == "noised" else None
+    return lambda logits, level: UnrankedLogits(logits, words, noise, level)
+
+
 def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
     """A scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
     rows = [row for row, context in enumerate(contexts) if context.logit_biases]
@@ -182,7 +227,7 @@ def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
     num_columns = int(tokens.max()) + 2  # the last is of all tokens beyond, which have no bias
     columns = draft_ids.clamp(max=num_columns - 1)
 
-    def scores(logits: Tensor, level: int) -> Tensor:
+    def scores(logits: Tensor, level: int) -> Scores:
         applies = levels > level
         added = torch.zeros(len(contexts), num_columns, device=logits.device)
         where = upload(sessions[applies], logits.device), upload(tokens[applies], logits.device)
@@ -223,7 +268,7 @@ class MaskedScorer:
         asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
         self._wait, self._width = self._path_masks(asked), tokens.shape[1]
 
-    def __call__(self, logits: Tensor, level: int) -> Tensor:
+    def __call__(self, logits: Tensor, level: int) -> Scores:
         found = self._wait()
         masks = {
             session * self._width + place: bits
@@ -252,11 +297,11 @@ class MaskedExpansion:
         """scorer: that of the expansion."""
         self._expansion, self._scorer = expansion, scorer
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         """See Expansion."""
         return self._expansion.first()
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         """See Expansion."""
         self._scorer.expand(parents, tokens)
         return self._expansion.next(level, parents, tokens)

@@ -30,7 +30,7 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.drafters.scoring import Scorer
+from eyas.drafters.scoring import Scorer, Scores, rank_children
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
@@ -42,11 +42,11 @@ Reals = npt.NDArray[np.float64]
 class Expansion(Protocol):
     """A draft model in the middle of growing trees."""
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         """Scores float32 [S, 1, D] of the root's children."""
         ...
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         """Run the frontier of `level` (from 1) and score its children.
 
         Args:
@@ -69,13 +69,13 @@ class IndependentExpansion:
         """logits: float32 [S, L, D], one row for the children of each level."""
         self._logits, self._scorer = logits, scorer
 
-    def first(self) -> Tensor:
+    def first(self) -> Scores:
         return self._score(0)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         return self._score(level)
 
-    def _score(self, level: int) -> Tensor:
+    def _score(self, level: int) -> Scores:
         return self._scorer(self._logits[:, level : level + 1], level)
 
 
@@ -110,7 +110,7 @@ class TreeGrowth:
         self.expansion = expansion
         self._top_k = top_k
         self._num_candidates = num_candidates
-        best = rank(expansion.first()[:, 0], num_candidates)
+        best = Ranked(*(column[:, 0] for column in rank_children(expansion.first(), num_candidates)))
         self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
         self._rows, self._ends = torch.zeros_like(best.ids)[:, :top_k], [num_candidates]
 
@@ -126,7 +126,7 @@ class TreeGrowth:
         if self.num_levels > 1:
             self._rows = frontier.ids // self._num_candidates
         tokens = self._tokens[-1].gather(1, frontier.ids)
-        ranked = rank(self.expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
+        ranked = rank_children(self.expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
         best = Ranked(*(column.expand(-1, self._top_k, -1) for column in ranked))
         self._tokens.append(best.ids.flatten(1))
         self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
@@ -260,7 +260,8 @@ class StaticTree:
 def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
     """The first `num_steps` levels of `tree`: its nodes are the candidates."""
     scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
-    sessions, device = len(scored), scored.device
+    best = rank_children(scored, levels[0].max_children)
+    sessions, device = len(best.ids), best.ids.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(sessions, 1, device=device)
     for i, level in enumerate(levels):
@@ -268,7 +269,8 @@ def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candi
             above = levels[i - 1]
             num_rows = len(above.expanded)
             scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
-        best = Ranked(*(column.expand(-1, num_rows, -1) for column in rank(scored, level.max_children)))
+            best = rank_children(scored, level.max_children)
+        best = Ranked(*(column.expand(-1, num_rows, -1) for column in best))
         tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
         scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
     parents = torch.cat([level.parents for level in levels]).expand(sessions, -1)
@@ -344,6 +346,7 @@ def draw_chains(expansion: Expansion, noise: Tensor, proposal_top_k: int, target
     """
     scores, levels, places, num_steps = expansion.first(), [], [], noise.shape[1]
     for level in range(num_steps):
+        assert isinstance(scores, Tensor), "probabilities are not ranked by a kernel"
         kept = rank(scores[:, 0], min(proposal_top_k, scores.shape[-1]))
         winner = exponential_race(noise[:, level].gather(1, kept.ids), kept.scores)
         place = winner.clamp(max=kept.ids.shape[1] - 1)[:, None]

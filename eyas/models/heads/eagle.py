@@ -122,8 +122,12 @@ class EagleHead(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft logits float32 [..., D] of states [..., H]."""
+        return self.raw_logits(states).float()
+
+    def raw_logits(self, states: Tensor) -> Tensor:
+        """Draft logits [..., D] of states [..., H], in the head's dtype."""
         normed = self._final_norm(states) if self.config.wiring.output == "state" else states
-        return self.lm_head(normed).float()  # type: ignore[no-any-return]
+        return self.lm_head(normed)  # type: ignore[no-any-return]
 
     def _first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer's attention sees of embeddings and features [R, H], and its residual [R, H].

@@ -109,7 +109,7 @@ def draft_round(sessions: int, kind: ScorerKind) -> Launches:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), [("plain", 318), ("noised", 385)])
+@pytest.mark.parametrize(("kind", "most"), [("plain", 277), ("noised", 278)])
 def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
     found = draft_round(1, kind)
     assert found.num <= most, found.by_name
@@ -117,7 +117,7 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 7.1e9, found.bytes_by_name
+    assert found.other_bytes <= 2.2e9, found.bytes_by_name
 
 
 def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:

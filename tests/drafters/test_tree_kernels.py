@@ -1,0 +1,44 @@
+"""Kernels of tree growth equal the plain scores and their ranking; without a GPU they run in Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.config import DraftingConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.scoring import Ranking, UnrankedLogits, noise_words, perturbed_scorer, rank_children
+from eyas.request import NoiseKey
+from eyas.sampling.sampler import filtered_probs_no_sync, rank
+
+kernels = pytest.importorskip("eyas.drafters.tree_kernels", reason="triton is not installed")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZE, LEVELS = kernels.BLOCK + 500, 2
+
+
+@pytest.mark.parametrize(("keys", "kind"), [
+    ((NoiseKey(0), NoiseKey(1)), "plain"),
+    ((NoiseKey(2**64 - 9, 0.8), NoiseKey(1)), "noised"),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_best_children_are_the_ranked_plain_scores(keys: tuple[NoiseKey, NoiseKey], kind: str, dtype: torch.dtype) -> None:
+    contexts = [Commit(f"{i}", 0, 0, (5,) * (7 + i), None, key, TreeBudget(9, 9)) for i, key in enumerate(keys)]
+    words = torch.from_numpy(noise_words(contexts, Ranking(DraftingConfig()), len(contexts)))
+    draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[:SIZE].copy())
+    logits = torch.randn(2, 2, SIZE, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+    logits[0, 0, 7] = torch.nan
+    logits[0, 1, [4, kernels.BLOCK + 3]] = 30.0
+    logits[1, 1, :] = -torch.inf
+    plain = perturbed_scorer(words, LEVELS, draft_ids, kind, filtered_probs_no_sync)  # type: ignore[arg-type]
+    words, draft_ids = words.to(DEVICE), draft_ids.to(DEVICE)
+    noise = kernels.shared_noise(words, draft_ids, LEVELS) if kind == "noised" else None
+    for level in range(LEVELS):
+        scores = plain(logits, level)
+        assert isinstance(scores, torch.Tensor)
+        expected = rank(scores, 5)
+        found = rank_children(UnrankedLogits(logits.to(DEVICE), words, noise, level), 5)
+        torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
+        assert found.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
+        assert found.ids[0].tolist() == expected.ids[0].tolist()
+        whole = UnrankedLogits(logits.to(DEVICE), words, noise, level).scores().cpu()
+        torch.testing.assert_close(whole, scores, atol=2e-5, rtol=2e-5)
