@@ -1,7 +1,7 @@
 """The growth of a draft tree's level on CUDA: scores and best children in one pass over the logits.
 
 `best_children` is a scorer of `eyas.drafters.scoring` with `rank` behind it, without a copy of the logits. A program takes
-one row and one block of the draft vocabulary. It keeps its best tokens and its part of the softmax, and a second kernel joins
+one row and one block of the draft vocabulary. It keeps its best tokens and its part of the softmax; a second one joins
 the blocks. `shared_noise` is the noise of all levels of a round. Legend: S sessions, R rows of a session, L levels, D draft
 vocabulary, B blocks, k children.
 """
