@@ -43,8 +43,8 @@ MAX_COMPILING = 64
 COMPILE_SECONDS, FOLLOW_SECONDS, MAX_LATE = 5.0, 2.0, 2
 # Tokens of an output that are followed at a time, between two looks at the clock.
 _FOLLOWED_AT_ONCE = 8
-# Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states,
-# 20,000 of which take 10 to 22 MiB.
+# Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states:
+# 20,000 of them take 10 to 22 MiB.
 INITIAL_FUEL, STEP_FUEL, LEXER_STATES = 1_000_000, 200_000, 20_000
 # What llguidance calls a place where no token fits and the output may not end.
 _DEAD_END = "NoExtensionBias"

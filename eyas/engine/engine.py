@@ -133,7 +133,7 @@ class Engine:
 
         Safe for use from any thread. Raises as `submit`, also in the future.
         """
-        self._check(request)
+        check_request(request, self.vocab_size, self.max_model_len)
         structured, has_drafts = request.sampling.structured_outputs, self._draft_manager.drafts(request)
         assert structured is not None, "checked"
         output = request.prompt_ids[len(request.prompt_ids) - request.num_emitted :]
@@ -145,17 +145,14 @@ class Engine:
         matchers: of its structured_outputs, as `follow` gives them; None waits for them here.
         Raises InvalidRequest if it can never be served, Overloaded if the queue is full.
         """
-        self._check(request)
+        target = self._runner.target
+        check_request(request, target.vocab_size, self.max_model_len)
+        check_engine_request(request, target.vocab_size, target.eos_ids)
         if request.sampling.structured_outputs is not None:
             matchers = matchers or self.follow(request).result()
         self._scheduler.add(request)
         if matchers is not None:
             self._grammars.add(request, matchers)
-
-    def _check(self, request: Request) -> None:
-        target = self._runner.target
-        check_request(request, target.vocab_size, self.max_model_len)
-        check_engine_request(request, target.vocab_size, target.eos_ids)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
