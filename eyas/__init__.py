@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from eyas.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from eyas.outputs import CompletionOutput, Logprob, RequestOutput
     from eyas.request import SamplingParams, StructuredOutputs
+
+# The log of gRPC repeats what our errors say. It reads this variable once, when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -102,8 +101,7 @@ def _eyas(
 
 
 def main() -> None:
-    """Run the command line. gRPC writes no log of its own unless GRPC_VERBOSITY asks for it: our errors say what failed."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    """Run the command line."""
     app()
 
 

@@ -55,8 +55,9 @@ _METHODS = {
     "dflash": "dflash",
     "dspark": "dspark",
     "draft_model": "sps",
+    "suffix": "suffix",
 }
-_UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "suffix", "deepseek_mtp"})
+_UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "deepseek_mtp"})
 _SPECULATIVE_HINTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "a drafter has one process; leave it out"),
     "disable_by_batch_size": ((None,), 'set draft_budget="adaptive", which drafts as far as it pays'),

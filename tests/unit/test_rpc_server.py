@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -297,3 +299,24 @@ def test_long_requests_are_cancelled_before_the_grace_period() -> None:
         assert ended.is_set()
 
     with_server(check)
+
+
+SCRIPT = """
+import socket, threading
+from eyas.client import Client
+from eyas.errors import EyasError
+
+listener = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=lambda: listener.accept()[0].sendall(b"no TLS"), daemon=True).start()
+try:
+    Client(f"127.0.0.1:{listener.getsockname()[1]}", tls=True).models()
+except EyasError as error:
+    print(error)
+"""
+
+
+def test_a_failing_client_writes_nothing_but_its_error() -> None:
+    """gRPC logs a failed handshake by itself."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert "handshake failed" in ended.stdout
+    assert ended.stderr == ""

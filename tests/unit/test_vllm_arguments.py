@@ -43,6 +43,7 @@ def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> No
         ({"method": "eagle3", "model": "h", "num_speculative_tokens": 3}, "eagle3", "h", 3),
         ({"method": "eagle", "model": "h"}, "eagle2", "h", None),
         ({"method": "ngram", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
+        ({"method": "suffix", "num_speculative_tokens": 8}, "suffix", "", 8),
         ({"model": "[ngram]", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
         ({"model": "some/EAGLE3-head", "draft_tensor_parallel_size": 1}, "", "some/EAGLE3-head", None),
         ({"method": "draft_model", "model": "small/llama", "num_speculative_tokens": 4}, "sps", "small/llama", 4),
