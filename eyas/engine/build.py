@@ -28,9 +28,10 @@ from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend,
 from eyas.models.emulation import EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
+from eyas.models.rank_commands import InitKVCache
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, Worker, start_workers
+from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, sample
 

@@ -22,16 +22,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from eyas.errors import EyasError, Unavailable
-from eyas.models.cuda.backend import BackendKind, BackendPlan
-from eyas.models.cuda.graphs import CaptureLimits
+from eyas.models.cuda.backend import BackendPlan
 from eyas.models.inputs import Segment
-from eyas.tensors import Ints
+from eyas.models.rank_commands import Command, CommandDecoder, CommandEncoder, InitKVCache
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +68,7 @@ class TargetWorkers:
         self._connections = connections or {}
         self.size = len(self._connections) + 1
         self._processes = processes
+        self._encoder = CommandEncoder()
         self._lock = threading.Lock()
         self._failure_callbacks: list[Callable[[str], None]] = []
         self._close_callbacks: list[Callable[[], None]] = []
@@ -139,7 +138,7 @@ class TargetWorkers:
                 self._failure_reason()
 
     def _send(self, command: Command | None) -> None:
-        message = command_to_bytes(command)
+        message = self._encoder.encode(command)
         for connection in self._connections.values():
             connection.send_bytes(message)
 
@@ -186,8 +185,9 @@ class Worker:
 
     def commands(self) -> Iterator[Command]:
         """What rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
+        decoder = CommandDecoder()
         try:
-            while (command := command_from_bytes(self._connection.recv_bytes())) is not None:
+            while (command := decoder.decode(self._connection.recv_bytes())) is not None:
                 yield command
         except (EOFError, OSError) as error:
             raise Unavailable("rank 0 is gone") from error
@@ -292,55 +292,3 @@ def _join_group(info: RankInfo, store: Store) -> None:
     bound = torch.device("cuda", device.index or 0) if device.type == "cuda" else None
     backend = "nccl" if bound else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, device_id=bound)
-
-
-@dataclass(frozen=True)
-class InitKVCache:
-    """Allocate `num_slots` slots for keys and values, drop those before, and build the planned backend."""
-
-    num_slots: int
-    plan: BackendPlan
-
-
-# Segments are those of a forward pass to run.
-Command = InitKVCache | Sequence[Segment]
-
-
-def command_to_bytes(command: Command | None) -> bytes:
-    """A message of 32-bit integers: the segments behind a 0, or InitKVCache behind a 1. Empty for None, the stop."""
-    if command is None:
-        return b""
-    if isinstance(command, InitKVCache):
-        plan, limits = command.plan, command.plan.limits
-        parts = [np.array([1, command.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix])]
-    else:
-        parts = [np.zeros(1, dtype=np.int64), *(part for segment in command for part in _segment_ints(segment))]
-    return np.concatenate(parts).astype("<i4").tobytes()
-
-
-def command_from_bytes(message: bytes) -> Command | None:
-    """The command of a message."""
-    if not message:
-        return None
-    ints = np.frombuffer(message, "<i4").astype(np.int64)
-    if ints[0] == 0:
-        return list(_segments(ints[1:]))
-    _, num_slots, backend, *limits = map(int, ints)
-    return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
-
-
-def _segment_ints(segment: Segment) -> Iterator[Ints]:
-    masked = segment.visible is not None
-    yield np.array([len(segment.tokens), len(segment.prefix), len(segment.logits_indices), masked], dtype=np.int64)
-    yield from (segment.tokens, segment.positions, segment.slots, segment.prefix, segment.logits_indices)
-    if segment.visible is not None:
-        yield segment.visible.ravel().astype(np.int64)
-
-
-def _segments(ints: Ints) -> Iterator[Segment]:
-    while len(ints):
-        rows, length, num_logits, masked = map(int, ints[:4])
-        ends = np.cumsum([4, rows, rows, rows, length, num_logits, rows * rows * masked])
-        _, tokens, positions, slots, prefix, logits_indices, visible, ints = np.split(ints, ends)
-        mask = visible.astype(np.bool_).reshape(rows, rows) if masked else None
-        yield Segment(tokens, positions, slots, prefix, mask, logits_indices)

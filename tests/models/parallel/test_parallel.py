@@ -33,13 +33,7 @@ from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard, shard_model
-from eyas.models.workers import (
-    InitKVCache,
-    RankInfo,
-    TargetWorkers,
-    command_from_bytes,
-    command_to_bytes,
-)
+from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
@@ -232,21 +226,3 @@ def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no tensor-parallel plan"):
         shard_model(torch.nn.Linear(2, 2), Shard(0, 2), [])
-
-
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))
-def test_commands_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    sent = [
-        Segment(*rng.integers(0, 2**31, (3, n)), rng.integers(0, 2**31, length), rng.random((n, n)) < 0.5 if mask else None,
-                rng.integers(0, n, n // 2))
-        for n, length, mask in sizes
-    ]  # fmt: skip
-    command = command_from_bytes(command_to_bytes(sent))
-    assert isinstance(command, list)
-    for ours, theirs in zip(sent, command, strict=True):
-        for name, value in vars(ours).items():
-            np.testing.assert_array_equal(value, getattr(theirs, name))
-            assert (value is None) == (getattr(theirs, name) is None)
-    others = [InitKVCache(7, BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))), None]
-    assert [command_from_bytes(command_to_bytes(other)) for other in others] == others

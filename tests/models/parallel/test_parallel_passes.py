@@ -29,9 +29,10 @@ from eyas.models.cuda.backend import BackendKind, BackendPlan, ForwardBackend, b
 from eyas.models.cuda.graphs import CaptureLimits, Out
 from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import Segment, pack
+from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, command_from_bytes, command_to_bytes, start_workers
+from eyas.models.workers import RankInfo, TargetWorkers, start_workers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
@@ -144,7 +145,7 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
 
 def test_the_largest_plan_fits_into_a_command(tiny_target: str) -> None:
     plan = plan_backend(load_target(tiny_target), EngineConfig(max_kv_tokens=8, max_num_seqs=4096), TreeConfig(), 1 << 24)
-    assert command_from_bytes(command_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
+    assert CommandDecoder().decode(CommandEncoder().encode(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 
 def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
