@@ -1,14 +1,19 @@
 """Which modules run without torch or the packages of the services. `make lint` checks which modules import which."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
 
-from tests.repo.repository import ROOT, python_files
+from tests.repo.repository import ROOT, name, python_files, syntax
 
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = PROJECT["tool"]["importlinter"]["contracts"]
 [WITHOUT_TORCH] = [contract["source_modules"] for contract in CONTRACTS if "torch" in contract.get("forbidden_modules", ())]
 
 IMPORT_WITHOUT_TORCH = """
@@ -83,3 +88,40 @@ def test_the_page_on_architecture_has_the_layers() -> None:
     chain = page.partition("## Imports point down")[2].partition("Packages separated")[0]
     layers = [re.sub(r"[()]|eyas\.", "", layer) for layer in CONTRACTS[0]["layers"]]
     assert " ".join(chain.split()) == " > ".join(layers)
+
+
+# What `eyas serve` does not run, and optional packages that are imported where they are used, with an error that names them.
+NOT_SERVED = ("services/ray/", "eyas/bench/", "eyas/check/", "eyas/train/", "eyas/compat/")
+OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm"}
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level names of what a file imports, anywhere in it."""
+    found = set[str]()
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found - sys.stdlib_module_names - {"eyas"}
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    """Their names, without those of extras."""
+    return {re.split(r"[^\w.-]", entry)[0].lower().replace("_", "-") for entry in requirements if "extra ==" not in entry}
+
+
+def test_what_is_served_imports_only_its_dependencies() -> None:
+    """The core's, those of the extra `serve`, and what these always bring along, such as starlette."""
+    project = PROJECT["project"]
+    named = distributions([*project["dependencies"], *project["optional-dependencies"]["serve"]])
+    named |= distributions(entry for owner in sorted(named) for entry in requires(owner) or ())
+    owners = packages_distributions()
+    missing = {
+        (name(path), module)
+        for path in python_files("eyas", "services")
+        if not name(path).startswith(NOT_SERVED)
+        for module in imported(path) - OPTIONAL
+        if named.isdisjoint(owner.lower().replace("_", "-") for owner in owners.get(module, ()))
+    }
+    assert not missing
