@@ -19,11 +19,24 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
-from eyas.drafters.scoring import Scorer, Scores
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import Expansion, IndependentExpansion, ddtree_shape
+from eyas.drafters.base import DraftContext, DrafterNeeds, within
+from eyas.drafters.neural import (
+    EmulatedExpansion,
+    NeuralDrafter,
+    cache_and_attend,
+    masked_expansion,
+    plan_tree_slots,
+)
+from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
+from eyas.drafters.tree_growth import (
+    Expansion,
+    IndependentExpansion,
+    ddtree_shape,
+    grow_dynamic,
+    select_nodes,
+    trees_from_columns,
+)
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
@@ -31,7 +44,11 @@ from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs
-from eyas.tensors import moved
+from eyas.tensors import Bools, Ints, moved, upload
+from eyas.tree import DraftTree
+
+# Sessions of one pass of drafting ahead.
+MAX_SESSIONS_AHEAD = 64
 
 
 class BlockDrafter(NeuralDrafter[None]):
@@ -85,17 +102,87 @@ class BlockDrafter(NeuralDrafter[None]):
             values.index_copy_(0, rows.slots, projected.value)
         return features.new_empty(len(rows.logits_indices), 0)
 
+    @property
+    def max_growing(self) -> int:
+        """Most sessions of `states_behind`: their rows attend to copies of all prefixes."""
+        return MAX_SESSIONS_AHEAD
+
+    def can_grow(self, session: str) -> bool:
+        """Whether the session has what blocks grow from."""
+        known = self.sessions.get(session)
+        return known is not None and len(known.slots) > 0
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        """Whether `states_behind` can run: convolutions take rows of whole blocks only."""
+        return not self._head.config.conv_kernel
+
+    @torch.inference_mode()
+    def states_behind(
+        self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree], nodes: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Run blocks behind nodes of trees, before it is known which of them are accepted, in one pass.
+
+        trees: below the sessions' last commits. nodes: of each tree.
+
+        Returns:
+            For each session normed states [number of nodes, G, H]. They propose the tokens after the next one behind a node.
+        """
+        most, prefixes, where = max(map(len, nodes)), self._prefix_slots(contexts), self.draft_ids.device
+        cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), where)
+        shape = max(map(len, trees)), most, self._head.config.block_size
+        rows = [_rows_ahead(tree, own, shape) for tree, own in zip(trees, nodes, strict=True)]
+        tokens, depths, visible = (upload(np.stack(column), where) for column in zip(*rows, strict=True))
+        tokens = tokens.masked_fill_(tokens < 0, self._head.config.mask_token_id)
+        own = CopiedBlocks(self._head, self._kv, cached, cached.lengths[:, None] + depths, visible)
+
+        def run() -> Tensor:
+            return self._head.run(tokens.flatten(), own.positions, own.attend)
+
+        num_cached, device = sum(map(len, prefixes)), self.device
+        states = device.on_device(device.run("draft_round", tokens.numel(), num_cached, run)) if device else run()
+        masks = states.view(*tokens.shape, -1)[:, shape[0] :].view(len(nodes), most, shape[2], -1)
+        proposing = masks[:, :, masks.shape[2] - self._head.config.num_drafted :]
+        return [found[: len(own)] for found, own in zip(proposing, nodes, strict=True)]
+
+    @torch.inference_mode()
+    def grow_behind(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        """Trees below the last tokens of contexts from `states_behind` of the nodes before them, [S, G, H]."""
+        for context in contexts:
+            self.ranking.observe(context)
+        shape = self._shape(contexts, self._max_expanded)
+        scorer = biased_scorer(
+            make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids), contexts, self.draft_ids
+        )
+        scorer = self._masked(scorer, contexts)
+        roots = upload([context.tokens[-1] for context in contexts], states.device)
+        expansion = self._expansion(states[:, : shape.num_steps], roots, scorer)
+        expansion = EmulatedExpansion(expansion, self.device, 0) if self.device else expansion
+        budgets = [within(context.budget, self.tree) for context in contexts]
+        columns = select_nodes(grow_dynamic(masked_expansion(expansion, scorer), shape), budgets, self.draft_ids)
+        trees = trees_from_columns(columns.tolist(), [context.tokens[-1] for context in contexts])
+        for context, tree in zip(contexts, trees, strict=True):
+            self.ranking.proposed(context, tree)
+        return trees
+
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        states = block_states(self._head, self._kv, roots)[:, : shape.num_steps]
+        return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens, scorer)
+
+    def _expansion(self, states: Tensor, roots: Tensor, scorer: Scorer) -> Expansion:
         if self._head.is_independent:
             return IndependentExpansion(self._head.backbone_logits(states), scorer)
-        return ConditionalExpansion(self._head, scorer, states, roots.tokens)
+        return ConditionalExpansion(self._head, scorer, states, roots)
 
 
 def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     """One pass of the blocks behind all sessions' prefixes: normed states of the rows that propose tokens, [S, G, H]."""
     cached = roots.cached
-    rows = SlotBlocks(head, kv, cached) if isinstance(cached, SlotRows) else CopiedBlocks(head, kv, cached)
+    ahead = torch.arange(head.config.block_size, device=roots.tokens.device)
+    rows = (
+        SlotBlocks(head, kv, cached)
+        if isinstance(cached, SlotRows)
+        else CopiedBlocks(head, kv, cached, cached.lengths[:, None] + ahead)
+    )
     states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
     return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
 
@@ -117,27 +204,49 @@ class SlotBlocks:
         return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
 
 
+def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, int]) -> tuple[Ints, Ints, Bools]:
+    """Tokens [R], positions behind the prefix [R], and which rows see which [R, R], of blocks behind nodes of a tree.
+
+    Rows are those of the tree, whose true features are missing; then for each of `nodes` a block of mask tokens, written as
+    -1, which sees the node's path and itself. Each row of padding sees itself. shape: most nodes of a tree, most blocks of
+    one, and rows of a block.
+
+        tree  root -- a -- b     rows  root a b | m m m | m m m     the first block stands behind a, the second behind b
+    """
+    num_nodes, num_blocks, size = shape
+    num_rows, mask = num_nodes + num_blocks * size, tree.ancestor_mask()
+    tokens, depths, visible = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.eye(num_rows, dtype=np.bool_)
+    tokens[: len(tree)], depths[: len(tree)], visible[: len(tree), : len(tree)] = tree.tokens, tree.depths, mask
+    for start, node in zip(range(num_nodes, num_rows, size), nodes, strict=False):
+        own = slice(start, start + size)
+        depths[own] = tree.depths[node] + 1 + np.arange(size)
+        visible[own, : len(tree)], visible[own, own] = mask[node], True
+    return tokens, depths, visible
+
+
 class CopiedBlocks:
     """The rows of blocks without the kernel. In each layer keys and values are
 
-    [ prefix, L cells | padding masked ] [ block, B rows ]
+    [ prefix, L cells | padding masked ] [ own rows, R of each session ]
     """
 
-    def __init__(self, head: BlockHead, kv: KVCache, cached: PaddedPrefix) -> None:
+    def __init__(
+        self, head: BlockHead, kv: KVCache, cached: PaddedPrefix, own: Tensor, visible: Tensor | None = None
+    ) -> None:
+        """own: positions of the rows, int64 [S, R]. visible: which of them see which, [S, R, R]; None if all do."""
         c, lengths = head.config, cached.lengths
-        self._config, self._kv, self._index = c, kv, cached.slots
-        ahead = torch.arange(c.block_size, device=lengths.device)
+        self._config, self._kv, self._index, self._num_rows = c, kv, cached.slots, own.shape[1]
         cells = torch.arange(self._index.shape[1], device=lengths.device).expand(len(lengths), -1)
-        own = lengths[:, None] + ahead
         self._behind = own[:, :, None] - torch.cat([cells, own], 1)[:, None]
-        filled = cells < lengths[:, None]
-        self._filled = torch.cat([filled, torch.ones_like(own, dtype=torch.bool)], 1)[:, None].expand_as(self._behind)
+        filled = (cells < lengths[:, None])[:, None].expand(-1, self._num_rows, -1)
+        visible = torch.ones_like(self._behind[:, :, : self._num_rows], dtype=torch.bool) if visible is None else visible
+        self._filled = torch.cat([filled, visible], 2)
         self._biases = {window: self._bias(window, kv.keys[0].dtype) for window in set(c.windows)}
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
         self.positions = own.clamp(max=head.max_model_len - 1).flatten()
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [S, 1, heads per key-value head * B, L + B]; see `eyas.models.heads.block.block_mask`."""
+        """Additive mask [S, 1, heads per key-value head * R, L + R]; see `eyas.models.heads.block.block_mask`."""
         seen = self._filled
         if window is not None:
             seen = seen & (self._behind < window)
@@ -146,18 +255,18 @@ class CopiedBlocks:
         return bias.repeat(1, self._config.num_heads // self._config.num_kv_heads, 1)[:, None]
 
     def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Attend from the block rows [S * B, heads, d] to the prefixes and their own blocks."""
-        c, sessions = self._config, len(self._index)
+        """Attend from the rows [S * R, heads, d] to the prefixes and the rows that they see."""
+        c, sessions, count = self._config, len(self._index), self._num_rows
         pools = (self._kv.keys[layer], rows.key), (self._kv.values[layer], rows.value)
         keys, values = (
-            torch.cat([pool[self._index], own.view(sessions, c.block_size, *own.shape[1:])], 1).transpose(1, 2)
+            torch.cat([pool[self._index], own.view(sessions, count, *own.shape[1:])], 1).transpose(1, 2)
             for pool, own in pools
         )
-        query = rows.query.view(sessions, c.block_size, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
+        query = rows.query.view(sessions, count, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
         folded = query.reshape(sessions, c.num_kv_heads, -1, c.head_dim)
         attended = masked_attention(folded, keys, values, self._biases[c.windows[layer]], c.head_dim**-0.5)
-        attended = attended.view(sessions, c.num_kv_heads, -1, c.block_size, c.head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(sessions * c.block_size, c.num_heads, c.head_dim)
+        attended = attended.view(sessions, c.num_kv_heads, -1, count, c.head_dim).permute(0, 3, 1, 2, 4)
+        return attended.reshape(sessions * count, c.num_heads, c.head_dim)
 
 
 class ConditionalExpansion:

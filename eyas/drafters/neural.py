@@ -279,7 +279,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
         scorer = self._masked(scorer, contexts)
         expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), scorer, shape)
-        masked = _masked_expansion(expansion, scorer)
+        masked = masked_expansion(expansion, scorer)
         noise = chain_noise(contexts, shape.num_steps, self.draft_ids)
         drawn = draw_chains(masked, noise, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
@@ -290,7 +290,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     ) -> tuple[Candidates, Tensor | None]:
         """Candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
         expansion = self._expand_on_device(roots, scorer, shape)
-        masked = _masked_expansion(expansion, scorer)
+        masked = masked_expansion(expansion, scorer)
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
@@ -370,7 +370,7 @@ def _computing(expansion: Expansion) -> Expansion:
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 
-def _masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
+def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
     """The expansion, whose scorer learns which nodes it scores if it has masks."""
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 

@@ -135,7 +135,9 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
     assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    return BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
+    drafter = BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
+    grows_ahead = parts.drafting.draft_ahead.top_k and drafter.can_draft_ahead
+    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if grows_ahead else drafter
 
 
 def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:

@@ -85,8 +85,11 @@ class Ranking:
 
     def observe(self, context: DraftContext) -> None:
         """Compare a session's last tree with the tokens that came."""
-        committed_length, tree, band = self._trees.pop(context.session, (-1, None, None))
-        if tree is None or band is None or committed_length != context.start_position:
+        committed_length, tree, band = self._trees.get(context.session, (-1, None, None))
+        if tree is None or band is None or committed_length >= context.committed_length:
+            return  # the tree is for a later commit
+        del self._trees[context.session]
+        if committed_length != context.start_position:
             return
         node = 0
         for token in context.tokens:

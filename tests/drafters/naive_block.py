@@ -44,8 +44,18 @@ class NaiveBlock(NaiveEagle):
 
     def block(self, context: torch.Tensor, anchor: int) -> torch.Tensor:
         """Normed states of the rows that propose tokens."""
+        states = self.rows(context, [anchor, *[self.c.mask_token_id] * (self.c.block_size - 1)])
+        return states[0 if self.c.wiring.sample_from_anchor else 1 :]
+
+    def block_ahead(self, context: torch.Tensor, path: list[int]) -> torch.Tensor:
+        """Of a block behind a path without features, the states that propose what follows the next token."""
+        states = self.rows(context, [*path, *[self.c.mask_token_id] * self.c.block_size], len(path))
+        return states[-self.c.num_drafted :]
+
+    def rows(self, context: torch.Tensor, tokens: list[int], num_causal: int = 0) -> torch.Tensor:
+        """Normed states of rows behind the context. num_causal: of the first ones, which see no row behind themselves."""
         c, length = self.c, len(context)
-        states = self.embedding[[anchor, *[c.mask_token_id] * (c.block_size - 1)]]
+        states = self.embedding[tokens]
         for layer in range(c.num_layers):
             name = f"layers.{layer}."
             rows, kernel = self.convolved(f"{name}attention_conv", rms(states, self.w[f"{name}input_layernorm.weight"]))
@@ -57,22 +67,25 @@ class NaiveBlock(NaiveEagle):
                 for p in "kv"
             )
             k = turned(rms(k, self.w[f"{name}self_attn.k_norm.weight"]), 0)
-            attended = self.attended(turned(q, length), k, v, c.windows[layer])
+            attended = self.attended(turned(q, length), k, v, c.windows[layer], num_causal)
             rows = linear(attended, self.w, f"{name}self_attn.o_proj")
             states = states + self.convolve(f"{name}attention_conv", 1, rows, kernel)
             rows, kernel = self.convolved(f"{name}mlp_conv", rms(states, self.w[f"{name}post_attention_layernorm.weight"]))
             gate, up = (linear(rows, self.w, f"{name}mlp.{p}_proj") for p in ("gate", "up"))
             rows = linear(F.silu(gate) * up, self.w, f"{name}mlp.down_proj")
             states = states + self.convolve(f"{name}mlp_conv", 1, rows, kernel)
-        return rms(states, self.w["norm.weight"])[0 if c.wiring.sample_from_anchor else 1 :]
+        return rms(states, self.w["norm.weight"])
 
-    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attended(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, num_causal: int = 0
+    ) -> torch.Tensor:
         rows = []
         for row in range(len(q)):
             at, outputs = len(k) - len(q) + row, []
             visible = [
                 key for key in range(len(k))
-                if window is None or (at - key < window and (key <= at or not self.c.causal_windows))
+                if (window is None or (at - key < window and (key <= at or not self.c.causal_windows)))
+                and (key <= at or row >= num_causal)
             ]  # fmt: skip
             for head in range(self.heads):
                 kv = head // (self.heads // self.kv_heads)

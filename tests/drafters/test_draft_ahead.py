@@ -2,23 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import AheadTrees, DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice
+from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
+from tests.drafters.naive_block import NaiveBlock
+from tests.tiny_block import KINDS, tiny_block_head
 
 SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
 AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
@@ -107,7 +114,7 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 @pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
 def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
     growth = TreeGrowth(FixedExpansion(2, 4, 6), top_k=4, num_candidates=5)
-    trees, checked = AheadTrees(growth, np.arange(6)), 0
+    trees, checked = AheadTrees(growth, np.arange(6), 5), 0
     for _ in range(4):
         growth.step()
         trees.copy_to_host()
@@ -248,3 +255,82 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+
+
+def block_drafter(kind: str, target: str, tree: TreeConfig = SHAPE) -> BlockDrafter:
+    head = serve(load_block_head(tiny_block_head(kind, target), target))
+    return BlockDrafter(head, tree, DraftingConfig(2048, ranking_temperature=1))
+
+
+def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> list[DraftTree]:
+    trees = drafter.propose(contexts)
+    assert all(isinstance(tree, DraftTree) for tree in trees)
+    return trees  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "dflash-window"])
+def test_blocks_behind_nodes_equal_naive_ones(kind: str, tiny_target: str) -> None:
+    """All nodes of two sessions in one pass, against one block at a time."""
+    drafter, first = block_drafter(kind, tiny_target), [session("a", 9), session("b", 4)]
+    trees = last_of(drafter, first)
+    nodes = [list(range(len(trees[0]))), [2, 0]]
+    own = load_file(Path(tiny_target, "model.safetensors"))
+    weights = load_file(Path(tiny_block_head(kind, tiny_target), "model.safetensors"))
+    embedding = own["model.embed_tokens.weight"]
+    plain = NaiveBlock(KINDS[kind], weights, embedding, own.get("lm_head.weight", embedding))
+    for context, tree, asked, found in zip(first, trees, nodes, drafter.states_behind(first, trees, nodes), strict=True):
+        for node, states in zip(asked, found, strict=True):
+            path = [tree.tokens[above] for above in tree.path(node)]
+            assert context.features is not None
+            torch.testing.assert_close(states, plain.block_ahead(context.features, path), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_any_token_behind_a_node_with_a_block_is_foreseen(kind: str, noise: NoiseKey, tiny_target: str) -> None:
+    drafter = DraftAheadDrafter(block_drafter(kind, tiny_target), DraftAheadConfig(top_k=8, num_candidates=8))
+    plain = block_drafter(kind, tiny_target)
+    first = [session("a", 9, noise), session("b", 20, noise)]
+    trees = last_of(drafter, first)
+    assert trees == last_of(plain, first)
+    for bonus in (5, 40):
+        work(drafter)
+        contexts = [going_on(last, [*outcome(tree), bonus]) for last, tree in zip(first, trees, strict=True)]
+        trees = last_of(drafter, contexts)
+        for context, tree in zip(contexts, trees, strict=True):
+            tree.validate(bonus, 48, BUDGET.max_nodes, BUDGET.max_depth)
+            assert tree.grown_ahead
+            assert tree.num_drafted > 0
+            assert context.noise == noise
+        last_of(plain, contexts)
+        first = contexts
+    missed = [going_on(last, [47, 46, 45]) for last in first]
+    found = last_of(drafter, missed)
+    assert not any(tree.grown_ahead for tree in found)
+    assert found == last_of(plain, missed), "all features that came with foreseen commits are there"
+
+
+def test_only_the_likeliest_ends_get_blocks(tiny_target: str) -> None:
+    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=2, num_candidates=8))
+    first = session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    chance = np.exp(tree.log_probs)
+    ends = [chance[n] - sum(chance[child] for child in tree.families.get(n, ())) for n in range(len(tree))]
+    ranked = sorted(range(len(tree)), key=lambda node: -ends[node])
+    for node in (ranked[0], ranked[1], ranked[2]):
+        drafter.release(["a"])
+        last_of(drafter, [first])
+        work(drafter)
+        path = [tree.tokens[above] for above in tree.path(node)[1:]]
+        free = next(token for token in range(3, 48) if tree.child(node, token) is None)
+        (found,) = last_of(drafter, [going_on(first, [*path, free])])
+        assert found.grown_ahead == (node in ranked[:2])
+
+
+def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:
+    drafting = DraftingConfig(2048, draft_ahead=AHEAD)
+    folder = tiny_block_head("dflash2", tiny_target)
+    assert isinstance(build_drafter("dflash2", tiny_target, folder, "float32", "cpu", SHAPE, drafting), BlockDrafter)
+    folder = tiny_block_head("dspark", tiny_target)
+    found = build_drafter("dspark", tiny_target, folder, "float32", "cpu", SHAPE, drafting)
+    assert isinstance(found, DraftAheadDrafter)

@@ -38,7 +38,7 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
     if name == "random":
         return RandomDrafter(48)
     drafter = case_of(name, target, head).drafter(TREE)
-    if name == "eagle3-ahead":
+    if name.endswith("-ahead"):
         return WorkingDrafter(drafter)
     return DyingDrafter(drafter, dies=4, returns=9) if name == "dying" else drafter
 
