@@ -42,12 +42,13 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class DraftAheadConfig:
-    """How a draft service grows trees while the target verifies the last ones.
+    """How a draft service prepares the next trees while the target verifies the last ones.
 
     Attributes:
-        top_k: number of nodes that each level expands. 0 turns drafting ahead off.
-        num_candidates: number of children kept for each node, at least top_k.
-        num_steps: maximum depth below the last committed token, including the tree under verification.
+        top_k: of EAGLE, number of nodes that each level expands; of one-pass heads, number of nodes of the last tree that
+            get a block. 0 turns drafting ahead off.
+        num_candidates: of EAGLE, number of children kept for each node, at least top_k.
+        num_steps: of EAGLE, maximum depth below the last committed token, including the tree under verification.
     """
 
     top_k: int = 0
