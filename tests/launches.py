@@ -37,6 +37,8 @@ FREE = {
 }  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 GATHERS = {"embedding", "index", "index_select", "gather"}
+# Arguments of kernels: the KV cache, words with prefixes and masks, and an embedding, of which a row takes what it writes.
+READ_IN_PART = {"keys", "values", "words", "masks", "embedding"}
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 META = torch.device("meta")
@@ -52,15 +54,15 @@ class Launch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors but the KV cache, read in part by a launch, in a size that no shape shows."""
+        """Bytes of all tensors but those that a launch reads in part, in a size that no shape shows."""
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        return sum(t.nbytes for name, t in tensors.items() if name not in ("keys", "values", "words", "masks"))
+        return sum(t.nbytes for name, t in tensors.items() if name not in READ_IN_PART)
 
 
 def keys_read(launch: Launch) -> int:
     """Keys that a launch of the attention kernel reads, on a device whose words can be read: each once for each tile."""
     tiles = launch.arguments["tiles"]
-    return int((tiles[:, 4] + tiles[:, 7])[tiles[:, 1] > 0].sum())
+    return int((tiles[:, 4] + tiles[:, 7]).sum())
 
 
 class _Recorder:
@@ -271,11 +273,18 @@ def sampling_calls(sm: int) -> None:
 
 def drafting_calls(sm: int) -> None:
     """The children of a level of an EAGLE-3 head of Llama 3, and the noise of a round."""
-    from eyas.drafters.tree_kernels import best_children, shared_noise
+    from eyas.drafters.tree_kernels import best_children, find_frontier, shared_noise
+    from eyas.models.cuda.layer_kernels import pair_inputs
 
     words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
     noise = shared_noise(words, draft_ids, 8)
-    best_children(torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META), words, noise, 1, 10)
+    best = torch.zeros(2, 10, device=META)
+    best_children(torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META), words, noise, 1, 10, best)
+    children = torch.zeros(2, 100, dtype=torch.int64, device=META)
+    find_frontier(torch.zeros(2, 100, device=META), children, 10, 10, 10, True)
+    states, embedding = (torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in ((2, 10, 4096), (128256, 4096)))
+    norms = embedding[0], embedding[1]
+    pair_inputs(states, children[:, :10], children[:, :10], draft_ids, embedding, norms, 1e-5)
 
 
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls, drafting_calls)

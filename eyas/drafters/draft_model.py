@@ -22,10 +22,11 @@ from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.tree_growth import Expansion, LevelCosts
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend, KernelBackend
 from eyas.models.cuda.graphs import Capture, CaptureLimits, GraphBackend
+from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
 from eyas.models.target import TargetModel
 from eyas.tensors import Ints

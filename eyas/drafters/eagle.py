@@ -20,16 +20,16 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import CapturedGrowth, GrowthGraphs, RoundPlace, TreeSpec
-from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, layer_slots, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, take_rows
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
-from eyas.models.heads.layers import Projected
+from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import PackedInputs
 from eyas.tensors import Bools, moved
 
@@ -158,11 +158,12 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
         """An ExtendPass."""
         head, slots, ends = self._head, pairs.slots, pairs.logits_indices
-        rows = head.project(features, pairs.tokens, pairs.positions)
+        to_slots = partial(layer_slots, self._kv, pairs)
+        rows = head.project(features, pairs.tokens, pairs.positions, to_slots)
         deepest = head.config.num_layers - 1
         for layer in range(deepest):
             attended = cache_and_attend(self._kv, layer, rows, slots, rows.query, pairs)
-            rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions)
+            rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
         attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
         return head.finish(attended, rows.residual[ends])
 
@@ -184,7 +185,14 @@ class EagleExpansion:
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         self._rows = self._rows.level(level, parents)
-        self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
+        if isinstance(self._rows, SlotLevels):
+            packed = self._rows.packed
+            slots = partial(layer_slots, self._kv, packed)
+            rows = self._head.project_level(self._states, parents, tokens, packed.positions, slots)
+            states = self._head.run_layers(rows, packed.positions, partial(attend_slots, self._kv, packed), slots)
+            self._states = states.view(*tokens.shape, -1)
+        else:
+            self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
         return self._scorer(self._head.raw_logits(self._states), level)
 
     def parallel_logits(self, num_steps: int) -> Tensor:

@@ -55,7 +55,7 @@ from eyas.models.cuda.backend import tiling_on, why_no_kernel_for
 from eyas.models.cuda.graphs import Capture, padded_size
 from eyas.models.cuda.metadata import pack_with_metadata, tight_shape
 from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
-from eyas.models.heads.layers import LayerSizes, Projected
+from eyas.models.heads.layers import LayerSizes, LayerSlots, Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
@@ -438,9 +438,15 @@ def cache_and_attend(
 ) -> Tensor:
     """Write keys and values of a layer's `rows` to `slots`, then attend from `query` to what `packed` names."""
     keys, values = kv.keys[layer], kv.values[layer]
-    keys.index_copy_(0, slots, rows.key)
-    values.index_copy_(0, slots, rows.value)
+    if not rows.is_cached:
+        keys.index_copy_(0, slots, rows.key)
+        values.index_copy_(0, slots, rows.value)
     return attend(query, keys, values, packed, query.shape[-1] ** -0.5, window)
+
+
+def layer_slots(kv: KVCache, packed: PackedInputs, layer: int) -> LayerSlots:
+    """Where the keys and values of a pass belong in a layer."""
+    return LayerSlots(kv.keys[layer], kv.values[layer], packed.slots)
 
 
 def attend_slots(kv: KVCache, packed: PackedInputs, layer: int, rows: Projected) -> Tensor:

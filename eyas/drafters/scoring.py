@@ -156,13 +156,13 @@ class UnrankedLogits:
     noise: Tensor | None
     level: int
 
-    def rank(self, k: int) -> Ranked:
-        """As `rank` of the scores."""
-        if k > MAX_KERNEL_K:
-            return rank(self.scores(), k)
+    def rank(self, k: int, above: Tensor | None = None) -> Ranked:
+        """As `rank_children` of the scores."""
+        if k > MAX_KERNEL_K or (above is not None and above.shape[1] != self.logits.shape[1]):
+            return rank_children(self.scores(), k, above)
         from eyas.drafters.tree_kernels import best_children
 
-        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k))
+        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above))
 
     def scores(self) -> Tensor:
         """All scores, float32 [S, R, D]."""
@@ -172,9 +172,15 @@ class UnrankedLogits:
         return _log_softmax(logits / scale[:, None, None])
 
 
-def rank_children(scores: Scores, k: int) -> Ranked:
-    """The k best children of each node, [S, R, k], see `rank`."""
-    return scores.rank(k) if isinstance(scores, UnrankedLogits) else rank(scores, k)
+def rank_children(scores: Scores, k: int, above: Tensor | None = None) -> Ranked:
+    """The k best children of each node, [S, R, k], see `rank`.
+
+    above: scores of the nodes [S, W], added to those of their children.
+    """
+    if isinstance(scores, UnrankedLogits):
+        return scores.rank(k, above)
+    best = rank(scores, k)
+    return best if above is None else Ranked(best.scores + above[:, :, None], best.ids)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import accumulate, pairwise, takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.drafters.scoring import Scorer, Scores, rank_children
 from eyas.sampling.noise import exponential_noise
-from eyas.sampling.sampler import Ranked, exponential_race, rank
+from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
@@ -100,6 +101,39 @@ class Candidates:
     ends: tuple[int, ...]
 
 
+class Frontier(NamedTuple):
+    """The nodes of a level that are expanded.
+
+    scores, tokens: [S, W]. rows: of each one's parent within the frontier before, [S, W]. parents: candidate number of each
+    one, once for each of its children, [S, W * children].
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    rows: Tensor
+    parents: Tensor
+
+
+def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
+    """The `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier before.
+
+    before: candidates of the levels above. has_parents: whether there is a frontier before, and not only the root.
+    """
+    best = rank(scores, top_k)
+    rows = best.ids // num_children if has_parents else torch.zeros_like(best.ids)
+    parents = (before + 1 + best.ids).repeat_interleave(num_children, dim=1)
+    return Frontier(best.scores, tokens.gather(1, best.ids), rows, parents)
+
+
+def _frontier_kernel() -> Callable[[Tensor, Tensor, int, int, int, bool], Frontier]:
+    """The same as a kernel, if Triton is installed."""
+    if find_spec("triton") is None:
+        return find_frontier
+    from eyas.drafters import tree_kernels
+
+    return lambda *inputs: Frontier(*tree_kernels.find_frontier(*inputs))
+
+
 class TreeGrowth:
     """Dynamic trees that grow level by level.
 
@@ -121,16 +155,15 @@ class TreeGrowth:
 
     def step(self) -> None:
         """Expand the last level."""
-        frontier = rank(self._scores[-1], self._top_k)
-        before = self._ends[-1] - self._scores[-1].shape[1]
-        if self.num_levels > 1:
-            self._rows = frontier.ids // self._num_candidates
-        tokens = self._tokens[-1].gather(1, frontier.ids)
-        ranked = rank_children(self.expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
-        best = Ranked(*(column.expand(-1, self._top_k, -1) for column in ranked))
-        self._tokens.append(best.ids.flatten(1))
-        self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
-        self._parents.append((before + 1 + frontier.ids).repeat_interleave(self._num_candidates, dim=1))
+        scores, before = self._scores[-1], self._ends[-1] - self._scores[-1].shape[1]
+        find = _frontier_kernel() if scores.device.type != "cpu" and self._top_k <= MAX_KERNEL_K else find_frontier
+        frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
+        self._rows = frontier.rows
+        children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
+        best = rank_children(children, self._num_candidates, frontier.scores)
+        self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))
+        self._scores.append(best.scores.flatten(1))
+        self._parents.append(frontier.parents)
         self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
 
     def stepped(self) -> TreeGrowth:
@@ -295,8 +328,7 @@ def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_d
         number of its parent, whether that parent is selected, its score.
     """
     parents, num_cells = candidates.parents, min(max_drafted, candidates.scores.shape[1])
-    spans = pairwise((0, *candidates.ends))
-    level = torch.cat([parents.new_full((end - start,), i) for i, (start, end) in enumerate(spans)])
+    level = _levels(candidates.ends, parents.device)
     scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
     order = rank(scores, num_cells)
     dropped = (torch.arange(num_cells, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
@@ -308,6 +340,15 @@ def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_d
     closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
     columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
     return torch.stack([column.double() for column in (*columns, scores.gather(1, cells))])
+
+
+def _levels(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """The level of each candidate, from 0, int64 [P]."""
+    sizes = [end - start for start, end in pairwise(ends)]
+    if len(set(sizes)) == 1:  # dynamic trees, whose levels are equal but for the first
+        return (torch.arange(ends[-1], device=device) + (sizes[0] - ends[0])) // sizes[0]
+    spans = enumerate(pairwise((0, *ends)))
+    return torch.cat([torch.full((end - start,), i, dtype=torch.int64, device=device) for i, (start, end) in spans])
 
 
 def trees_from_columns(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:

@@ -30,10 +30,13 @@ def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
     return noise
 
 
-def best_children(logits: Tensor, words: Tensor, noise: Tensor | None, level: int, k: int) -> tuple[Tensor, Tensor]:
+def best_children(
+    logits: Tensor, words: Tensor, noise: Tensor | None, level: int, k: int, above: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id. Two launches.
 
-    logits: [S, R, D] in any float type. noise: the output of `shared_noise`; None adds nothing.
+    logits: [S, R, D] in any float type. noise: the output of `shared_noise`; None adds nothing. above: scores [S, R] of the
+    nodes, added to their children's.
     """
     sessions, rows, size = logits.shape
     count, blocks = sessions * rows, triton.cdiv(size, BLOCK)
@@ -48,10 +51,50 @@ def best_children(logits: Tensor, words: Tensor, noise: Tensor | None, level: in
             ROWS=rows, NOISE_STRIDE=0 if noise is None else noise.shape[1], K=k, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         _join_blocks[(count,)](
-            *(keys, sums, scores, ids, blocks, count),
+            *(keys, sums, scores if above is None else above, scores, ids, blocks, count), HAS_ABOVE=above is not None,
             K=k, BLOCK_B=triton.next_power_of_2(blocks), BLOCK=triton.next_power_of_2(blocks * k), num_warps=4,
         )  # fmt: skip
     return scores, ids
+
+
+def find_frontier(
+    scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a Frontier, as `eyas.drafters.tree_growth.find_frontier`. One launch."""
+    sessions, count = scores.shape
+    best = torch.empty((sessions, top_k), dtype=torch.float32, device=scores.device)
+    ids = torch.empty((2, sessions, top_k), dtype=torch.int64, device=scores.device)
+    parents = torch.empty((sessions, top_k * num_children), dtype=torch.int64, device=scores.device)
+    with torch.cuda.device_of(scores):
+        _frontier[(sessions,)](
+            *(scores, tokens, best, ids[0], ids[1], parents, count, before),
+            K=top_k, CHILDREN=num_children, HAS_PARENTS=has_parents,
+            BLOCK_C=triton.next_power_of_2(num_children), BLOCK=triton.next_power_of_2(count), num_warps=4,
+        )  # fmt: skip
+    return best, ids[0], ids[1], parents
+
+
+@triton.jit(do_not_specialize=["before"], do_not_specialize_on_alignment=["frontier", "rows"])
+def _frontier(
+    scores, tokens, best, frontier, rows, parents, count, before,
+    K: tl.constexpr, CHILDREN: tl.constexpr, HAS_PARENTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best candidates of a level of one session."""
+    session, at, child = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    bits = (tl.load(scores + session * count + at, mask=at < count, other=0.0) + 0.0).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (bits.to(tl.int64) << 32) | (4294967295 - at.to(tl.int64))
+    key = tl.where(at < count, key, -9223372036854775807)
+    for place in range(K):
+        top = tl.max(key, 0)
+        found, bits = 4294967295 - (top & 4294967295), (top >> 32).to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        out = session * K + place
+        tl.store(best + out, bits.to(tl.float32, bitcast=True))
+        tl.store(frontier + out, tl.load(tokens + session * count + found))
+        tl.store(rows + out, found // CHILDREN if HAS_PARENTS else found * 0)
+        tl.store(parents + out * CHILDREN + child, before + 1 + found + child * 0, mask=child < CHILDREN)
+        key = tl.where(key == top, -9223372036854775807, key)
 
 
 @triton.jit(do_not_specialize=["sessions"])
@@ -111,7 +154,10 @@ def _score_blocks(
 
 
 @triton.jit(do_not_specialize=["blocks", "count"])
-def _join_blocks(keys, sums, scores, ids, blocks, count, K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr):
+def _join_blocks(
+    keys, sums, above, scores, ids, blocks, count,
+    HAS_ABOVE: tl.constexpr, K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, b, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK)
     tops = tl.load(sums + row * blocks + b, mask=b < blocks, other=float("-inf"))
     totals = tl.load(sums + (count.to(tl.int64) + row) * blocks + b, mask=b < blocks, other=0.0)
@@ -126,6 +172,8 @@ def _join_blocks(keys, sums, scores, ids, blocks, count, K: tl.constexpr, BLOCK_
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         score = bits.to(tl.float32, bitcast=True)
         score = tl.where(score == float("-inf"), score, score - log_sum)
+        if HAS_ABOVE:
+            score = score + tl.load(above + row)
         tl.store(scores + row * K + place, score)
         tl.store(ids + row * K + place, 4294967295 - (best & 4294967295))
         key = tl.where(key == best, -9223372036854775807, key)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
 from eyas.models.cuda.metadata import TILE_WORDS, Tiling, Words, mask_words
+from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
 from eyas.tensors import Bools, Ints, upload
 
@@ -131,7 +132,7 @@ class RowLayout:
     def build_words(self, slots: Sequence[Slots], scratch: Sequence[Slots] | Ints, sessions: int) -> Words:
         """The words of a round, padded to `sessions`. slots: of the prefixes. scratch: R slots of each session, padding too.
 
-        Rows of padding sessions are in no tile.
+        Rows of padding sessions attend to nothing.
         """
         lengths = np.zeros(sessions, dtype=np.int64)
         lengths[: len(slots)] = [len(own) for own in slots]
@@ -161,11 +162,11 @@ class RowLayout:
         firsts = np.arange(0, width, self.tile_rows)[None]
         tiles = np.zeros((len(lengths), firsts.shape[1], TILE_WORDS), dtype=np.int64)
         tiles[..., 0] = sessions * width + firsts
-        tiles[..., 1] = np.where(sessions < count, np.minimum(self.tile_rows, width - firsts), 0)
+        tiles[..., 1] = np.minimum(self.tile_rows, width - firsts)
         tiles[..., 2], tiles[..., 3] = sessions * self.num_rows, self.stride
         tiles[..., 4], tiles[..., 5] = lengths[:, None], starts[:, None]
         tiles[..., 6] = (firsts if self.visible is not None else tiles[..., 0]) * self.stride
-        tiles[..., 7] = self.ends[number + 1]
+        tiles[..., 7] = np.where(sessions < count, self.ends[number + 1], 0)
         return tiles
 
 
@@ -250,8 +251,3 @@ class SlotLevels:
         """With the rows of the only pass. masks: [W, M], by default those of the layout."""
         masks = self.rows.layout.visible_words if masks is None else masks
         return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
-    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)

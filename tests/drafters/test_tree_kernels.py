@@ -7,6 +7,8 @@ import torch
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.scoring import Ranking, UnrankedLogits, noise_words, perturbed_scorer, rank_children
+from eyas.drafters.tree_growth import find_frontier
+from eyas.models.heads.layers import rms_norm, take_rows
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import filtered_probs_no_sync, rank
 
@@ -38,7 +40,39 @@ def test_best_children_are_the_ranked_plain_scores(keys: tuple[NoiseKey, NoiseKe
         expected = rank(scores, 5)
         found = rank_children(UnrankedLogits(logits.to(DEVICE), words, noise, level), 5)
         torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
+        above = torch.tensor([[-1.0, -torch.inf], [0.5, -2.0]])
+        below = rank_children(UnrankedLogits(logits.to(DEVICE), words, noise, level), 5, above.to(DEVICE)).scores.cpu()
+        torch.testing.assert_close(below, rank_children(scores, 5, above).scores, atol=2e-5, rtol=2e-5)
         assert found.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
         assert found.ids[0].tolist() == expected.ids[0].tolist()
         whole = UnrankedLogits(logits.to(DEVICE), words, noise, level).scores().cpu()
         torch.testing.assert_close(whole, scores, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("has_parents", [False, True])
+def test_the_frontier_is_the_plain_one(has_parents: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    scores, tokens = -torch.randint(0, 6, (3, 20), generator=generator).float(), torch.randperm(60, generator=generator)
+    scores[1, :17] = -torch.inf
+    inputs = scores, tokens.view(3, 20), 4, 5, 7, has_parents
+    found = kernels.find_frontier(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs))
+    for ours, theirs in zip(found, find_frontier(*inputs), strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("num_above", [1, 3])
+def test_pair_inputs_are_the_plain_ones(num_above: int) -> None:
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels")
+    generator = torch.Generator().manual_seed(3)
+    states, embedding = torch.randn(2, num_above, 24, generator=generator), torch.randn(30, 24, generator=generator)
+    norms = torch.rand(24, generator=generator), torch.rand(24, generator=generator)
+    parents = torch.randint(0, num_above, (2, 4), generator=generator)
+    tokens, draft_ids = torch.randint(0, 9, (2, 4), generator=generator), torch.arange(9) * 3
+    given = [x.to(DEVICE) for x in (states, parents, tokens, draft_ids, embedding)]
+    inputs, normed, taken = layer_kernels.pair_inputs(*given, tuple(norm.to(DEVICE) for norm in norms), 1e-5)
+    features = take_rows(states, parents).flatten(0, 1)
+    embedded = embedding[draft_ids[tokens]].flatten(0, 1)
+    expected = torch.cat([rms_norm(embedded, norms[0], 1e-5), rms_norm(features, norms[1], 1e-5)], -1)
+    torch.testing.assert_close(taken.cpu(), features)
+    torch.testing.assert_close(inputs.cpu(), expected)
+    torch.testing.assert_close(normed.cpu(), expected[:, 24:])

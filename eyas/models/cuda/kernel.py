@@ -34,11 +34,11 @@ def attend(
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
     row_bytes = block_d * query.element_size()
     is_whole = shape.splits == 1  # then the only part is the result
-    out = (torch.zeros if is_whole else torch.empty)((rows, num_heads, width), dtype=query.dtype, device=query.device)
+    out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     partials = sums = out
     if not is_whole:
         partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
-        sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
+        sums = query.new_empty((shape.splits, rows, num_heads), dtype=torch.float32)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits),
@@ -87,10 +87,15 @@ def _attend_parts(
     lowest = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length) if WINDOW else 0
     part = tl.cdiv(tl.cdiv(last - lowest, splits), BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
-    if begin >= end:
-        return
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
     kept = live[:, None] & (d < WIDTH)[None, :]
+    if begin >= end:
+        if IS_WHOLE:
+            zero = tl.zeros([BLOCK_M, BLOCK_D], partials.dtype.element_ty)
+            tl.store(partials + cell[:, None] * WIDTH + d[None, :], zero, mask=kept)
+        else:
+            tl.store(sums + split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, float("-inf"), mask=live)
+        return
     q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -140,7 +145,7 @@ def _combine(
     partials, sums, out, rows, splits,
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row and head, weighted by their sums. Parts that no program wrote weigh nothing."""
+    """The parts of one row and head, weighted by their sums. Empty parts weigh nothing."""
     cell = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = s.to(tl.int64) * rows * NUM_HEADS + cell

@@ -45,6 +45,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+def pair_inputs(
+    states: Tensor, parents: Tensor, tokens: Tensor, draft_ids: Tensor, embedding: Tensor, norms: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
+
+    states: [S, R, C] of the rows above. parents: rows among these, tokens: draft ids, int64 [S, W]. norms: weights for the
+    embeddings and for the states.
+
+    Returns:
+        The two normed side by side, embeddings first [S * W, 2 C]; the normed states, a view of them; the states [S * W, C].
+    """
+    (_, above, width), rows = states.shape, tokens.numel()
+    inputs = torch.empty((rows, 2 * width), dtype=states.dtype, device=states.device)
+    taken = torch.empty((rows, width), dtype=states.dtype, device=states.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(states):
+        _pair_inputs[(rows,)](
+            *(states.contiguous(), parents, tokens, draft_ids, embedding, *norms, inputs, taken, eps),
+            ABOVE=above, PER_SESSION=tokens.shape[1], WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return inputs, inputs[:, width:], taken
+
+
 def rotate_and_store(
     qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None
 ) -> Tensor:
@@ -97,6 +121,24 @@ def _norm(x, normed, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, B
     at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
     row, weights = tl.load(x + at, mask=kept, other=0.0), tl.load(weight + d, mask=kept, other=0.0)
     tl.store(normed + at, _normed(row, weights, eps, WIDTH, ADDS_ONE), mask=kept)
+
+
+@triton.jit
+def _pair_inputs(
+    states, parents, tokens, draft_ids, embedding, token_norm, state_norm, inputs, taken, eps,
+    ABOVE: tl.constexpr, PER_SESSION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    kept, place = d < WIDTH, row // PER_SESSION * ABOVE
+    if ABOVE > 1:
+        place += tl.load(parents + row)
+    x = tl.load(states + place * WIDTH + d, mask=kept, other=0.0)
+    y = tl.load(embedding + tl.load(draft_ids + tl.load(tokens + row)) * WIDTH + d, mask=kept, other=0.0)
+    x_weight = tl.load(state_norm + d, mask=kept, other=0.0)
+    y_weight = tl.load(token_norm + d, mask=kept, other=0.0)
+    tl.store(taken + row * WIDTH + d, x, mask=kept)
+    tl.store(inputs + row * 2 * WIDTH + d, _normed(y, y_weight, eps, WIDTH, False), mask=kept)
+    tl.store(inputs + row * 2 * WIDTH + WIDTH + d, _normed(x, x_weight, eps, WIDTH, False), mask=kept)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
     """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
-    tiles = min(rows, max_segments + rows // tile_rows)
+    tiles = min(rows, max_segments + 1 + rows // tile_rows)
     return MetadataShape(rows, rows, tiles, tile_rows, tiling.splits(-(-rows // tile_rows)))
 
 
@@ -80,7 +80,7 @@ def count_logits(segments: Sequence[Segment]) -> int:
 def pack_with_metadata(
     segments: Sequence[Segment], shape: MetadataShape, scratch: int, device: torch.device
 ) -> PackedInputs:
-    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and are in no tile."""
+    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing."""
     return view(upload(build_words(segments, shape, scratch), device), shape, count_logits(segments))
 
 
@@ -107,6 +107,9 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int)
         ragged += [segment.prefix, mask]
         start, tile, num_logits = start + count, tile + len(firsts), num_logits + len(segment.logits_indices)
         at += length + len(mask)
+    firsts = np.arange(start, shape.rows, shape.tile_rows)  # padding, which sees nothing
+    tiles[tile : tile + len(firsts), 0] = firsts
+    tiles[tile : tile + len(firsts), 1] = np.minimum(shape.tile_rows, shape.rows - firsts)
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 

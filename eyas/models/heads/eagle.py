@@ -45,19 +45,24 @@ from eyas.models.heads.eagle_config import (
 from eyas.models.heads.layers import (
     BackboneSizes,
     DraftLayer,
+    LayerSlots,
     LinearFuser,
     Projected,
     backbone_json,
     default_rotary_table,
     frozen,
+    layer_kernels_for,
     linear,
     rms_norm,
     rotary_table,
+    take_rows,
     under_prefix,
 )
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 Attention = Callable[[int, Projected], Tensor]
+# Where a layer's new keys and values belong, if they lie in slots.
+SlotsOfLayer = Callable[[int], LayerSlots | None]
 
 
 class EagleHead(nn.Module):
@@ -94,16 +99,35 @@ class EagleHead(nn.Module):
         """Positions that the rotary table covers."""
         return int(self.rotary.shape[0])
 
-    def project(self, features: Tensor, tokens: Tensor, positions: Tensor) -> Projected:
-        """Into the first layer: features [R, H], tokens and positions [R]."""
+    def project(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
+    ) -> Projected:
+        """Into the first layer: features [R, H], tokens and positions [R]. slots: see DraftLayer."""
         inputs, residual = self._first_inputs(F.embedding(tokens, self.embedding), features)
-        return self._layer(0).project(inputs, residual, self.rotary[positions])
+        return self._layer(0).project(inputs, residual, self.rotary[positions], slots(0))
 
-    def project_next(self, layer: int, states: Tensor, positions: Tensor) -> Projected:
-        """Into a later layer: states [R, H] of the one before it, positions [R]."""
+    def project_level(
+        self, states: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer
+    ) -> Projected:
+        """`project` for rows of trees: states [S, R, H] of the rows above, parents among these and draft ids [S, W]."""
+        kernels, first = layer_kernels_for(states), self._layer(0)
+        if not kernels or self.fc is not None:
+            features = take_rows(states, parents).flatten(0, 1)
+            return self.project(features, self.draft_ids[tokens].flatten(), positions, slots)
+        norms = first.input_norm, first.hidden_norm
+        inputs, normed, features = kernels.pair_inputs(
+            states, parents, tokens, self.draft_ids, self.embedding, norms, self.config.rms_norm_eps
+        )
+        residual = normed if self.config.wiring.norm_before_residual else features
+        return first.project(inputs, residual, self.rotary[positions], slots(0))
+
+    def project_next(
+        self, layer: int, states: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
+    ) -> Projected:
+        """Into a later layer: states [R, H] of the one before it, positions [R]. slots: see DraftLayer."""
         below = self._layer(layer)
         assert below.input_norm is not None
-        return below.project(self._rms(states, below.input_norm), states, self.rotary[positions])
+        return below.project(self._rms(states, below.input_norm), states, self.rotary[positions], slots(layer))
 
     def finish(self, attended: Tensor, residual: Tensor, layer: int = -1) -> Tensor:
         """Out of a layer, the last by default: attention output [R, heads, d] and residual [R, H] to states [R, H]."""
@@ -113,10 +137,15 @@ class EagleHead(nn.Module):
 
     def run(self, features: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Through all layers: features [R, H], tokens and positions [R] to states [R, H]."""
-        rows = self.project(features, tokens, positions)
+        return self.run_layers(self.project(features, tokens, positions), positions, attention)
+
+    def run_layers(
+        self, rows: Projected, positions: Tensor, attention: Attention, slots: SlotsOfLayer = lambda layer: None
+    ) -> Tensor:
+        """`run` from what the first layer's attention needs. slots: see DraftLayer."""
         states = self.finish(attention(0, rows), rows.residual, 0)
         for layer in range(1, len(self.layers)):
-            rows = self.project_next(layer, states, positions)
+            rows = self.project_next(layer, states, positions, slots)
             states = self.finish(attention(layer, rows), rows.residual, layer)
         return states
 

@@ -109,12 +109,25 @@ def check_target(source: Path, hidden: tuple[int, int], vocab_size: tuple[int, i
 
 @dataclass(frozen=True)
 class Projected:
-    """What attention needs of a layer's rows: query [R, heads, d], key and value [R, kv heads, d], residual [R, H]."""
+    """What attention needs of a layer's rows: query [R, heads, d], key and value [R, kv heads, d], residual [R, H].
+
+    is_cached: whether key and value are in their slots of the KV cache already.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     residual: Tensor
+    is_cached: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """Keys and values of a layer in the KV cache, [S, J, d], and the slots of a pass's rows [R]."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
 
 
 class DraftLayer(nn.Module):
@@ -134,14 +147,20 @@ class DraftLayer(nn.Module):
         self.input_norm = frozen(weights["input_layernorm.weight"]) if "input_layernorm.weight" in weights else None
         self.hidden_norm = frozen(weights["hidden_norm.weight"]) if "hidden_norm.weight" in weights else None
 
-    def project(self, inputs: Tensor, residual: Tensor, rotary: Tensor) -> Projected:
-        """inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions."""
+    def project(self, inputs: Tensor, residual: Tensor, rotary: Tensor, slots: LayerSlots | None = None) -> Projected:
+        """inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions.
+
+        slots: where a kernel may write keys and values at once.
+        """
         heads, kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
         qkv = self.qkv(inputs).view(-1, heads + 2 * kv_heads, self.sizes.head_dim)
-        if kernels := _kernels(qkv):
+        if kernels := layer_kernels_for(qkv):
             layout = HeadLayout(heads, kv_heads, self.sizes.head_dim, norms=None)
-            key, value = qkv.new_empty((2, len(qkv), kv_heads, self.sizes.head_dim))
             cos, sin = rotary.unbind(1)
+            if slots:
+                query = kernels.rotate_and_store(qkv, layout, (cos, sin), slots.keys, slots.values, slots.slots)
+                return Projected(query, slots.keys, slots.values, residual, is_cached=True)
+            key, value = qkv.new_empty((2, len(qkv), kv_heads, self.sizes.head_dim))
             return Projected(kernels.rotate_and_store(qkv, layout, (cos, sin), key, value, None), key, value, residual)
         rotated = rotate(qkv[:, : heads + kv_heads], rotary)
         return Projected(rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], residual)
@@ -149,7 +168,7 @@ class DraftLayer(nn.Module):
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
         out = self.out(attended.flatten(1))
-        if kernels := _kernels(out):
+        if kernels := layer_kernels_for(out):
             norm = RMSNorm(self.post_norm, self.sizes.rms_norm_eps, adds_one=False)
             state, normed = kernels.add_norm(residual.contiguous(), out, norm, None)
             return state + self.down(kernels.gate(self.gate_up(normed), "silu"))  # type: ignore[no-any-return]
@@ -158,14 +177,19 @@ class DraftLayer(nn.Module):
         return state + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
+    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in float32."""
-    if weight.dim() == 1 and (kernels := _kernels(x)):
+    if weight.dim() == 1 and (kernels := layer_kernels_for(x)):
         return kernels.rms_norm(x.contiguous(), weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
 
 
-def _kernels(x: Tensor) -> Any:
+def layer_kernels_for(x: Tensor) -> Any:
     """The module of kernels for rows on a GPU with Triton; None on the CPU, and in training, which needs gradients."""
     if x.device.type == "cpu" or not torch.is_inference_mode_enabled() or find_spec("triton") is None:
         return None

@@ -69,7 +69,7 @@ def target_pass(num_layers: int, rows: int) -> Launches:
 
 def test_a_layer_of_the_target_launches_few_kernels() -> None:
     two, four = target_pass(2, 64), target_pass(4, 64)
-    assert (four.num - two.num) / 2 <= 11, four.by_name - two.by_name
+    assert (four.num - two.num) / 2 <= 10, four.by_name - two.by_name
 
 
 def test_a_target_pass_launches_little_around_its_layers() -> None:
@@ -109,7 +109,7 @@ def draft_round(sessions: int, kind: ScorerKind) -> Launches:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), [("plain", 277), ("noised", 278)])
+@pytest.mark.parametrize(("kind", "most"), [("plain", 180), ("noised", 181)])
 def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
     found = draft_round(1, kind)
     assert found.num <= most, found.by_name
@@ -117,7 +117,7 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 2.2e9, found.bytes_by_name
+    assert found.other_bytes <= 1.4e9, found.bytes_by_name
 
 
 def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
