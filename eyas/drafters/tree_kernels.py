@@ -87,10 +87,10 @@ def _frontier(
     key = tl.where(at < count, key, -9223372036854775807)
     for place in range(K):
         top = tl.max(key, 0)
-        found, bits = 4294967295 - (top & 4294967295), (top >> 32).to(tl.int32)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        found, high = 4294967295 - (top & 4294967295), (top >> 32).to(tl.int32)
+        high = high ^ ((high >> 31) & 0x7FFFFFFF)
         out = session * K + place
-        tl.store(best + out, bits.to(tl.float32, bitcast=True))
+        tl.store(best + out, high.to(tl.float32, bitcast=True))
         tl.store(frontier + out, tl.load(tokens + session * count + found))
         tl.store(rows + out, found // CHILDREN if HAS_PARENTS else found * 0)
         tl.store(parents + out * CHILDREN + child, before + 1 + found + child * 0, mask=child < CHILDREN)

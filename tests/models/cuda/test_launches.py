@@ -117,7 +117,7 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 1.4e9, found.bytes_by_name
+    assert found.other_bytes <= 1.43e9, found.bytes_by_name
 
 
 def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
