@@ -1,4 +1,4 @@
-"""`eyas plan`: throughput, latency and price of verifiers and drafters that nobody has bought yet, by discrete events.
+"""`eyas plan`: throughput, latency and price of verifiers and drafters that are not bought yet, by discrete events.
 
 A verifier runs its sequences in steps: a pass over the trees of all of them, then a request for the next trees. A drafter
 serves the verifiers that share it: it takes all requests that wait as one batch. Times of passes come from cost tables. How

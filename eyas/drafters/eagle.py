@@ -255,7 +255,7 @@ class BufferAttention:
         return self._with(seen, (self._root + level).expand_as(parents))
 
     def chain(self, count: int) -> BufferAttention:
-        """With `count` rows behind the root, each of which sees those before it."""
+        """With `count` rows behind the root; each sees those before it."""
         ahead = torch.arange(1, count + 1, device=self._root.device)
         seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
         return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)

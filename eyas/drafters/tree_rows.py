@@ -157,7 +157,7 @@ class RowLayout:
         return -(-width // self.tile_rows)
 
     def _tiles(self, number: int, lengths: Ints, starts: Ints, count: int) -> Ints:
-        """Tiles of a pass [S, tiles of a session, TILE_WORDS], of which `count` sessions are not padding."""
+        """Tiles of a pass [S, tiles of a session, TILE_WORDS]; `count` sessions are no padding."""
         width, sessions = self.widths[number], np.arange(len(lengths))[:, None]
         firsts = np.arange(0, width, self.tile_rows)[None]
         tiles = np.zeros((len(lengths), firsts.shape[1], TILE_WORDS), dtype=np.int64)
