@@ -146,7 +146,7 @@ def without_nan(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UnrankedLogits:
-    """Logits [S, R, D] of a level on a GPU, of which one pass makes the best scores.
+    """Logits [S, R, D] of a level on a GPU; one pass makes the best scores of them.
 
     words: the output of `noise_words`. noise: of all levels, float32 [S, L, D], if there is some.
     """
