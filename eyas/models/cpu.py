@@ -1,14 +1,17 @@
-"""Faster forward passes on the CPU: linear layers packed for oneDNN or MKL, and huge pages.
+"""Faster forward passes on the CPU: linear layers packed for FBGEMM, oneDNN or MKL, and huge pages.
 
-For float32, torch calls MKL. On processors that are not Intel's it takes two to three times as long for the 8 to 64 rows of
-a tree as oneDNN over packed weights; on Intel's it is the faster one, with transposed weights
-(docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB
-(docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
+Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same
+(docs/decisions/0034-half-weights.md). For other float32 weights torch calls MKL. On processors that are not Intel's it takes
+two to three times as long for the 8 to 64 rows of a tree as oneDNN over packed weights; on Intel's it is the faster one, with
+transposed weights (docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18
+of 2 MiB (docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -24,6 +27,8 @@ from eyas.heap import keep_freed_memory
 
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
+# Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
+HALF_EXPONENT = 15
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -44,7 +49,8 @@ def optimize_for_cpu(model: nn.Module) -> None:
 def pack_weights(model: nn.Module) -> None:
     """Pack every plain float32 linear layer on the CPU for the library that multiplies faster. Others stay as they are.
 
-    That is MKL on Intel's processors and oneDNN elsewhere. Without the library nothing changes.
+    That is FBGEMM for weights that float16 holds exactly; for others MKL on Intel's processors and oneDNN elsewhere. Without
+    these libraries nothing changes.
     """
     backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
     if not backend.is_available():
@@ -60,15 +66,15 @@ def pack_weights(model: nn.Module) -> None:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is kept in the layout of `_packed` only."""
+    """A linear layer whose weight is kept in a packed layout only."""
 
-    packed: Tensor
+    packed_weight: PackedWeight
     product: Callable[[Tensor], Tensor]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """As [N, K], for a model that reads the layer's weight; with oneDNN a copy."""
-        return self.packed.to_dense()
+        """As [N, K], for a model that reads the layer's weight; often a copy."""
+        return self.packed_weight.dense
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -77,13 +83,13 @@ class PackedLinear(nn.Linear):
 
 @dataclass(eq=False)
 class MergedLinear:
-    """Sibling layers computed in one product. packed: their weights, one below the other. sizes: N of each.
+    """Sibling layers computed in one product. weight: their weights, one below the other. sizes: N of each.
 
     rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
     product: rows [..., K] times all weights: [..., sum of N].
     """
 
-    packed: Tensor
+    weight: PackedWeight
     bias: Tensor | None
     sizes: list[int]
     rows: Tensor | None = None
@@ -91,7 +97,7 @@ class MergedLinear:
     product: Callable[[Tensor], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.product = _product(self.packed, self.bias)
+        self.product = self.weight.product(self.bias)
 
 
 class MergedLinearPart(nn.Linear):
@@ -102,8 +108,8 @@ class MergedLinearPart(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """As [N, K]; with oneDNN a copy."""
-        return torch.split(self.merged.packed.to_dense(), self.merged.sizes)[self.index]
+        """As [N, K]; often a copy."""
+        return torch.split(self.merged.weight.dense, self.merged.sizes)[self.index]
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -126,9 +132,9 @@ def _merge(siblings: Sequence[Any]) -> None:
     biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
     if len(biases) not in (0, len(siblings)):
         return
-    packed = _packed(torch.cat([sibling.weight for sibling in siblings]))
+    packed = PackedWeight.of(torch.cat([sibling.weight for sibling in siblings]))
     merged = MergedLinear(packed, torch.cat(biases) if biases else None, [len(sibling.weight) for sibling in siblings])
-    siblings[0].register_buffer("packed", packed, persistent=False)  # so that code which lists weights finds it
+    siblings[0].register_buffer("packed", packed.layout, persistent=False)  # so that code which lists weights finds it
     for index, sibling in enumerate(siblings):
         del sibling.weight
         sibling.merged, sibling.index, sibling.bias = merged, index, None
@@ -137,10 +143,11 @@ def _merge(siblings: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def _pack(module: Any) -> None:
-    module.register_buffer("packed", _packed(module.weight.detach()), persistent=False)
+    packed = PackedWeight.of(module.weight.detach())
+    module.register_buffer("packed", packed.layout, persistent=False)
     del module.weight
     module.__class__ = PackedLinear
-    module.product = _product(module.packed, module.bias)
+    module.packed_weight, module.product = packed, packed.product(module.bias)
 
 
 @cache
@@ -148,19 +155,79 @@ def _is_intel() -> bool:
     return PROCESSORS.exists() and "GenuineIntel" in PROCESSORS.read_text()
 
 
-def _product(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """What multiplies rows [..., K] by the output of `_packed` and adds a bias [N]: [..., N]."""
-    if packed.is_mkldnn:
-        product = torch.ops.mkldnn._linear_pointwise
-        return partial(product, W=packed, B=bias, attr="none", scalars=[], algorithm="")
-    return partial(F.linear, weight=packed, bias=bias)
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight [N, K] in the layout of the library that multiplies by it.
+
+    layout: float16 [N, K] for FBGEMM, which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight.
+    scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
+    """
+
+    layout: Tensor
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedWeight:
+        """Pack a float32 weight on the CPU."""
+        if _has_fbgemm():
+            largest = math.frexp(float(weight.abs().max()))[1] if weight.numel() else 0
+            for scale in (1.0, 2.0 ** (HALF_EXPONENT - largest)):
+                half = (weight * scale).half()
+                if torch.equal(half.float(), weight * scale):
+                    return cls(half, scale)
+        if _is_intel():
+            return cls(weight.t().contiguous().t())
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS))
+
+    @property
+    def dense(self) -> Tensor:
+        """As float32 [N, K]."""
+        return self.layout.to_dense().float() / self.scale if self.is_half else self.layout.to_dense()
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the layout is float16."""
+        return self.layout.dtype == torch.float16
+
+    def product(self, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """What multiplies rows [..., K] by the weight and adds a bias [N]: [..., N]."""
+        if self.is_half:
+            return HalfProduct(self, bias)
+        if self.layout.is_mkldnn:
+            product = torch.ops.mkldnn._linear_pointwise
+            return partial(product, W=self.layout, B=bias, attr="none", scalars=[], algorithm="")
+        return partial(F.linear, weight=self.layout, bias=bias)
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """A weight [N, K] in oneDNN's layout; for MKL as a view of its transposed copy."""
-    if _is_intel():
-        return weight.t().contiguous().t()
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
+class HalfProduct:
+    """Products in float32 with a weight that is stored in float16: half the bytes of a pass.
+
+    A row's result does not depend on the other rows. scale: of the output of `scaled`.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
+            self._packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.layout.float())
+            torch.fbgemm_linear_fp16_weight_fp32_activation(
+                weight.layout.new_zeros(1, weight.layout.shape[1]).float(), self._packed, None
+            )
+        self.scale, self._unscale = weight.scale, 1.0 / weight.scale
+        self._bias = None if bias is None else bias.detach() * weight.scale
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        return self.scaled(rows) if self.scale == 1 else self.scaled(rows).mul_(self._unscale)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """The output times `scale`."""
+        return torch.fbgemm_linear_fp16_weight_fp32_activation(rows, self._packed, self._bias)
+
+
+@cache
+def _has_fbgemm() -> bool:
+    names = "fbgemm_pack_gemm_matrix_fp16", "fbgemm_linear_fp16_weight_fp32_activation"
+    return "fbgemm" in torch.backends.quantized.supported_engines and all(hasattr(torch, name) for name in names)
 
 
 def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu import MergedLinearPart, PackedLinear, pack_weights
+from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear, _has_fbgemm, pack_weights
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
 
-@pytest.fixture(autouse=True, params=["mkl", "onednn"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both layouts, whatever processor this is."""
+@pytest.fixture(autouse=True, params=["mkl", "onednn", "fbgemm"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """All layouts, whatever processor this is. New layers have weights of bfloat16 for FBGEMM, and of float32 for others."""
     if request.param == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")
+    if request.param == "fbgemm" and not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
     monkeypatch.setattr("eyas.models.cpu._is_intel", lambda: request.param == "mkl")
+    reset = nn.Linear.reset_parameters
+
+    def reset_and_round(layer: nn.Linear) -> None:
+        reset(layer)
+        if request.param == "fbgemm":
+            layer.weight.data = layer.weight.data.bfloat16().to(layer.weight.dtype)
+
+    monkeypatch.setattr(nn.Linear, "reset_parameters", reset_and_round)
+    yield request.param
 
 
 @pytest.mark.parametrize("sizes", [(32, 48), (256, 512), (256, 4096), (7, 3)])
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool) -> None:
+def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool, library: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(*sizes, bias=bias)
     rows = [torch.randn(*shape, sizes[0]) for shape in ((1,), (2,), (1, 9), (1, 64), (3, 5), (0,), (1, 0))]
     expected = [layer(x).detach() for x in rows]
     pack_weights(layer)
     assert isinstance(layer, PackedLinear)
+    assert isinstance(layer.product, HalfProduct) == (library == "fbgemm")
     with torch.inference_mode():
         for x, before in zip(rows, expected, strict=True):
             torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
@@ -107,3 +121,23 @@ def test_sharded_siblings_merge_with_their_local_sizes() -> None:
     with torch.inference_mode():
         for part, before in zip(layer(rows), expected, strict=True):
             torch.testing.assert_close(part, before, rtol=1e-4, atol=1e-5)
+
+
+def test_half_weights_give_a_row_the_same_result_in_any_batch(library: str) -> None:
+    if library != "fbgemm":
+        pytest.skip("MKL and oneDNN choose another order of sums for another number of rows")
+    layer, rows = nn.Linear(300, 70, bias=False), torch.randn(40, 300)
+    pack_weights(layer)
+    with torch.inference_mode():
+        together = layer(rows)
+        assert all(torch.equal(layer(rows[i : i + n]), together[i : i + n]) for i in (0, 7) for n in range(1, 33))
+
+
+def test_weights_that_float16_does_not_hold_stay_float32(library: str) -> None:
+    layer = nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.tensor([[1.0, 1e-38, 0.5, 0.25], [1.0 + 2**-20, 3.0, 2.0, 4.0]])
+    before = layer.weight.detach().clone()
+    pack_weights(layer)
+    assert torch.equal(layer.weight, before)
+    assert isinstance(layer, PackedLinear)
+    assert not isinstance(layer.product, HalfProduct)
