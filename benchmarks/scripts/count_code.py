@@ -43,7 +43,7 @@ def public_classes(tree: ast.Module) -> list[str]:
 
 
 def calls_to_attention(llm: LLM) -> list[str]:
-    """Distinct functions of Eyas that run from `LLM.generate` to the first call of torch's attention, in order.
+    """Distinct functions of Eyas that run from `LLM.generate` to the first call of attention, torch's or compiled, in order.
 
     Comprehensions and generator expressions count for the function that they stand in. llm: one that has not generated
     yet, because a cached prefix adds calls.
@@ -60,6 +60,7 @@ def calls_to_attention(llm: LLM) -> list[str]:
             module = frame.f_globals.get("__name__", "")
             name = COMPREHENSION.sub("", frame.f_code.co_qualname)
             calls.setdefault(f"{module}.{name}")
+            reached = name == "FusedLayer.run_on_cpu"  # compiled attention is no call that a profile shows
 
     sys.setprofile(profile)
     try:

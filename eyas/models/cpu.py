@@ -1,8 +1,8 @@
 """Faster forward passes on the CPU: linear layers packed for FBGEMM, oneDNN or MKL, and huge pages.
 
 Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same
-(docs/decisions/0034-half-weights.md). For other float32 weights torch calls MKL. On processors that are not Intel's it takes
-two to three times as long for the 8 to 64 rows of a tree as oneDNN over packed weights; on Intel's it is the faster one, with
+(docs/decisions/0038-compiled-cpu.md). For other float32 weights torch calls MKL. On processors that are not Intel's it takes
+two to three times as long for the 8 to 64 rows of a tree as oneDNN over packed weights; on Intel's it is the faster, with
 transposed weights (docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18
 of 2 MiB (docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
 """

@@ -3,7 +3,8 @@
 transformers' modules stay the definition of a model and keep its weights. `fuse_layers` gives each layer another `forward`
 with the same signature: one product for queries, keys and values, one for gate and up, the norm together with the residual
 sum before it, and rotary embedding together with the write to the KV cache. On the CPU these are few operations of torch, on
-CUDA the kernels of `eyas.models.cuda.layer_kernels`, which have the same signatures as the functions here.
+CUDA the kernels of `eyas.models.cuda.layer_kernels`, which have the same signatures as the functions here. On the CPU with
+one thread and numba, `CpuDecoder` runs all layers with the kernels of `eyas.models.cpu_kernels`.
 
 Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, I intermediate width, S slots.
 """
@@ -12,21 +13,28 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
-from eyas.models.cpu import MergedLinearPart
+from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear
 from eyas.models.inputs import PackedInputs
+from eyas.tensors import Ints
 
+Floats = npt.NDArray[np.float32]
 Product = Callable[[Tensor], Tensor]
+
+# Segments of more rows are prompts, whose attention torch computes as fast.
+MAX_KERNEL_ROWS = 64
 
 # Activations of the gate by the class that transformers makes of them.
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
@@ -66,6 +74,11 @@ class RMSNorm:
     @cached_property
     def _scaled(self) -> Tensor:
         return (self.weight.float() + self.adds_one) * math.sqrt(self.weight.shape[-1])
+
+    @cached_property
+    def factors(self) -> Floats:
+        """What rows are multiplied by once they are normed, float32 of the weight's shape."""
+        return (self.weight.float() + self.adds_one).contiguous().numpy()
 
     @cached_property
     def _floor(self) -> Tensor:
@@ -205,6 +218,106 @@ class FusedLayer:
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, self._down_norm)
         return stream.hidden
 
+    @cached_property
+    def cpu_products(self) -> list[tuple[Product, float]]:
+        """The products with qkv, out, gate and up, and down, and what to multiply each by."""
+        modules = [part.product if isinstance(part, PackedLinear) else part for part in (self._out, self._down)]
+        products = self._qkv, modules[0], self._gate_up, modules[1]
+        return [(p.scaled, 1 / p.scale) if isinstance(p, HalfProduct) else (p, 1.0) for p in products]
+
+    def run_on_cpu(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv_cache: KVCache) -> None:
+        """Advance `rows` through this layer; the kernels of the CPU in the order of `forward`."""
+        (qkv, by_qkv), (out, by_out), (gate_up, by_gate_up), (down, by_down) = self.cpu_products
+        heads, (scaling, window, softcap) = self._heads, self._attention
+        keys, values = kv_cache.keys[self._index].numpy(), kv_cache.values[self._index].numpy()
+        projected = qkv(rows.normed).numpy().reshape(len(rows.slots), -1, heads.width)
+        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
+        kernels.rotate(projected, by_qkv, heads.num_kv_heads, *rotary, factors, eps)
+        kernels.store(projected, heads.num_kv_heads, keys, values, rows.slots)
+        attended = torch.empty(len(rows.slots), heads.num_heads * heads.width)
+        k, into = rows.keys, attended.numpy().reshape(len(rows.slots), heads.num_heads, heads.width)
+        kernels.attend(
+            projected, heads.num_kv_heads, keys, values, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
+            scaling, window or kernels.NO_WINDOW, softcap or 0.0, into,
+        )  # fmt: skip
+        rows.add(kernels, out(attended), by_out, self._out_norm, self._mlp_norm)
+        gated = torch.empty(len(rows.slots), self._mlp_width)
+        kernels.gate(gate_up(rows.normed).numpy(), by_gate_up, self._activation == "silu", gated.numpy())
+        rows.add(kernels, down(gated), by_down, self._down_norm, self.next_norm)
+
+    @cached_property
+    def _mlp_width(self) -> int:
+        return int(self._down.in_features)
+
+
+NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
+
+
+class CpuRows:
+    """Rows on their way through the layers. state, normed: the residual stream and its norm, [R, C]. slots: int64 [R]."""
+
+    def __init__(self, state: Tensor, slots: Ints, keys: Any) -> None:
+        """keys: the rows' RowKeys."""
+        self.state, self.normed, self.slots, self.keys = state, torch.empty_like(state), slots, keys
+        self._state, self._normed = state.numpy(), self.normed.numpy()
+
+    def start(self, kernels: Any, norm: RMSNorm) -> None:
+        """Norm the embeddings."""
+        kernels.norm(self._state, norm.factors, norm.eps, self._normed)
+
+    def add(self, kernels: Any, delta: Tensor, by: float, delta_norm: RMSNorm | None, norm: RMSNorm) -> None:
+        """Add what a sublayer gave, times `by`, and norm the sum."""
+        weight, eps = (delta_norm.factors, delta_norm.eps) if delta_norm else (NO_WEIGHT, 0.0)
+        kernels.add_norm(self._state, delta.numpy(), by, weight, eps, norm.factors, norm.eps, self._normed)
+
+
+class CpuDecoder:
+    """All layers of a model on the CPU, without transformers' code between them.
+
+    Its `forward` replaces that of transformers' decoder. Modules' hooks run as if their own `forward` were called.
+    """
+
+    def __init__(self, decoder: Any, layers: Sequence[FusedLayer], final: RMSNorm) -> None:
+        self._decoder, self._layers, self._final = decoder, layers, final
+        types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+        has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
+        self._rotary_types = [kind if has_types else None for kind in types]
+
+    def forward(
+        self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
+    ) -> Any:
+        """What transformers' decoder returns. Long prompts, several threads and other ways to attend go to its own code."""
+        longest = max((len(segment.tokens) for segment in packed.segments), default=MAX_KERNEL_ROWS + 1)
+        if packed.attend is not None or longest > MAX_KERNEL_ROWS or torch.get_num_threads() > 1:
+            arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
+            return type(self._decoder).forward(self._decoder, **arguments, **others)
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        from eyas.models import cpu_kernels
+
+        embedded = self._decoder.embed_tokens(input_ids)
+        rows = CpuRows(embedded[0], packed.slots.numpy(), cpu_kernels.RowKeys.of(packed.segments))
+        rotary = {kind: self._rotary(embedded, position_ids, kind) for kind in set(self._rotary_types)}
+        rows.start(cpu_kernels, self._layers[0].input_norm)
+        for module, layer, kind in zip(self._decoder.layers, self._layers, self._rotary_types, strict=True):
+            _run_hooks(module._forward_pre_hooks, module, rows.state)
+            layer.run_on_cpu(cpu_kernels, rows, rotary[kind], kv_cache)
+        norm = self._decoder.norm
+        _run_hooks(norm._forward_pre_hooks, norm, rows.state)
+        _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
+        return BaseModelOutputWithPast(last_hidden_state=rows.normed[None])
+
+    def _rotary(self, embedded: Tensor, positions: Tensor, kind: str | None) -> tuple[Floats, Floats]:
+        """cos and sin [R, D] of layers of a kind."""
+        cos, sin = self._decoder.rotary_emb(embedded, positions, *([kind] if kind else []))
+        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+
+
+def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:
+    """Call a module's hooks with copies: the rows' tensors are overwritten by the next layer."""
+    for hook in hooks.values():
+        hook(module, (state.clone()[None],), *(output.clone()[None] for output in outputs))
+
 
 def _layer_kernels() -> Any:
     from eyas.models.cuda import layer_kernels
@@ -235,6 +348,8 @@ def fuse_layers(model: Any) -> bool:
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
+    if on_cpu and importlib.util.find_spec("numba") is not None:
+        decoder.forward = CpuDecoder(decoder, fused, final).forward
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 
@@ -242,7 +357,7 @@ def fuse_layers(model: Any) -> bool:
 def unfuse_layers(model: Any) -> None:
     """Let transformers' modules compute again what they define."""
     decoder = model.get_decoder()
-    for module in (*decoder.layers, decoder.norm):
+    for module in (decoder, *decoder.layers, decoder.norm):
         module.__dict__.pop("forward", None)
 
 

@@ -52,7 +52,8 @@ class PackedInputs:
     """The rows of all segments, one segment after the other, [R]; logits_indices: packed rows whose logits are computed.
 
     groups: what the plain attention reads. metadata: what the attention kernel reads instead of groups; rows and
-    logits_indices may then be padded at the end. attend: replaces `eyas.models.attention.attend`.
+    logits_indices may then be padded at the end. attend: replaces `eyas.models.attention.attend`. segments: what was packed,
+    for kernels of the CPU.
     """
 
     tokens: Tensor
@@ -62,6 +63,7 @@ class PackedInputs:
     groups: tuple[PaddedGroup, ...]
     attend: Callable[..., Tensor] | None = None
     metadata: AttentionMetadata | None = None
+    segments: tuple[Segment, ...] = ()
     _biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -104,7 +106,8 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
         PaddedGroup([segments[i] for i in bucket], starts[np.array(bucket)], len(buckets) == 1, device)
         for bucket in buckets.values()
     ]
-    return PackedInputs(tokens, positions, slots, upload(logits_indices.astype(np.int64), device), tuple(groups))
+    wanted = upload(logits_indices.astype(np.int64), device)
+    return PackedInputs(tokens, positions, slots, wanted, tuple(groups), segments=tuple(segments))
 
 
 class PaddedGroup:

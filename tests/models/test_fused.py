@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eyas.models import fused
+from eyas.models.cpu import _has_fbgemm
 from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
@@ -42,6 +43,11 @@ def is_fused(target: TargetModel) -> bool:
     return "forward" in vars(target.model.get_decoder().layers[0])
 
 
+def use_torch(target: TargetModel) -> None:
+    """Run fused layers by operations of torch instead of the kernels of the CPU."""
+    target.model.get_decoder().__dict__.pop("forward", None)
+
+
 def assert_equal_to_unfused(target: TargetModel) -> None:
     assert is_fused(target)
     found = run(target)
@@ -55,6 +61,35 @@ def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
     assert_equal_to_unfused(target)
 
 
+def test_fused_layers_run_without_numba(target: TargetModel) -> None:
+    use_torch(target)
+    assert_equal_to_unfused(target)
+
+
+def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
+    pytest.importorskip("numba")
+    if not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
+    target, tokens, length = load_target("models/demo/target"), 5 + np.arange(40) * 37 % 900, 30
+    kv_cache, rows, none = target.new_kv_cache(64), np.arange(40), np.zeros(0, dtype=np.int64)
+    prompt = Segment(tokens[:length], rows[:length], rows[:length], none, None, none)
+    target.forward(target.pack([prompt]), kv_cache)
+    path = rows[length : length + 4]
+    plain = []
+    for row in path:
+        step = Segment(tokens[[row]], rows[[row]], rows[[row]], rows[:row], None, rows[:1])
+        plain.append(target.forward(target.pack([step]), kv_cache).logits[0])
+    parents = [0, 0, 0, 1, 1, 3, 3, 5]  # the path is nodes 0, 1, 3, 5
+    visible = np.eye(8, dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        visible[node] |= visible[parent]
+    words = np.array([*tokens[path[:2]], 7, tokens[path[2]], 8, tokens[path[3]], 9, 10])
+    tree = Segment(words, length + visible.sum(1) - 1, 50 + rows[:8], rows[:length], visible, rows[:8])
+    other = Segment(tokens[:3], rows[:3], 60 + rows[:3], none, None, rows[:1])
+    together = target.forward(target.pack([other, tree]), kv_cache).logits[1:]
+    assert torch.equal(together[[0, 1, 3, 5]], torch.stack(plain))
+
+
 @pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "gemma-2"])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
@@ -62,6 +97,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
     target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
     for name in ("add_norm", "gate"):
         monkeypatch.setattr(fused, name, getattr(layer_kernels, name))
+    use_torch(target)
     plain_rotary = []
     monkeypatch.setattr(fused.ResidualStream, "signed", lambda stream, cos, sin: (plain_rotary.append(cos), (cos, sin))[1])
     monkeypatch.setattr(fused, "rotate_and_store", layer_kernels.rotate_and_store)

@@ -1,0 +1,360 @@
+"""What a fused layer does between its products, compiled for the CPU with numba (docs/decisions/0038-compiled-cpu.md).
+
+Small operations of torch take 3 to 20 us each, whatever they compute. A kernel here takes 1 us and its arithmetic. Arrays
+are float32 and contiguous, and one thread runs. A row's result does not depend on the other rows of the pass, bit for bit:
+sums are taken over those keys alone that the row sees, in the order of their positions.
+
+Legend: R rows, C hidden width, H query heads, J key-value heads, G query heads of a key-value head, D head width, I
+intermediate width, S slots, B segments, P prefix slots of all segments, L prefix length and n keys of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from eyas.models.inputs import Segment
+from eyas.tensors import Bools, Ints
+
+# Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
+ROWS_AT_A_TIME = 16
+KEYS_AT_A_TIME = 256
+# Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
+PADDING = 16
+LOG2_E = np.float32(1.4426950408889634)
+# Bounds of the argument of `_exp`: beyond them 2 to that power is no normal float32.
+LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.0)
+# Added to a float32 and taken away again, it leaves the nearest whole number.
+ROUNDER = np.float32(12582912.0)
+NO_WINDOW = 1 << 62
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """What the rows of a pass see.
+
+    ends: end of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where each
+    ends [B]. visible: flat masks [n, n] of the segments, one after the other. positions: of the rows [R].
+    """
+
+    ends: Ints
+    prefix: Ints
+    prefix_ends: Ints
+    visible: Bools
+    positions: Ints
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> RowKeys:
+        """The keys of packed segments."""
+        counts, lengths = [len(s.tokens) for s in segments], [len(s.prefix) for s in segments]
+        masks = [
+            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+            for segment, count in zip(segments, counts, strict=True)
+        ]
+        return cls(
+            ends=np.cumsum(counts),
+            prefix=_joined([s.prefix for s in segments]),
+            prefix_ends=np.cumsum(lengths),
+            visible=_joined([mask.ravel() for mask in masks]),
+            positions=_joined([s.positions for s in segments]).astype(np.int64, copy=False),
+        )
+
+
+def _joined(parts):
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
+def _exp(x):
+    """e to the power of x <= 88, to 2 units in the last place; 0 for minus infinity."""
+    x = x if x > LOWEST else LOWEST
+    whole = (x * LOG2_E + ROUNDER) - ROUNDER
+    r = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(5.0000001201e-1)
+    y = y * (r * r) + r + np.float32(1.0)
+    return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
+def _mean_square(x):
+    total = np.float32(0.0)
+    for c in range(len(x)):
+        total += x[c] * x[c]
+    return total / np.float32(len(x))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def norm(x, weight, eps, out):
+    """Root-mean-square norm of rows x [R, C]; weight [C]."""
+    for r in range(x.shape[0]):
+        inverse = np.float32(1.0) / np.sqrt(_mean_square(x[r]) + np.float32(eps))
+        for c in range(x.shape[1]):
+            out[r, c] = x[r, c] * inverse * weight[c]
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
+    """Add delta [R, C] times unscale to state [R, C] in place, and write the norm of the sum to out.
+
+    delta_weight: of a norm that is applied to delta first, [C]; empty for none.
+    """
+    for r in range(state.shape[0]):
+        if len(delta_weight):
+            factor = np.float32(1.0) / np.sqrt(
+                _mean_square(delta[r]) * np.float32(unscale * unscale) + np.float32(delta_eps)
+            )
+            for c in range(state.shape[1]):
+                state[r, c] += delta[r, c] * np.float32(unscale) * factor * delta_weight[c]
+        else:
+            for c in range(state.shape[1]):
+                state[r, c] += delta[r, c] * np.float32(unscale)
+        inverse = np.float32(1.0) / np.sqrt(_mean_square(state[r]) + np.float32(eps))
+        for c in range(state.shape[1]):
+            out[r, c] = state[r, c] * inverse * weight[c]
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def gate(gate_up, unscale, is_silu, out):
+    """Activated gates times the values beside them: gate_up [R, 2 I] times unscale, to out [R, I]."""
+    width, by = out.shape[1], np.float32(unscale)
+    for r in range(out.shape[0]):
+        gates, ups, gated = gate_up[r, :width], gate_up[r, width:], out[r]
+        for i in range(width):
+            g = gates[i] * by
+            u = -g if is_silu else np.float32(-1.5957691216) * (g + np.float32(0.044715) * g * g * g)
+            gated[i] = g * (ups[i] * by) / (np.float32(1.0) + _exp(u if u < HIGHEST else HIGHEST))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
+    """Rotate queries and keys of qkv [R, H + 2 J, D] in place, times unscale; cos, sin [R, D].
+
+    norm_weight: of a norm of each head before that, [H + J, D]; empty for none.
+    """
+    num_rotated, half = qkv.shape[1] - num_kv, qkv.shape[2] // 2
+    by = np.float32(unscale)
+    for r in range(qkv.shape[0]):
+        for h in range(num_rotated):
+            x = qkv[r, h]
+            lefts, rights = x[:half], x[half:]
+            for d in range(2 * half):
+                x[d] *= by
+            if len(norm_weight):
+                inverse = np.float32(1.0) / np.sqrt(_mean_square(x) + np.float32(eps))
+                for d in range(2 * half):
+                    x[d] *= inverse * norm_weight[h, d]
+            cos_left, cos_right, sin_left, sin_right = cos[r, :half], cos[r, half:], sin[r, :half], sin[r, half:]
+            for d in range(half):
+                left, right = lefts[d], rights[d]
+                lefts[d] = left * cos_left[d] - right * sin_left[d]
+                rights[d] = right * cos_right[d] + left * sin_right[d]
+        for h in range(num_rotated, qkv.shape[1]):
+            for d in range(2 * half):
+                qkv[r, h, d] *= by
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def store(qkv, num_kv, keys, values, slots):
+    """Write the rotated keys and the values of qkv [R, H + 2 J, D] to their slots; keys, values [S, J, D]."""
+    first = qkv.shape[1] - 2 * num_kv
+    for r in range(qkv.shape[0]):
+        for j in range(num_kv):
+            for d in range(qkv.shape[2]):
+                keys[slots[r], j, d] = qkv[r, first + j, d]
+                values[slots[r], j, d] = qkv[r, first + num_kv + j, d]
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _multiply(left, right, out, first, width):
+    """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
+
+    Two rows, and eight of K, at a time.
+    """
+    count = left.shape[1]
+    for q in range(0, out.shape[0], 2):
+        other = min(q + 1, out.shape[0] - 1)
+        a, b, x, y = left[q], left[other], out[q][first : first + width], out[other][first : first + width]
+        for k in range(0, count // 8 * 8, 8):
+            a0, a1, a2, a3, a4, a5, a6, a7 = a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4], a[k + 5], a[k + 6], a[k + 7]
+            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
+            r4, r5, r6, r7 = right[k + 4], right[k + 5], right[k + 6], right[k + 7]
+            if other == q:
+                for n in range(width):
+                    s = x[n] + a0 * r0[n]
+                    s = s + a1 * r1[n]
+                    s = s + a2 * r2[n]
+                    s = s + a3 * r3[n]
+                    s = s + a4 * r4[n]
+                    s = s + a5 * r5[n]
+                    s = s + a6 * r6[n]
+                    x[n] = s + a7 * r7[n]
+                continue
+            b0, b1, b2, b3, b4, b5, b6, b7 = b[k], b[k + 1], b[k + 2], b[k + 3], b[k + 4], b[k + 5], b[k + 6], b[k + 7]
+            for n in range(width):
+                s, t = x[n] + a0 * r0[n], y[n] + b0 * r0[n]
+                s, t = s + a1 * r1[n], t + b1 * r1[n]
+                s, t = s + a2 * r2[n], t + b2 * r2[n]
+                s, t = s + a3 * r3[n], t + b3 * r3[n]
+                s, t = s + a4 * r4[n], t + b4 * r4[n]
+                s, t = s + a5 * r5[n], t + b5 * r5[n]
+                s, t = s + a6 * r6[n], t + b6 * r6[n]
+                x[n], y[n] = s + a7 * r7[n], t + b7 * r7[n]
+        for k in range(count // 8 * 8, count):
+            a0, b0, r0 = a[k], b[k], right[k]
+            for n in range(width):
+                x[n] = x[n] + a0 * r0[n]
+            if other != q:
+                for n in range(width):
+                    y[n] = y[n] + b0 * r0[n]
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _highest(x):
+    highest = x[0]
+    for i in range(len(x)):
+        highest = max(highest, x[i])
+    return highest
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _sum(x):
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _softmax(scores):
+    """Softmax of scores [n] in place."""
+    highest = _highest(scores)
+    for i in range(len(scores)):
+        scores[i] = _exp(scores[i] - highest)
+    total = _sum(scores)
+    inverse = np.float32(1.0) / total
+    for i in range(len(scores)):
+        scores[i] *= inverse
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _weigh(scores, length, visible, positions, position, window, scaling, softcap, seen):
+    """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
+
+    length: of the prefix. visible: which of the rows behind it are seen. position: of the query. seen: scratch [n].
+    """
+    oldest = position - window + 1
+    start, count = min(max(oldest, 0), length), 0
+    for i in range(start, length):
+        seen[i - start] = scores[i]
+    count = length - start
+    for i in range(len(visible)):
+        if visible[i] and positions[i] >= oldest:
+            seen[count] = scores[length + i]
+            count += 1
+    own = seen[:count]
+    for i in range(count):
+        own[i] *= np.float32(scaling)
+    if softcap > 0:
+        for i in range(count):
+            own[i] = np.float32(softcap) * np.tanh(own[i] / np.float32(softcap))
+    _softmax(own)
+    for i in range(start):
+        scores[i] = np.float32(0.0)
+    for i in range(start, length):
+        scores[i] = seen[i - start]
+    count = length - start
+    for i in range(len(visible)):
+        is_seen = visible[i] and positions[i] >= oldest
+        scores[length + i] = seen[count] if is_seen else np.float32(0.0)
+        count += is_seen
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _attend_head(queries, keys, values, weights, visible, positions, first, length, window, scaling, softcap, out):
+    """Attention of queries [Q, D] over keys and values [n, D] to out [Q, D].
+
+    The queries are those of rows from `first` on, the same number for each row. weights: scratch [Q, n].
+    """
+    num_queries, count = weights.shape
+    transposed = np.empty((queries.shape[1], KEYS_AT_A_TIME + PADDING), np.float32)
+    seen = np.empty(count, np.float32)
+    for q in range(num_queries):
+        for i in range(count):
+            weights[q, i] = np.float32(0.0)
+        for d in range(out.shape[1]):
+            out[q, d] = np.float32(0.0)
+    for start in range(0, count, KEYS_AT_A_TIME):
+        end = min(start + KEYS_AT_A_TIME, count)
+        for i in range(end - start):
+            key = keys[start + i]
+            for d in range(len(key)):
+                transposed[d, i] = key[d]
+        _multiply(queries, transposed, weights, start, end - start)
+    per_row = num_queries // len(visible)
+    for q in range(num_queries):
+        row = q // per_row
+        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap, seen)
+    _multiply(weights, values, out, 0, out.shape[1])
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _collect(slots, cache, j, own, head, out):
+    """Copy head j of the cache [S, J, D] at the slots, then a head of a segment's own rows [n, H + 2 J, D], to out."""
+    for i in range(len(slots)):
+        vector, copy = cache[slots[i], j], out[i]
+        for d in range(len(copy)):
+            copy[d] = vector[d]
+    for i in range(len(own)):
+        vector, copy = own[i, head], out[len(slots) + i]
+        for d in range(len(copy)):
+            copy[d] = vector[d]
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def attend(qkv, num_kv, keys, values, ends, prefix, prefix_ends, visible, positions, scaling, window, softcap, out):
+    """Attention of rotated rows qkv [R, H + 2 J, D], to out [R, H, D].
+
+    A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
+    and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW. softcap: 0 for none.
+    """
+    width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
+    group = num_heads // num_kv
+    first_row = first_prefix = first_mask = 0
+    for b in range(len(ends)):
+        num_rows, length = ends[b] - first_row, prefix_ends[b] - first_prefix
+        slots = prefix[first_prefix : first_prefix + length]
+        mask = visible[first_mask : first_mask + num_rows * num_rows].reshape(num_rows, num_rows)
+        own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
+        seen_keys = np.empty((length + num_rows, width), np.float32)
+        seen_values = np.empty((length + num_rows, width), np.float32)
+        most = min(num_rows, ROWS_AT_A_TIME) * group
+        queries, found = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
+        weights = np.empty((most, length + num_rows), np.float32)
+        for j in range(num_kv):
+            _collect(slots, keys, j, own, num_heads + j, seen_keys)
+            _collect(slots, values, j, own, num_heads + num_kv + j, seen_values)
+            for start in range(0, num_rows, ROWS_AT_A_TIME):
+                taken = min(ROWS_AT_A_TIME, num_rows - start)
+                for r in range(taken):
+                    for g in range(group):
+                        for d in range(width):
+                            queries[r * group + g, d] = own[start + r, j * group + g, d]
+                num = taken * group
+                _attend_head(
+                    queries[:num], seen_keys, seen_values, weights[:num], mask[start : start + taken], at, start, length,
+                    window, scaling, softcap, found[:num],
+                )  # fmt: skip
+                for r in range(taken):
+                    for g in range(group):
+                        for d in range(width):
+                            out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
+        first_mask += num_rows * num_rows
+        first_row, first_prefix = ends[b], prefix_ends[b]
