@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 
 @pytest.fixture(autouse=True, params=["mkl", "onednn", "fbgemm"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All layouts, whatever processor this is. New layers have weights of bfloat16 for FBGEMM, and of float32 for others."""
     if request.param == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")
@@ -29,7 +27,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             layer.weight.data = layer.weight.data.bfloat16().to(layer.weight.dtype)
 
     monkeypatch.setattr(nn.Linear, "reset_parameters", reset_and_round)
-    yield request.param
+    return request.param
 
 
 @pytest.mark.parametrize("sizes", [(32, 48), (256, 512), (256, 4096), (7, 3)])
