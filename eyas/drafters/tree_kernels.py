@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.drafters.tree_growth import Frontier
+
 BLOCK = 2048
 
 
@@ -57,10 +59,8 @@ def best_children(
     return scores, ids
 
 
-def find_frontier(
-    scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a Frontier, as `eyas.drafters.tree_growth.find_frontier`. One launch."""
+def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
+    """As `eyas.drafters.tree_growth.find_frontier`. One launch."""
     sessions, count = scores.shape
     best = torch.empty((sessions, top_k), dtype=torch.float32, device=scores.device)
     ids = torch.empty((2, sessions, top_k), dtype=torch.int64, device=scores.device)
@@ -71,7 +71,7 @@ def find_frontier(
             K=top_k, CHILDREN=num_children, HAS_PARENTS=has_parents,
             BLOCK_C=triton.next_power_of_2(num_children), BLOCK=triton.next_power_of_2(count), num_warps=4,
         )  # fmt: skip
-    return best, ids[0], ids[1], parents
+    return Frontier(best, ids[0], ids[1], parents)
 
 
 @triton.jit(do_not_specialize=["before"], do_not_specialize_on_alignment=["frontier", "rows"])

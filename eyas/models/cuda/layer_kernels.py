@@ -48,14 +48,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def pair_inputs(
     states: Tensor, parents: Tensor, tokens: Tensor, draft_ids: Tensor, embedding: Tensor, norms: tuple[Tensor, Tensor],
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
 
     states: [S, R, C] of the rows above. parents: rows among these, tokens: draft ids, int64 [S, W]. norms: weights for the
     embeddings and for the states.
 
     Returns:
-        The two normed side by side, embeddings first [S * W, 2 C]; the normed states, a view of them; the states [S * W, C].
+        The two normed side by side, embeddings first [S * W, 2 C]; and the states as they are [S * W, C].
     """
     (_, above, width), rows = states.shape, tokens.numel()
     inputs = torch.empty((rows, 2 * width), dtype=states.dtype, device=states.device)
@@ -66,7 +66,7 @@ def pair_inputs(
             *(states.contiguous(), parents, tokens, draft_ids, embedding, *norms, inputs, taken, eps),
             ABOVE=above, PER_SESSION=tokens.shape[1], WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-    return inputs, inputs[:, width:], taken
+    return inputs, taken
 
 
 def rotate_and_store(

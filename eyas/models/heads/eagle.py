@@ -115,10 +115,10 @@ class EagleHead(nn.Module):
             features = take_rows(states, parents).flatten(0, 1)
             return self.project(features, self.draft_ids[tokens].flatten(), positions, slots)
         norms = first.input_norm, first.hidden_norm
-        inputs, normed, features = kernels.pair_inputs(
+        inputs, features = kernels.pair_inputs(
             states, parents, tokens, self.draft_ids, self.embedding, norms, self.config.rms_norm_eps
         )
-        residual = normed if self.config.wiring.norm_before_residual else features
+        residual = inputs[:, features.shape[1] :] if self.config.wiring.norm_before_residual else features
         return first.project(inputs, residual, self.rotary[positions], slots(0))
 
     def project_next(
