@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -204,8 +205,16 @@ class SlotBlocks:
         return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
 
 
-def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, int]) -> tuple[Ints, Ints, Bools]:
-    """Tokens [R], positions behind the prefix [R], and which rows see which [R, R], of blocks behind nodes of a tree.
+class RowsAhead(NamedTuple):
+    """Rows of one session: tokens [R], positions behind the prefix [R], and which rows see which [R, R]."""
+
+    tokens: Ints
+    depths: Ints
+    visible: Bools
+
+
+def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, int]) -> RowsAhead:
+    """The rows of blocks behind nodes of a tree.
 
     Rows are those of the tree, whose true features are missing; then for each of `nodes` a block of mask tokens, written as
     -1, which sees the node's path and itself. Each row of padding sees itself. shape: most nodes of a tree, most blocks of
@@ -221,7 +230,7 @@ def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, in
         own = slice(start, start + size)
         depths[own] = tree.depths[node] + 1 + np.arange(size)
         visible[own, : len(tree)], visible[own, own] = mask[node], True
-    return tokens, depths, visible
+    return RowsAhead(tokens, depths, visible)
 
 
 class CopiedBlocks:

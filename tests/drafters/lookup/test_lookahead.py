@@ -80,7 +80,7 @@ def test_the_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     assert pool.size == 6
 
 
-def test_neither_guesses_nor_window_have_tokens_that_are_banned() -> None:
+def test_neither_guesses_nor_window_have_banned_tokens() -> None:
     tokens = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1]
     (free,) = drafter(window=4, ngram=3).propose([commit("a", tokens, budget=BUDGET)])
     bans = (KnownLogitBias(2, -math.inf, 1), KnownLogitBias(6, -math.inf, 2**31 - 1), KnownLogitBias(5, -3.0, 9))
