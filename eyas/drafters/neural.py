@@ -163,6 +163,12 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                         self.ranking.proposed(contexts[i], tree)
         return drafts
 
+    def emulate(self, device: EmulatedDevice) -> None:
+        """Have passes take the times of an emulated device from now on."""
+        self.device = device
+        if self._level_costs:
+            self._level_costs = LevelCosts(device.clock)
+
     @property
     def busy_s(self) -> float:
         return self.device.remaining_s if self.device else 0.0

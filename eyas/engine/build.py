@@ -6,7 +6,6 @@ With an adaptive draft budget, verify passes and draft rounds are timed first, s
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cpu import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
-from eyas.models.emulation import EmulatedBackend, emulated_device
+from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
 from eyas.models.rank_commands import InitKVCache
@@ -66,13 +65,16 @@ def assemble_engine(
     tree: TreeConfig,
     drafter: Drafter | None,
     workers: TargetWorkers | None = None,
+    clock: Clock | None = None,
 ) -> Engine:
     """Make an engine of loaded parts. Without a drafter no slots are reserved for trees.
+
+    clock: of its measurements and of an emulated device, by default the real one.
 
     Raises ConfigError when the drafter does not suit the acceptance rule, when the workers are not as many as
     `engine.tensor_parallel_size` says, and for deterministic mode with more than one of them.
     """
-    workers = workers or TargetWorkers()
+    workers, clock = workers or TargetWorkers(), clock or Clock()
     if workers.size != engine.tensor_parallel_size:
         raise ConfigError(
             f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {workers.size}"
@@ -97,16 +99,17 @@ def assemble_engine(
         else:
             backend = build_backend(plan, target, kv_cache)
             if engine.emulated_device:
-                backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device))
+                backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device, clock))
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
     if drafter is None or engine.draft_budget == "fixed":
-        return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget())
-    verify, draft = measure_verify(runner, engine, tree), measure_drafting(drafter, runner, engine, tree)
+        return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
+    verify = measure_verify(runner, engine, tree, clock)
+    draft = measure_drafting(drafter, runner, engine, tree, clock)
     budget = AdaptiveDraftBudget(tree.num_draft_tokens, verify, draft)
-    return Engine(scheduler, draft_manager, runner, max_model_len, budget)
+    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
 
 
 def gather_ranks(rank: RankInfo, target: str, dtype: str, max_model_len: int = 0) -> TargetWorkers:
@@ -154,7 +157,7 @@ def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KV
     return kv_cache
 
 
-def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig) -> CostModel:
+def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock) -> CostModel:
     """Seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that none leaks."""
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
     prefix = np.arange(max(min(PREFIX_TOKENS, num_slots, runner.target.max_model_len - nodes), 0))
@@ -169,10 +172,12 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig) 
         while True:
             yield lambda: sample(runner.forward(segments), draws).tolist()
 
-    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), rate=0.1)
+    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock)
 
 
-def measure_drafting(drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig) -> CostModel:
+def measure_drafting(
+    drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock
+) -> CostModel:
     """Seconds of a draft round by number of trees; an empty table for a drafter in another process."""
     if not isinstance(drafter, LocalDrafter):
         return CostModel((), (), rate=0.5)
@@ -191,28 +196,28 @@ def measure_drafting(drafter: Drafter, runner: ModelRunner, engine: EngineConfig
             start, num_tokens = start + num_tokens, 2
 
     try:
-        return _measure(rounds, engine.max_num_seqs, rate=0.5)
+        return _measure(rounds, engine.max_num_seqs, 0.5, clock)
     finally:
         drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
 
 
-def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float) -> CostModel:
+def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float, clock: Clock) -> CostModel:
     """Time sizes 1, 4, 16 and so on up to `largest`: one round that does not count, then the faster of two."""
     sizes: list[int] = []
     seconds: list[float] = []
-    began, size = time.perf_counter(), 1
-    while len(sizes) < 2 or time.perf_counter() - began < TIME_LIMIT_S:
+    began, size = clock(), 1
+    while len(sizes) < 2 or clock() - began < TIME_LIMIT_S:
         works = rounds(size)
         next(works)()
         sizes.append(size)
-        seconds.append(min(_seconds(next(works)), _seconds(next(works))))
+        seconds.append(min(_seconds(next(works), clock), _seconds(next(works), clock)))
         if size == largest:
             break
         size = min(4 * size, largest)
     return CostModel(sizes, seconds, rate)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _seconds(work: Callable[[], object], clock: Clock) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began

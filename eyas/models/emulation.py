@@ -58,22 +58,41 @@ class PassRecord:
     late: bool
 
 
+class Clock:
+    """Seconds, and waiting for them: by time.perf_counter, in the real world."""
+
+    def __call__(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+class VirtualClock(Clock):
+    """A clock that moves only when somebody waits: emulation at full speed, in which host work takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class EmulatedDevice:
     """A queue of passes in time. Used by one thread.
 
-    label: what the passes are for, as the log says it. num_passes, num_late: so far.
+    clock: its time. label: what the passes are for, as the log says it. num_passes, num_late: so far.
     """
 
-    def __init__(
-        self,
-        costs: DeviceCosts,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, costs: DeviceCosts, clock: Clock | None = None) -> None:
         self.costs = costs
         self.label = ""
         self.num_passes = self.num_late = 0
-        self._clock, self._sleep = clock, sleep
+        self.clock = clock or Clock()
         self._free_at = 0.0
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
 
@@ -82,9 +101,9 @@ class EmulatedDevice:
 
         Raises ConfigError if the real computation takes longer again and again: the table is too fast for this machine.
         """
-        launched = self._clock()
+        launched = self.clock()
         result = work()
-        done = self._clock()
+        done = self.clock()
         began = max(launched, self._free_at)
         seconds = self.costs.seconds(kind, rows, context)
         ended = began + seconds
@@ -100,12 +119,12 @@ class EmulatedDevice:
     @property
     def remaining_s(self) -> float:
         """Seconds until all passes have ended."""
-        return max(self._free_at - self._clock(), 0.0)
+        return max(self._free_at - self.clock(), 0.0)
 
     def synchronize(self) -> None:
         """Wait until all passes have ended."""
         while remaining := self.remaining_s:
-            self._sleep(remaining)
+            self.clock.sleep(remaining)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """The tensor as a result of the device: reading it, or what is computed from it, waits for the device."""
@@ -138,11 +157,11 @@ class EmulatedDevice:
             )
 
 
-def emulated_device(name: str, device: torch.device) -> EmulatedDevice:
+def emulated_device(name: str, device: torch.device, clock: Clock | None = None) -> EmulatedDevice:
     """The device with the cost table `name`, see DeviceCosts.read. Raises ConfigError unless `device` is the CPU."""
     if device.type != "cpu":
         raise ConfigError(f"emulated_device is {name!r}, but the device is {device}; only a CPU can emulate another device")
-    return EmulatedDevice(DeviceCosts.read(name))
+    return EmulatedDevice(DeviceCosts.read(name), clock)
 
 
 class DeviceTensor(Tensor):

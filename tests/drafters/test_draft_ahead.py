@@ -19,7 +19,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
-from eyas.models.emulation import EmulatedDevice
+from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
@@ -203,18 +203,18 @@ def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_he
 
 
 def test_a_hit_does_not_wait_for_the_level_that_grows(tiny_target: str, tiny_head: str) -> None:
-    eagle, slept = make(tiny_target, tiny_head), [0.0]
-    eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), lambda: sum(slept), slept.append)
+    eagle, clock = make(tiny_target, tiny_head), VirtualClock()
+    eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), clock)
     drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
     (tree,) = drafter.propose([first])
     for _ in range(3):
         assert drafter.draft_ahead()
     assert drafter.busy_s > 0
-    before = sum(slept)
+    before = clock.now
     (ahead,) = drafter.propose([going_on(first, likeliest(tree)[:1])])  # type: ignore[arg-type]
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
-    assert sum(slept) == before
+    assert clock.now == before
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:

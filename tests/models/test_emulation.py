@@ -12,49 +12,39 @@ from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.config.device_costs import DeviceCosts, PassCosts, flat
 from eyas.errors import ConfigError
-from eyas.models.emulation import NUM_RECENT, EmulatedDevice, emulated_device
+from eyas.models.emulation import NUM_RECENT, EmulatedDevice, VirtualClock, emulated_device
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
-class Clock:
-    """A clock that only moves when somebody sleeps or works."""
+def working(clock: VirtualClock, seconds: float) -> Callable[[], torch.Tensor]:
+    """Host work of some seconds."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def work() -> torch.Tensor:
+        clock.sleep(seconds)
+        return torch.arange(4.0)
 
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def working(self, seconds: float) -> Callable[[], torch.Tensor]:
-        def work() -> torch.Tensor:
-            self.now += seconds
-            return torch.arange(4.0)
-
-        return work
+    return work
 
 
-def device(clock: Clock, **ms: float) -> EmulatedDevice:
-    return EmulatedDevice(flat("test", **ms), clock, clock.sleep)
+def device(clock: VirtualClock, **ms: float) -> EmulatedDevice:
+    return EmulatedDevice(flat("test", **ms), clock)
 
 
 def test_passes_queue_while_the_host_goes_on() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     own = device(clock, verify=60.0)
-    own.run("verify", 1, 0, clock.working(0.010))
-    own.run("verify", 1, 0, clock.working(0.010))
+    own.run("verify", 1, 0, working(clock, 0.010))
+    own.run("verify", 1, 0, working(clock, 0.010))
     assert clock.now == pytest.approx(0.020)
     own.synchronize()
     assert clock.now == pytest.approx(0.120)
 
 
 def test_reading_a_result_waits_and_computing_with_it_does_not() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     own = device(clock, verify=60.0)
-    result = own.on_device(own.run("verify", 1, 0, clock.working(0.010)))
+    result = own.on_device(own.run("verify", 1, 0, working(clock, 0.010)))
     best = (result * 2).topk(2).indices
     assert clock.now == pytest.approx(0.010)
     assert best.tolist() == [3, 2]
@@ -67,19 +57,19 @@ def test_every_way_to_read_a_result_waits() -> None:
         lambda x: x.nonzero(), lambda x: torch.cat([x, x]).cpu(), lambda x: x.argmax().item(), lambda x: x[x > 1],
     ]  # fmt: skip
     for read in reads:
-        clock = Clock()
+        clock = VirtualClock()
         own = device(clock, verify=60.0)
-        read(own.on_device(own.run("verify", 1, 0, clock.working(0.010))))
+        read(own.on_device(own.run("verify", 1, 0, working(clock, 0.010))))
         assert clock.now == pytest.approx(0.060)
 
 
 def test_a_table_that_is_too_fast_is_refused() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     own = device(clock, verify=5.0)
     for _ in range(NUM_RECENT - 1):
-        own.run("verify", 1, 0, clock.working(0.010))
+        own.run("verify", 1, 0, working(clock, 0.010))
     with pytest.raises(ConfigError, match=r"takes 10\.0 ms here, and 5\.0 ms in its table"):
-        own.run("verify", 1, 0, clock.working(0.010))
+        own.run("verify", 1, 0, working(clock, 0.010))
     assert own.num_late == NUM_RECENT
 
 

@@ -1,0 +1,155 @@
+"""Measures tree sizes by `engine.draft_budget` against plain decoding, by batch size, on emulated GPUs in virtual time.
+
+Acceptance is real, passes take the times of a table, host work takes none, and no machine is too busy. Writes a dated
+report: `python -m benchmarks.scripts.adaptive_batches`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from eyas.bench.report import Report, Table, number
+from eyas.bench.results import total_stats
+from eyas.bench.settings import MethodSpec, MethodsSettings, groups, load_tasks
+from eyas.bench.timing import EngineContender
+from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config.device_costs import DeviceCosts
+from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
+from eyas.engine.build import assemble_engine
+from eyas.errors import EyasError
+from eyas.models.emulation import EmulatedDevice, VirtualClock
+from eyas.models.target import TargetModel, load_target
+
+POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """policy: "plain", "fixed" or "adaptive". relative: to plain decoding."""
+
+    batch: int
+    temperature: float
+    policy: str
+    tokens_per_s: float
+    relative: float
+    tau: float
+    outputs: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """verifier, drafter: cost tables."""
+
+    model: str
+    draft_model: str
+    verifier: str
+    drafter: str
+    max_tokens: int
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Target.")] = "models/demo/target",
+    draft_model: Annotated[str, typer.Option(help="Draft head.")] = "models/demo/eagle3-full",
+    prompts: Annotated[Path, typer.Option(help="JSON Lines.")] = Path("models/demo/prompts.jsonl"),
+    verifier: Annotated[str, typer.Option(help="Cost table of the target.")] = "llama-3.1-8b@h200",
+    drafter: Annotated[str, typer.Option(help="Cost table of the drafter.")] = "eagle3-8b@h200",
+    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 8, 64],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    max_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 48,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
+) -> None:
+    """Measure plain decoding, the largest trees and adaptive trees at each batch size."""
+    settings = Settings(model, draft_model, verifier, drafter, max_tokens, tuple(batch), tuple(temperature))
+    try:
+        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
+            rates = measure(settings, prompts, progress)
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    program = "python -m benchmarks.scripts.adaptive_batches"
+    rows = [replace(rate, outputs=()) for rate in rates]
+    Report.here("adaptive-batches", program, "cpu", settings, rows, [table(rates)]).publish(out)
+
+
+def measure(settings: Settings, file: Path, progress: Progress) -> list[Rate]:
+    """Every policy at every batch and temperature."""
+    method = default_method("", settings.draft_model)
+    tasks = MethodsSettings(model=settings.model, methods=(MethodSpec(method),), prompts=file, num_prompts=10**6)
+    prompts = [task.token_ids for task in load_tasks(tasks)]
+    fuser = build_fuser(method, settings.draft_model, settings.model, "float32", "cpu")
+    assert fuser is not None
+    target = load_target(settings.model, "float32", "cpu", fuser.aux_hidden_state_layers)
+    cells = [(temperature, batch) for temperature in settings.temperatures for batch in settings.batches]
+    rates: list[Rate] = []
+    for temperature, batch in progress.track(cells, description="batches"):
+        (group, *_) = groups(prompts, batch, 1)
+        plain = 0.0
+        for policy in POLICIES:
+            clock = VirtualClock()
+            tree = resolve_tree(TreeConfig(), method, settings.draft_model)
+            longest = max(map(len, group)) + settings.max_tokens + tree.num_draft_tokens
+            config = EngineConfig(
+                max_kv_tokens=batch * longest,
+                max_num_seqs=batch,
+                prefix_cache=False,
+                draft_budget=policy or "fixed",
+                emulated_device=settings.verifier,
+            )
+            drafter = None
+            if policy:
+                args = settings.model, settings.draft_model, "float32", "cpu", tree, DraftingConfig()
+                drafter = build_drafter(method, *args)
+                assert isinstance(drafter, NeuralDrafter)
+                drafter.emulate(EmulatedDevice(DeviceCosts.read(settings.drafter), clock))
+            own = TargetModel(target.model, fuser.aux_hidden_state_layers)
+            engine = assemble_engine(own, fuser, config, tree, drafter, clock=clock)
+            contender = EngineContender(engine, target.device)
+            contender.now = clock
+            sampling = replace(tasks.sampling(temperature), max_tokens=settings.max_tokens)
+            run = contender.run(group, sampling)
+            plain = plain or run.tokens_per_second
+            tau = total_stats([run]).acceptance_length or 1.0
+            name = policy or "plain"
+            rates.append(
+                Rate(batch, temperature, name, run.tokens_per_second, run.tokens_per_second / plain, tau, run.outputs)
+            )
+    return rates
+
+
+def table(rates: Sequence[Rate]) -> Table:
+    """The table of the report."""
+    plain = {(rate.temperature, rate.batch): rate for rate in rates if rate.policy == "plain"}
+    rows = tuple(
+        (
+            f"{rate.temperature:g}",
+            f"{rate.batch}",
+            rate.policy,
+            number(rate.tokens_per_s),
+            f"{rate.relative:.2f}",
+            f"{rate.tau:.2f}",
+            f"{sum(a == b for a, b in zip(rate.outputs, plain[rate.temperature, rate.batch].outputs, strict=True))}",
+        )
+        for rate in rates
+    )
+    note = (
+        "Tokens per emulated second of a batch decoded to its end, prefill included; relative to plain decoding; tokens per "
+        "verify step; outputs equal to plain decoding."
+    )
+    return Table("Rates", ("temperature", "batch", "policy", "tokens/s", "relative", "tau", "as plain"), rows, note)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    typer.run(main)
