@@ -11,6 +11,7 @@ import json
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -37,6 +38,15 @@ EMBEDDING_NAMES = (
 )
 # The embedding may be tied to the lm_head.
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
+# Quantised weights that are served, as transformers names them, and the packages that read them.
+QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
+    "torchao": ("torchao",),
+    "fp8": ("accelerate",),
+    "compressed-tensors": ("compressed-tensors",),
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+}
 Setting = TypeVar("Setting", int, float, bool)
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 FUSER_PREFIXES = tuple(
@@ -73,6 +83,37 @@ def read_target_config(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def quantisation(config: Any) -> str:
+    """What the weights of a checkpoint are quantised by, as transformers names it: torchao, fp8, awq, ...; empty if plain.
+
+    config: config.json, or transformers' config.
+    """
+    found = (
+        config.get("quantization_config") if isinstance(config, Mapping) else getattr(config, "quantization_config", None)
+    )
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unnamed method")
+
+
+def check_quantisation(config: Mapping[str, Any], source: object) -> None:
+    """Raises CheckpointError for weights that Eyas does not serve, and for a package that they need and is missing."""
+    kind = quantisation(config)
+    if not kind:
+        return
+    if kind not in QUANTISATIONS:
+        raise CheckpointError(
+            f"{source} holds weights quantised by {kind}, which Eyas does not serve; it serves {', '.join(QUANTISATIONS)}. "
+            "Take another checkpoint of the model"
+        )
+    missing = [package for package in QUANTISATIONS[kind] if find_spec(package.replace("-", "_")) is None]
+    if missing:
+        raise CheckpointError(
+            f"{source} holds weights quantised by {kind}; install what reads them: pip install {' '.join(missing)}"
+        )
 
 
 def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:

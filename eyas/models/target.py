@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, register_attention
-from eyas.models.checkpoint import check_device, read_target_config, resolve
+from eyas.models.checkpoint import check_device, check_quantisation, read_config, read_target_config, resolve
 from eyas.models.cpu import optimize_for_cpu
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
@@ -174,6 +174,7 @@ def load_target(
     register_attention()
     check_device(dtype, device)
     folder = resolve(path_or_id)
+    check_quantisation(read_config(folder), path_or_id)
     shapes = measure_kv_shapes(read_model_config(folder))
     model = _load_weights(folder, path_or_id, dtype)
     model.name_or_path = path_or_id

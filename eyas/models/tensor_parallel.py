@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import quantisation
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.
@@ -23,6 +24,9 @@ ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+
+# Quantised weights that are tensors which can be cut, scales included.
+SPLIT_QUANTISATIONS = ("torchao",)
 
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -38,11 +42,22 @@ class Shard:
     def cut(self, tensor: Tensor, dim: int, parts: int = 1) -> Tensor:
         """This rank's slice of each of the `parts` equal parts of a dimension, as a copy.
 
-        A copy reads a memory-mapped file only where needed. Raises CheckpointError if the ranks do not divide the dimension.
+        A copy reads a memory-mapped file only where needed. Raises CheckpointError if the ranks do not divide the dimension,
+        or cut through groups of quantised weights.
         """
         if tensor.shape[dim] % (parts * self.size):
             raise CheckpointError(f"a width of {tensor.shape[dim]} cannot be split over {self.size} ranks")
-        return torch.cat([part.chunk(self.size, dim)[self.rank] for part in tensor.chunk(parts, dim)], dim)
+        dim %= tensor.ndim
+        width = tensor.shape[dim] // (parts * self.size)
+        starts = [(part * self.size + self.rank) * width for part in range(parts)]
+        try:
+            slices = [tensor.narrow(dim, start, width) for start in starts]
+            return slices[0].clone() if parts == 1 else torch.cat(slices, dim)
+        except (NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+            raise CheckpointError(
+                f"weights of the kind {type(tensor).__name__} cannot be split over {self.size} ranks in {parts} parts of "
+                f"width {width}: {error}"
+            ) from error
 
     def of_heads(self, num_heads: int) -> Shard:
         """This rank's part of the key-value heads. With fewer heads than ranks, neighbouring ranks hold the same head.
@@ -67,14 +82,16 @@ def can_split_heads(num_kv_heads: int, num_ranks: int) -> bool:
 def shard_model(model: Any, shard: Shard, kv_heads: Sequence[int]) -> None:
     """Cut the weights of a causal LM in place and add the exchanges between ranks. Every rank must do the same.
 
-    kv_heads: key-value heads of every layer. Raises CheckpointError for a model without a plan, with quantised weights, with
-    an unknown style, or with a width or heads that the ranks cannot share.
+    kv_heads: key-value heads of every layer. Raises CheckpointError for a model without a plan, with weights quantised by
+    something other than torchao, with an unknown style, or with a width or heads that the ranks cannot share.
     """
     plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
     if not plan:
         raise CheckpointError(f"{name} has no tensor-parallel plan in transformers; set engine.tensor_parallel_size to 1")
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise CheckpointError(f"ranks cannot share the quantised weights of {name}; set engine.tensor_parallel_size to 1")
+    if (kind := quantisation(model.config)) not in ("", *SPLIT_QUANTISATIONS):
+        raise CheckpointError(
+            f"ranks cannot share weights of {name} quantised by {kind}; set engine.tensor_parallel_size to 1"
+        )
     if unknown := set(plan.values()) - COLUMNS - ROWS - PACKED - SUMMED - WHOLE:
         raise CheckpointError(
             f"the tensor-parallel plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas does not support; set "

@@ -1,15 +1,18 @@
 """A target whose weights transformers quantises works like any other."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
+from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
@@ -53,3 +56,45 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     reference: Any = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32)
     whole = reference.generate(torch.tensor([[5, 9, 11]]), do_sample=False, max_new_tokens=32)[0, 3:].tolist()
     assert outputs == [whole, whole]
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("awq", "quantised by awq; install what reads them: pip install gptqmodel"),
+        ("gptq", "quantised by gptq; install what reads them: pip install gptqmodel optimum"),
+        ("compressed-tensors", "quantised by compressed-tensors; install what reads them: pip install compressed-tensors"),
+        ("mxfp4", "quantised by mxfp4, which Eyas does not serve; it serves torchao, fp8"),
+    ],
+)
+def test_unreadable_quantised_weights_are_refused_by_name(
+    method: str, reason: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = ("gptqmodel", "optimum", "compressed_tensors")
+    monkeypatch.setattr("eyas.models.checkpoint.find_spec", lambda name: None if name in missing else name)
+    config = json.loads((Path(tiny_target) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(CheckpointError, match=reason):
+        load_target(str(tmp_path))
+
+
+def test_published_fp8_weights_are_served_on_a_cpu(tiny_target: str, tmp_path: Path) -> None:
+    """Blocks of 128 x 128 with a scale each, as DeepSeek and Qwen publish them; without a GPU they are dequantised."""
+    tensors = load_file(Path(tiny_target) / "model.safetensors")
+    plain, quantised = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if ".layers." in name and "proj" in name]:
+        scale = tensors[name].abs().max() / 448
+        quantised[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        plain[name] = quantised[name].float() * scale
+    config = json.loads((Path(tiny_target) / "config.json").read_text())
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    for folder, held, more in (("plain", plain, {}), ("fp8", quantised, {"quantization_config": scheme})):
+        (tmp_path / folder).mkdir()
+        save_file(held, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+    models = [load_target(str(tmp_path / folder)).model for folder in ("plain", "fp8")]
+    ours, theirs = (model.state_dict() for model in models)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, atol=1e-6, rtol=1e-2, msg=name)

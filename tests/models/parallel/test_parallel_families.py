@@ -1,8 +1,10 @@
 """Every style in the tensor-parallel plans of common families gives the whole model's logits."""
 
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +46,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
+QUANTISED = ("8-bit integers", "8-bit floats", "4-bit integers")
+
+
 def logits_of(target: TargetModel) -> Tensor:
     segment = Segment(np.arange(5, 14), np.arange(9), np.arange(9), np.arange(0), None, np.arange(9))
     kv_cache = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
@@ -64,20 +69,42 @@ def follow(folders: list[str], info: RankInfo) -> None:
     worker.close()
 
 
+@pytest.mark.filterwarnings("ignore")  # torchao's own
 def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:
     folders = []
     for name, config in FAMILIES.items():
         torch.manual_seed(1)
         folders.append(str(tmp_path / name))
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[-1])
+    folders += [write_quantised(kind, folders[0], tmp_path) for kind in QUANTISED if find_spec("torchao")]
     ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folders))
     try:
         for folder in folders:
             whole, shared = load_target(folder), load_target(folder, shard=Shard(0, 2))
             torch.testing.assert_close(logits_of(shared), logits_of(whole), atol=1e-5, rtol=1e-5, msg=folder)
             assert num_weights(shared) < 0.75 * num_weights(whole), folder
+            if Path(folder).name in QUANTISED:
+                ours, theirs = (model.model.model.layers[0].mlp.up_proj.weight.data for model in (shared, whole))
+                assert type(ours) is type(theirs) is not Tensor, "a rank's part is as quantised as the whole"
     finally:
         ranks.close()
+
+
+def write_quantised(kind: str, plain: str, tmp_path: Path) -> str:
+    """A checkpoint with quantised linear layers."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+    from transformers import TorchAoConfig
+
+    schemes = {
+        "8-bit integers": Int8WeightOnlyConfig(version=2),
+        "8-bit floats": Float8WeightOnlyConfig(),
+        "4-bit integers": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)),
+    }
+    scheme: Any = TorchAoConfig(schemes[kind])
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=scheme)
+    model.save_pretrained(tmp_path / kind)
+    return str(tmp_path / kind)
 
 
 def test_a_plan_with_an_unknown_style_is_refused() -> None:
