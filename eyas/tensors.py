@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +21,16 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def runs_compiled(device: torch.device) -> bool:
+    """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
+    return device.type == "cpu" and torch.get_num_threads() == 1 and _has_numba()
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit
 
 from eyas.models.inputs import Segment
+from eyas.sampling.cpu_kernels import HIGHEST, exp, highest_of, sum_of
 from eyas.tensors import Bools, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -24,11 +25,6 @@ ROWS_AT_A_TIME = 16
 KEYS_AT_A_TIME = 256
 # Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
 PADDING = 16
-LOG2_E = np.float32(1.4426950408889634)
-# Bounds of the argument of `_exp`: beyond them 2 to that power is no normal float32.
-LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.0)
-# Added to a float32 and taken away again, it leaves the nearest whole number.
-ROUNDER = np.float32(12582912.0)
 NO_WINDOW = 1 << 62
 
 
@@ -65,22 +61,6 @@ class RowKeys:
 
 def _joined(parts):
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
-def _exp(x):
-    """e to the power of x <= 88, to 2 units in the last place; 0 for minus infinity."""
-    x = x if x > LOWEST else LOWEST
-    whole = (x * LOG2_E + ROUNDER) - ROUNDER
-    r = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * (r * r) + r + np.float32(1.0)
-    return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
@@ -130,7 +110,7 @@ def gate(gate_up, unscale, is_silu, out):
         for i in range(width):
             g = gates[i] * by
             u = -g if is_silu else np.float32(-1.5957691216) * (g + np.float32(0.044715) * g * g * g)
-            gated[i] = g * (ups[i] * by) / (np.float32(1.0) + _exp(u if u < HIGHEST else HIGHEST))
+            gated[i] = g * (ups[i] * by) / (np.float32(1.0) + exp(u if u < HIGHEST else HIGHEST))
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
@@ -216,29 +196,13 @@ def _multiply(left, right, out, first, width):
                     y[n] = y[n] + b0 * r0[n]
 
 
-@njit(cache=True, nogil=True, fastmath=True)
-def _highest(x):
-    highest = x[0]
-    for i in range(len(x)):
-        highest = max(highest, x[i])
-    return highest
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _sum(x):
-    total = np.float32(0.0)
-    for i in range(len(x)):
-        total += x[i]
-    return total
-
-
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 def _softmax(scores):
     """Softmax of scores [n] in place."""
-    highest = _highest(scores)
+    highest = highest_of(scores)
     for i in range(len(scores)):
-        scores[i] = _exp(scores[i] - highest)
-    total = _sum(scores)
+        scores[i] = exp(scores[i] - highest)
+    total = sum_of(scores)
     inverse = np.float32(1.0) / total
     for i in range(len(scores)):
         scores[i] *= inverse

@@ -28,7 +28,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
 from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear
 from eyas.models.inputs import PackedInputs
-from eyas.tensors import Ints
+from eyas.tensors import Ints, runs_compiled
 
 Floats = npt.NDArray[np.float32]
 Product = Callable[[Tensor], Tensor]
@@ -288,7 +288,7 @@ class CpuDecoder:
     ) -> Any:
         """What transformers' decoder returns. Long prompts, several threads and other ways to attend go to its own code."""
         longest = max((len(segment.tokens) for segment in packed.segments), default=MAX_KERNEL_ROWS + 1)
-        if packed.attend is not None or longest > MAX_KERNEL_ROWS or torch.get_num_threads() > 1:
+        if packed.attend is not None or longest > MAX_KERNEL_ROWS or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -348,7 +348,7 @@ def fuse_layers(model: Any) -> bool:
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
-    if on_cpu and importlib.util.find_spec("numba") is not None:
+    if on_cpu:
         decoder.forward = CpuDecoder(decoder, fused, final).forward
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True

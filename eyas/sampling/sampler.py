@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise
-from eyas.tensors import upload
+from eyas.tensors import runs_compiled, upload
 
 MIN_TEMPERATURE = 1e-6
 # Scores of a row up to which sorting is faster than torch.topk over packed integers.
@@ -184,9 +184,20 @@ def rank(scores: Tensor, k: int) -> Ranked:
         from eyas.sampling.kernels import top_k
 
         return Ranked(*top_k(scores, k))
+    if runs_compiled(scores.device) and 0 < k <= MAX_KERNEL_K and not scores.requires_grad:
+        return _rank_compiled(scores, k)
     bits = (scores + 0.0).contiguous().view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
     last = 0xFFFFFFFF - torch.arange(scores.shape[-1], device=scores.device)
     keys = bits.long().bitwise_left_shift_(32).bitwise_or_(last)
     chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return Ranked(scores.gather(-1, chosen), chosen)
+
+
+def _rank_compiled(scores: Tensor, k: int) -> Ranked:
+    from eyas.sampling.cpu_kernels import top_k
+
+    shape = (*scores.shape[:-1], k)
+    values, ids = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    top_k(scores.contiguous().view(-1, scores.shape[-1]).numpy(), values.view(-1, k).numpy(), ids.view(-1, k).numpy())
+    return Ranked(values, ids)
