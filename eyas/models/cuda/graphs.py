@@ -18,9 +18,10 @@ from rich.progress import track
 
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import ConfigError
-from eyas.models.cuda.metadata import bucket_shape, count_logits, max_words, pack_with_metadata, view
+from eyas.models.cuda.metadata import bucket_shape, build_words, count_logits, max_words, pack_with_metadata, view
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
+from eyas.tensors import upload
 
 if TYPE_CHECKING:
     from eyas.models.cuda.backend import KernelBackend
@@ -106,6 +107,8 @@ class GraphBackend:
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
         target = self._launched.target
+        padding = build_words((), self._shapes[rows], self._launched.scratch)  # a pass without tiles leaves rows unwritten
+        self._words[: len(padding)].copy_(upload(padding, target.device))
         try:
             replay = capture(lambda: self._run(rows))
         except RuntimeError as error:
