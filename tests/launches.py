@@ -37,7 +37,7 @@ FREE = {
 }  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 GATHERS = {"embedding", "index", "index_select", "gather"}
-# Arguments of kernels: the KV cache, words with prefixes and masks, and an embedding, of which a row takes what it writes.
+# Arguments of kernels: the KV cache, words with prefixes and masks, and an embedding; a row takes what it writes of it.
 READ_IN_PART = {"keys", "values", "words", "masks", "embedding"}
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}

@@ -371,7 +371,7 @@ def test_the_trees_of_a_step_share_its_time() -> None:
     assert 64 * many <= grammar_manager.TREES_SECONDS * manager._num_threads * 1.001
 
 
-def test_the_engines_thread_follows_no_output_that_is_brought_along(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_thread_follows_no_output_of_a_request(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, tokens = make_engine(target), plain_outputs(target, 1.0)["regex"]
     request = next(request for request in requests_at(1.0) if request.id == "regex")
     moved = replace(request, prompt_ids=(*request.prompt_ids, *tokens[:3]), num_emitted=3)

@@ -90,9 +90,10 @@ def test_the_page_on_architecture_has_the_layers() -> None:
     assert " ".join(chain.split()) == " > ".join(layers)
 
 
-# What `eyas serve` does not run, and optional packages that are imported where they are used, with an error that names them.
+# What `eyas serve` does not run, and optional packages that are imported where they are used: without them
+# an error names them, or plain code runs.
 NOT_SERVED = ("services/ray/", "eyas/bench/", "eyas/check/", "eyas/train/", "eyas/compat/")
-OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm"}
+OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm", "numba"}
 
 
 def imported(path: Path) -> set[str]:
