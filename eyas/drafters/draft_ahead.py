@@ -274,7 +274,7 @@ class DraftAheadDrafter(LocalDrafter):
             for i, session, path, tree in zip(places, sessions, paths, trees, strict=True):
                 found[i] = tree
                 if tree is not None:
-                    session.path, session.last = path, contexts[i]
+                    session.path, session.last, session.tree = path, contexts[i], None
                     session.backlog.append(contexts[i])
         return found
 
@@ -292,7 +292,9 @@ class DraftAheadDrafter(LocalDrafter):
         if behind:
             commits = [replace(_joined(self._sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
             for key, answer in zip(behind, self._drafter.propose(commits), strict=True):
-                if not isinstance(answer, DraftTree):
+                if isinstance(answer, DraftTree):
+                    self._sessions[key].backlog.clear()
+                else:
                     del self._sessions[key]
         keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
         sessions = {key: self._sessions[key] for key in keys[: self._drafter.max_growing]}

@@ -82,7 +82,7 @@ class GrammarManager:
             depth, tokens = reply.sequence.num_remaining - 1, reply.sequence.tokens
             prune = self.outputs[request_id].pruned
             calls[request_id] = self._calls.submit(prune, tokens, tree, max_nodes[request_id], depth, seconds)
-        found = self._trees(calls)
+        found = self._collect_drafts(calls)
         pruned = []
         for reply in replies:
             request_id = reply.sequence.request.id
@@ -96,15 +96,15 @@ class GrammarManager:
         """Processor time that each of a step's trees may take."""
         return min(TREE_SECONDS, TREES_SECONDS * self._num_threads / max(num_trees, 1))
 
-    def _trees(self, calls: Mapping[str, Call[DraftTree]]) -> dict[str, DraftTree]:
-        """The pruned trees by request id. One that is late all the same is the last one of its request."""
-        trees = dict[str, DraftTree]()
+    def _collect_drafts(self, calls: Mapping[str, Call[ResultT]]) -> dict[str, ResultT]:
+        """The results of work for drafts, by request id. A late call is the last one of its request."""
+        results = dict[str, ResultT]()
         for request_id, call in calls.items():
             try:
-                trees[request_id] = self._calls.result(call, STEP_SECONDS)
+                results[request_id] = self._calls.result(call, STEP_SECONDS)
             except TimeoutError:
                 self.outputs[request_id].drafted = None
-        return trees
+        return results
 
     def root_masks(self, tokens_of: Mapping[str, Seq[int]]) -> dict[str, bytes]:
         """By request id, bits of the tokens that may follow the committed ones; only of requests with a grammar.
@@ -126,7 +126,7 @@ class GrammarManager:
             if output is not None and spare > 0:
                 spare -= output.seconds * len(own)
                 calls[request_id] = self._calls.submit(output.path_masks, own, seconds)
-        return lambda: self._collect(calls, {})
+        return lambda: self._collect_drafts(calls)
 
     def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
         """Start to compute the masks of a step. Returns a function that waits for them."""

@@ -91,7 +91,7 @@ def test_trees_are_as_deep_as_a_head_drafts(tiny_target: str, tiny_head: str) ->
     folder = tiny_block_head("dspark", tiny_target)
     open_tree = TreeConfig(num_draft_tokens=12)
     assert resolve_tree(open_tree, "dspark", folder) == TreeConfig(12, 4)
-    assert resolve_tree(open_tree, "dspark+prompt_lookup", folder) == TreeConfig(12, 5)
+    assert resolve_tree(open_tree, "dspark+prompt_lookup", folder) == TreeConfig(12, 11)
     assert resolve_tree(TreeConfig(12, 2), "dspark", folder) == TreeConfig(12, 2)
     assert resolve_tree(open_tree, "eagle3", tiny_head) == resolve_tree(open_tree, "none", "") == TreeConfig(12, 5)
     peagle = Path(tiny_peagle_head(tiny_head))
