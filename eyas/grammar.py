@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,8 @@ MAX_CACHED = 64
 MAX_CACHED_LENGTH = 2**23
 # Grammars that may wait to be compiled. A tenant without its share of them may add some all the same.
 MAX_COMPILING = 64
+# Outputs that may wait to be followed, with the same rule.
+MAX_FOLLOWING = 1024
 # Processor time that a grammar may take to compile, and to follow the output that a request brings along. Late ones of one
 # tenant that may still hold a thread.
 COMPILE_SECONDS, FOLLOW_SECONDS, MAX_LATE = 5.0, 2.0, 2
@@ -200,7 +202,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
-        self._num_running, self._num_late = Counter[str](), Counter[str]()  # by tenant
+        self._num_running, self._num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
 
     def submit(self, structured: StructuredOutputs, tenant: str = "") -> Future[Grammar]:
         """The grammar as soon as it is compiled; equal ones are compiled once. Its constraint must have been checked.
@@ -211,7 +213,8 @@ class GrammarCompiler:
         with self._lock:
             job = self._grammars.get(structured)
             if job is None:
-                self._check_share(tenant)
+                waiting = {other: sum(job.is_new for job in queue) for other, queue in self._queues.items()}
+                _check_share(waiting, tenant, MAX_COMPILING, "grammars wait to be compiled")
                 job = self._grammars[structured] = _Job(partial(self._compile, structured), COMPILE_SECONDS, is_new=True)
                 job.future.add_done_callback(partial(self._keep, structured))
                 self._cached_length += _length(structured)
@@ -230,7 +233,11 @@ class GrammarCompiler:
         self, structured: StructuredOutputs, output: Sequence[int], has_drafts: bool, tenant: str = ""
     ) -> Future[OutputMatchers]:
         """What follows one request, behind the output that it brings along. Raises as `submit`."""
+        with self._lock:
+            _check_share(self._num_following, tenant, MAX_FOLLOWING, "outputs wait to be followed")
         grammar = self.submit(structured, tenant)
+        with self._lock:
+            self._num_following[tenant] += 1
         job = _Job(lambda: _matchers(grammar.result(), output, has_drafts), COMPILE_SECONDS + 2 * FOLLOW_SECONDS)
 
         def follow(_: Future[Grammar]) -> None:
@@ -238,12 +245,6 @@ class GrammarCompiler:
 
         grammar.add_done_callback(follow)
         return job.future
-
-    def _check_share(self, tenant: str) -> None:
-        waiting = {other: sum(job.is_new for job in queue) for other, queue in self._queues.items()}
-        num_waiting, num_tenants = sum(waiting.values()), len(waiting.keys() | {tenant})
-        if num_waiting >= MAX_COMPILING and waiting.get(tenant, 0) >= MAX_COMPILING // num_tenants:
-            raise Overloaded(f"{num_waiting} grammars wait to be compiled already; try again in 1 s", 1.0)
 
     def _enqueue(self, job: _Job[Any], tenant: str) -> None:
         with self._lock:
@@ -286,18 +287,22 @@ class GrammarCompiler:
 
     def _next(self) -> tuple[str, _Job[Any]] | None:
         """Take the next job from the queues."""
-        for tenant, queue in list(self._queues.items()):
-            if self._num_running[tenant] >= self._num_threads - 1 or self._num_late[tenant] >= MAX_LATE:
-                continue
-            job = queue.popleft()
+        while (tenant := next(filter(self._may_run, self._queues), None)) is not None:
+            job = self._queues[tenant].popleft()
             self._queues.move_to_end(tenant)
-            if not queue:
+            if not self._queues[tenant]:
                 del self._queues[tenant]
-            if job.future.running() or job.future.done() or not job.future.set_running_or_notify_cancel():
-                return self._next()  # it was in the queue of another tenant too, or is not wanted any more
-            self._num_running[tenant] += 1
-            return tenant, job
+            if not job.is_new:
+                self._num_following[tenant] -= 1
+                self._num_following += Counter()  # only tenants with some are kept
+            # else it was in the queue of another tenant too, or is not wanted any more
+            if not job.future.running() and not job.future.done() and job.future.set_running_or_notify_cancel():
+                self._num_running[tenant] += 1
+                return tenant, job
         return None
+
+    def _may_run(self, tenant: str) -> bool:
+        return self._num_running[tenant] < self._num_threads - 1 and self._num_late[tenant] < MAX_LATE
 
     def _late_ended(self, tenant: str, call: Call[object]) -> None:
         with self._lock:
@@ -359,6 +364,13 @@ class GrammarCompiler:
 
 class _TooLate(InvalidRequest):
     """A grammar that takes too long to compile. It is not compiled again."""
+
+
+def _check_share(waiting: Mapping[str, int], tenant: str, most: int, what: str) -> None:
+    """Raises Overloaded if `most` wait and the tenant has its share of them. waiting: by tenant."""
+    num_waiting, num_tenants = sum(waiting.values()), len(waiting.keys() | {tenant})
+    if num_waiting >= most and waiting.get(tenant, 0) >= most // num_tenants:
+        raise Overloaded(f"{num_waiting} {what} already; try again in 1 s", 1.0)
 
 
 def _matchers(grammar: Grammar, output: Sequence[int], has_drafts: bool) -> OutputMatchers:

@@ -171,6 +171,18 @@ def test_drafted_ahead_features_are_replaced_by_true_ones(tiny_target: str, tiny
         assert (late.tokens, late.parents) == (expected.tokens, expected.parents)
 
 
+def test_sessions_that_wait_to_grow_keep_in_step(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagleDrafter, "max_growing", 1)
+    drafter, first = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), [session("a", 9), session("b", 20)]
+    trees = last_of(drafter, first)
+    work(drafter)
+    hits = [going_on(last, outcome(tree)) for last, tree in zip(first, trees, strict=True)]
+    assert all(tree.grown_ahead for tree in last_of(drafter, hits))
+    assert drafter.draft_ahead(), "both commits are taken, one session grows"
+    unknown = next(token for token in range(48) if token not in drafter._draft_ids)
+    last_of(drafter, [going_on(hit, [unknown]) for hit in hits])
+
+
 def test_gaps_epochs_and_releases_match_the_wrapped_drafter(tiny_target: str, tiny_head: str) -> None:
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9)

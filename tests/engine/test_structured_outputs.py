@@ -302,6 +302,19 @@ def test_a_late_mask_ends_its_own_request_only(name: str, target: str, monkeypat
     assert tokens_of(chunks) == plain_outputs(target, 1.0)
 
 
+def test_late_masks_for_drafts_end_drafts_only(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, request = GrammarManager(frozenset({1}), 48), hostile_request(240)
+    manager.add(request, matchers_of(make_engine(target, RandomDrafter(48)), ambiguous(240)))
+    first = load_tokenizer(target).tokenizer.token_to_id("k")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_manager, "STEP_SECONDS", 0.005)
+        assert not manager.path_masks({request.id: [(first,)]})()
+    output = manager.outputs[request.id]
+    assert output.drafted is None
+    assert not output.failed
+    assert manager.root_masks({request.id: request.prompt_ids})
+
+
 def test_drafts_do_not_change_where_a_grammar_costs_too_much(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of the parser grows too large, in a drafted token before it does in an output."""
     monkeypatch.setattr(grammar, "ROW_ITEMS", 150)

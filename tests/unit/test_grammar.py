@@ -211,6 +211,21 @@ def test_a_tenant_with_many_grammars_delays_no_other() -> None:
     assert done == ["modest"] * 3 + ["greedy"]
 
 
+def test_outputs_wait_up_to_a_limit_and_may_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, known = GrammarCompiler(TARGET, 4096, frozenset({1})), StructuredOutputs(regex="first")
+    compiler.compile(known)
+    monkeypatch.setattr(grammar, "MAX_FOLLOWING", sys.getrecursionlimit())
+    with compiler._loading:  # all threads that one tenant may have are taken
+        for number in range(compiler._num_threads):
+            compiler.submit(StructuredOutputs(regex=f"other{number}"))
+        outputs = [compiler.matchers(known, (), has_drafts=False) for _ in range(grammar.MAX_FOLLOWING)]
+        with pytest.raises(Overloaded, match="outputs wait to be followed already"):
+            compiler.matchers(known, (), has_drafts=False)
+        assert all(output.cancel() for output in outputs[:-1])
+    assert outputs[-1].result(timeout=30).committed.mask().any()
+    assert compiler.matchers(known, (), has_drafts=False).result(timeout=30)
+
+
 def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
     compiler.compile(StructuredOutputs(regex="first"))
