@@ -49,7 +49,7 @@ from eyas.client import Client
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.registry import default_method, resolve_tree
-from eyas.errors import Unavailable
+from eyas.errors import EyasError, Unavailable
 from eyas.models.emulation import PassRecord
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
@@ -91,16 +91,25 @@ class DelayingProxy:
             end.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
+        """Connect every caller to the service; one that cannot be is closed, and the next can try."""
+        while True:
+            try:
                 caller, _ = self.listener.accept()
-                service = socket.create_connection(("127.0.0.1", self.port))
-                self._ends += [caller, service]
-                for source, sink in ((caller, service), (service, caller)):
-                    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    way: Queue[tuple[float, bytes]] = Queue(MAX_CHUNKS)
-                    threading.Thread(target=self._read, args=(source, way), daemon=True).start()
-                    threading.Thread(target=self._write, args=(sink, way), daemon=True).start()
+            except OSError:
+                return  # the proxy is closed
+            try:
+                self._connect(caller)
+            except OSError:
+                caller.close()
+
+    def _connect(self, caller: socket.socket) -> None:
+        service = socket.create_connection(("127.0.0.1", self.port))
+        self._ends += [caller, service]
+        for source, sink in ((caller, service), (service, caller)):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            way: Queue[tuple[float, bytes]] = Queue(MAX_CHUNKS)
+            threading.Thread(target=self._read, args=(source, way), daemon=True).start()
+            threading.Thread(target=self._write, args=(sink, way), daemon=True).start()
 
     def _read(self, source: socket.socket, way: Queue[tuple[float, bytes]]) -> None:
         with suppress(OSError):
@@ -247,15 +256,17 @@ def warm_up(split: Split, prompt: Prompt) -> None:
     sampling = SamplingParams(WARM_UP_TOKENS, 0.0, ignore_eos=True)
     deadline = time.monotonic() + WARM_UP_TIMEOUT_S
     for mode in split.proxies:
+        last = "the requests ended without trees"
         while True:
-            with suppress(grpc.RpcError, Exception):
+            try:
                 if any(step.drafted for step in split.decode(mode, prompt, replace(sampling, seed=0), "warm-up").steps):
                     break
+            except (EyasError, grpc.RpcError) as error:
+                last = repr(error)
             split.check()
             if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"no draft tree came in mode {mode}; the verifier says:\n{split.verifier.last_log_lines(5)}"
-                )
+                lines = "\n".join(split.verifier.last_log_lines(5))
+                raise Unavailable(f"no draft tree came in mode {mode}: {last}; the verifier says:\n{lines}")
             time.sleep(POLL_S)
 
 
@@ -280,9 +291,8 @@ def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, 
             results += with_references([replace(r, identical=text) for r, text in zip(found, agreed, strict=True)])
             if batch == settings.batches[0] and delay == settings.delays[0]:
                 timelines += timelines_of(split, runs, temperature)
-    one, draft = costs["verifier"].seconds("verify", 1), costs["drafter"]
-    times = one, draft.seconds("draft_round", 1), draft.seconds("draft_level", 1)
-    whole = SplitResults(tuple(results), 1e3 * times[0], 1e3 * times[1], 1e3 * times[2], settings.max_tokens, {})
+    prompt_tokens = round(fmean(map(len, prompts)))
+    whole = SplitResults(tuple(results), costs["verifier"], costs["drafter"], prompt_tokens, settings.max_tokens, {})
     profiles = {f"{temperature:g}": profile_of(settings, whole, temperature) for temperature in settings.temperatures}
     return replace(whole, profiles=profiles), timelines
 

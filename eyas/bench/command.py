@@ -158,10 +158,13 @@ def plan(
     verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/emulation.md.")] = "llama-3.1-8b@h100",
     drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
     local: Annotated[
-        str, typer.Option(help="Cost table of the drafter on a verifier's device; a preset finds its own.")
+        str, typer.Option(help="Cost table of the drafter on a verifier's device; presets find their own.")
     ] = "",
     temperature: Annotated[float, typer.Option(help="Of the report.")] = 0.0,
     host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
+    wire_ms: Annotated[
+        float | None, typer.Option(help="Time of a round trip besides drafting and delay, instead of the profile's.")
+    ] = None,
     verifiers: Annotated[int, typer.Option(help="Number of verifiers.")] = 1,
     drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
     delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
@@ -172,8 +175,10 @@ def plan(
     output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
     seconds: Annotated[float, typer.Option(help="Simulated time.")] = 60.0,
-    verifier_price: Annotated[float, typer.Option(help="Dollars an hour of a verifier.")] = 3.0,
-    drafter_price: Annotated[float, typer.Option(help="Dollars an hour of a drafter.")] = 0.6,
+    verifier_price: Annotated[
+        float | None, typer.Option(help="Dollars an hour of a verifier; by default that of its table.")
+    ] = None,
+    drafter_price: Annotated[float | None, typer.Option(help="The same of a drafter.")] = None,
     curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,
 ) -> None:
@@ -181,15 +186,16 @@ def plan(
     from eyas.bench import plan as planning
     from eyas.bench.report import Report
 
-    acceptance = planning.load_profile(profile, temperature).with_host(host_scale)
+    acceptance = planning.load_profile(profile, temperature).with_host(host_scale, wire_ms)
     if curves:
         planning.draw_curves(acceptance, curves)
     arrivals = planning.read_trace(trace) if trace else None
     if rate:
         arrivals = planning.poisson(rate, seconds, prompt_tokens, output_tokens)
+    verifying, drafting = DeviceCosts.read(verifier), DeviceCosts.read(drafter)
     settings = planning.FleetSettings(
-        verifier=DeviceCosts.read(verifier),
-        drafter=DeviceCosts.read(drafter),
+        verifier=verifying,
+        drafter=drafting,
         local=DeviceCosts.read(local or _on_same_gpu(verifier, drafter)),
         profile=acceptance,
         num_verifiers=verifiers,
@@ -200,11 +206,13 @@ def plan(
         output_tokens=output_tokens,
         delay_s=delay_ms / 1e3,
         seconds=seconds,
-        verifier_price=verifier_price,
-        drafter_price=drafter_price,
+        verifier_price=verifying.dollars_h if verifier_price is None else verifier_price,
+        drafter_price=drafting.dollars_h if drafter_price is None else drafter_price,
     )
+    if not drafters and not (settings.verifier_price and (settings.drafter_price or drafter_price is not None)):
+        raise ConfigError("the cheapest number of drafters needs prices; give --verifier-price and --drafter-price")
     results = planning.every_mode(settings, arrivals, find_ratio=not drafters)
-    table = planning.table_of(results)
+    table = planning.table_of(results, settings)
     if out:
         Report.here("plan", "eyas", "cpu", settings, results, [table]).publish(out)
     else:
@@ -212,8 +220,12 @@ def plan(
 
 
 def _on_same_gpu(verifier: str, drafter: str) -> str:
-    """The preset of the drafter's model on the verifier's GPU; the drafter's own table unless both are presets."""
-    return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}" if "@" in verifier and "@" in drafter else drafter
+    """The preset of the drafter's model on the verifier's GPU. Raises ConfigError unless both are presets."""
+    if any("@" not in name or name.endswith(".json") for name in (verifier, drafter)):
+        raise ConfigError(
+            f"what {drafter} costs on the device of {verifier} is unknown, as both are not presets; give it as --local"
+        )
+    return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}"
 
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:

@@ -36,7 +36,8 @@ class AcceptanceProfile:
     """What a drafter achieves, and what a step costs besides passes.
 
     fresh: weights of steps that accept 0, 1, 2 ... drafted tokens, with trees drafted on demand. hit, miss: the same while
-    drafting ahead, of trees grown in advance and of others. hit_rate: share of the former.
+    drafting ahead, of trees grown in advance and of others. hit_rate: share of the former, measured where a drafter had the
+    time to grow the share `grown` of its levels during a pass.
     num_nodes, num_levels, top_k: of trees, the root counted as a node. ahead_top_k: rows of a level grown in advance.
     host_ms: of the verifier in each step. wire_ms: of a round trip besides the delay. draft_host_ms: of the drafter in a
     round. hit_ms: until a drafter answers with a tree that it has.
@@ -46,6 +47,7 @@ class AcceptanceProfile:
     hit: tuple[float, ...] = ()
     miss: tuple[float, ...] = ()
     hit_rate: float = 0.0
+    grown: float = 1.0
     num_nodes: int = 24
     num_levels: int = 5
     top_k: int = 8
@@ -58,6 +60,7 @@ class AcceptanceProfile:
     def __post_init__(self) -> None:
         require(sum(self.fresh) > 0 and min(self.fresh) >= 0, f"fresh is {self.fresh}; it must have a weight above 0")
         at_least(1, num_nodes=self.num_nodes, num_levels=self.num_levels, top_k=self.top_k)
+        above_zero(grown=self.grown)
         at_least(0, host_ms=self.host_ms, wire_ms=self.wire_ms, draft_host_ms=self.draft_host_ms, hit_ms=self.hit_ms)
 
     @property
@@ -65,10 +68,10 @@ class AcceptanceProfile:
         """Tokens of a step with a fresh tree, the bonus token included."""
         return 1 + sum(accepted * weight for accepted, weight in enumerate(self.fresh)) / sum(self.fresh)
 
-    def with_host(self, scale: float) -> AcceptanceProfile:
-        """The same acceptance on hosts whose times are multiplied: 0 for none."""
+    def with_host(self, scale: float, wire_ms: float | None = None) -> AcceptanceProfile:
+        """The same acceptance on hosts whose times are multiplied: 0 for none. wire_ms: of another wire, as it is."""
         times = {name: scale * getattr(self, name) for name in ("host_ms", "wire_ms", "draft_host_ms", "hit_ms")}
-        return replace(self, **times)
+        return replace(self, **(times if wire_ms is None else {**times, "wire_ms": wire_ms}))
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class FleetSettings:
     mode: see PlannedMode. num_verifiers, num_drafters: verifier i is served by drafter i modulo their number.
     concurrency: sequences that every verifier always has, if there are no arrivals. max_num_seqs: most in a step.
     delay_s: of each way between verifier and drafter. seconds: simulated time.
-    verifier_price, drafter_price: dollars an hour of each.
+    verifier_price, drafter_price: dollars an hour of each, 0 if unknown.
     """
 
     verifier: DeviceCosts
@@ -105,8 +108,8 @@ class FleetSettings:
     output_tokens: int = 256
     delay_s: float = 0.0
     seconds: float = 60.0
-    verifier_price: float = 3.0
-    drafter_price: float = 0.6
+    verifier_price: float = 0.0
+    drafter_price: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -324,7 +327,7 @@ class FleetSimulation:
         grown = self._share_grown(verifier, now, len(wanting)) if s.mode == "ahead" else 0.0
         missed = []
         for sequence in wanting:
-            is_hit = bool(sequence.tree) and self._random.random() < profile.hit_rate * grown
+            is_hit = bool(sequence.tree) and self._random.random() < profile.hit_rate * min(grown / profile.grown, 1.0)
             sequence.tree = (
                 profile.hit if is_hit else (profile.miss or profile.fresh) if s.mode == "ahead" else profile.fresh
             )
@@ -342,7 +345,10 @@ class FleetSimulation:
             self._at(verifier.ready_at, partial(self._step, verifier))
 
     def _share_grown(self, verifier: _Verifier, now: float, num_sessions: int) -> float:
-        """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first."""
+        """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first.
+
+        Counted as levels, as chains of passes grow them. A block head's work is one pass of many rows, which is longer.
+        """
         s, profile, drafter = self._settings, self._settings.profile, verifier.drafter
         sharing = -(-s.num_verifiers // s.num_drafters)
         level_s = s.drafter.seconds("draft_level", sharing * num_sessions * profile.ahead_top_k)
@@ -440,7 +446,7 @@ def load_profile(file: Path, temperature: float) -> AcceptanceProfile:
         raise ConfigError(f"cannot read a profile for temperature {temperature:g} from {file}: {error!r}") from error
 
 
-def table_of(results: Mapping[str, FleetResult]) -> Table:
+def table_of(results: Mapping[str, FleetResult], settings: FleetSettings) -> Table:
     """A row for each result. The keys say what differs."""
     rows = tuple(
         (
@@ -451,14 +457,15 @@ def table_of(results: Mapping[str, FleetResult]) -> Table:
             " / ".join(number(1e3 * s) for s in r.first_token_s),
             " / ".join(number(1e3 * s) for s in r.token_s),
             f"{r.verifier_busy:.0%} / {r.drafter_busy:.0%}",
-            f"{r.dollars:.3f}",
+            f"{r.dollars:.3f}" if r.dollars else "",
         )
         for name, r in results.items()
     )
     note = (
         "Output tokens per second of the fleet. eta: over free drafting. Times in ms at the percentiles "
         f"{' / '.join(map(str, PERCENTILES))}: from arrival to the first token, and per token after it. $: dollars per "
-        "million output tokens."
+        f"million output tokens, at ${settings.verifier_price:.2f} an hour for a verifier and "
+        f"${settings.drafter_price:.2f} for a drafter."
     )
     columns = ("fleet", "tokens/s", "eta", "batch", "first token", "per token", "busy", "$")
     return Table("Plan", columns, rows, note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
 from eyas.bench.settings import MethodsSettings
 from eyas.config import DraftAheadConfig
-from eyas.config.device_costs import flat
+from eyas.config.device_costs import DeviceCosts, PassKind
 from eyas.config.loader import at_least, one_of, require
 from eyas.errors import ConfigError
 from eyas.models.emulation import PassRecord
@@ -37,6 +38,7 @@ COLOURS = {
     "wire": "0.4",
 }
 NUM_DRAWN = 6
+DRAFT_KINDS: tuple[PassKind, PassKind] = ("draft_round", "draft_level")
 # Verify passes that a plan is simulated for.
 NUM_PLANNED = 2000
 
@@ -111,9 +113,10 @@ def overlap(record: PassRecord, started: float, ended: float) -> float:
 class SplitResult:
     """One mode at one temperature, batch and delay.
 
-    rates: tokens per second of each group of prompts, of all its requests together. speedup: over plain decoding.
-    eta: see the module; None for plain decoding. tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and
-    of others. hit_rate: share of the steps with trees grown ahead.
+    rate: tokens per second, the batch times the tokens over the time of all requests, see `rate_of`. rates: the same of each
+    group of prompts. speedup: of rate over that of plain decoding. eta: see the module; None for plain decoding.
+    tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and of others.
+    hit_rate: share of the steps with trees grown ahead.
     step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
     request for trees to the answer, draft_ms of it in the draft service, hit_draft_ms that of trees grown ahead.
     accepted_fresh, accepted_hit: numbers of steps by accepted tokens. identical: outputs that equal plain decoding.
@@ -123,6 +126,7 @@ class SplitResult:
     temperature: float
     batch: int
     delay: float
+    rate: float
     rates: Spread
     tau: float
     shares: Shares
@@ -179,7 +183,8 @@ def result(
         temperature=temperature,
         batch=batch,
         delay=delay,
-        rates=Spread.of([sum(request.rate for request in group) for group in groups]),
+        rate=rate_of(requests, batch),
+        rates=Spread.of([rate_of(group, batch) for group in groups]),
         tau=_tau(steps),
         shares=shares,
         step_ms=1e3 * sum(r.ended - r.started for r in requests) / max(len(steps), 1),
@@ -195,6 +200,15 @@ def result(
         accepted_hit=_histogram(hits),
         hit_draft_ms=_mean(step.details.draft_ms for step in hits if step.details),
     )
+
+
+def rate_of(requests: Sequence[Decoded], batch: int) -> float:
+    """Tokens per second of `batch` requests at once: pooled over time as tau is over steps, so that eta is unbiased.
+
+    A mean of the requests' own rates would be above it: quick requests would count as much as slow ones, which last longer.
+    """
+    tokens = sum(len(request.tokens) - 1 for request in requests)
+    return batch * tokens / sum(request.ended - request.started for request in requests)
 
 
 def _tau(steps: Sequence[VerifyStep]) -> float:
@@ -224,16 +238,21 @@ def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Deco
 class SplitResults:
     """Everything that was measured.
 
-    verify_ms, round_ms, level_ms: of one row in the tables, scaled. max_tokens: of each prompt. profiles: by
-    temperature, of the first batch and delay.
+    verifier, drafter: the cost tables, scaled. prompt_tokens: mean of the prompts. max_tokens: of each prompt.
+    profiles: by temperature, of the first batch and delay.
     """
 
     results: tuple[SplitResult, ...]
-    verify_ms: float
-    round_ms: float
-    level_ms: float
+    verifier: DeviceCosts
+    drafter: DeviceCosts
+    prompt_tokens: int
     max_tokens: int
     profiles: Mapping[str, AcceptanceProfile]
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a verify pass of one row, the unit of delays."""
+        return self.verifier.seconds("verify", 1)
 
     def tables(self) -> list[Table]:
         """The tables of the report."""
@@ -248,7 +267,7 @@ def _speed(found: SplitResults) -> Table:
     rows = tuple(
         (
             *_cell(r),
-            f"{r.rates}" + ("" if r.is_trusted else " (late)"),
+            f"{number(r.rate)} ({number(r.rates.low)}-{number(r.rates.high)})" + ("" if r.is_trusted else " (late)"),
             f"{r.speedup:.2f}" if r.speedup else "",
             f"{r.eta:.2f}" if r.eta else "",
             f"{r.tau:.2f}",
@@ -259,11 +278,13 @@ def _speed(found: SplitResults) -> Table:
         )
         for r in found.results
     )
+    first, level = (number(1e3 * found.drafter.seconds(kind, 1)) for kind in DRAFT_KINDS)
     note = (
-        f"Emulated: a verify pass {number(found.verify_ms)} ms, the first pass of a draft round {number(found.round_ms)} "
-        f"ms, each further level {number(found.level_ms)} ms. eta: rate over that of free drafting, which is tau of serial "
-        "drafting in one verify pass. delay: of each way, in verify passes. busy: shares of time of verifier and drafter. A "
-        f"rate with (late): over {MAX_LATE:.0%} of the passes took longer here than on the emulated device."
+        f"Emulated, for one row: a verify pass {number(1e3 * found.pass_s)} ms, the first pass of a draft round {first} ms, "
+        f"each further level {level} ms. tokens/s: of all prompts, and the range of the groups decoded at once. eta: rate "
+        "over that of free drafting, which is tau of serial drafting in one verify pass. delay: of each way, in verify "
+        f"passes. busy: shares of time of verifier and drafter. A rate with (late): over {MAX_LATE:.0%} of the passes took "
+        "longer here than on the emulated device."
     )
     columns = ("temperature", "batch", "delay", "mode", "tokens/s", "speedup", "eta", "tau", "hits", "tau hit / miss")
     return Table("Efficiency", (*columns, "busy", "as plain"), rows, note)
@@ -288,35 +309,39 @@ def profile_of(settings: SplitSettings, found: SplitResults, temperature: float)
     wanted = temperature, settings.batches[0], settings.delays[0]
     modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay) == wanted}
     serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
-    round_ms = found.round_ms + (tree.num_steps - 1) * found.level_ms
+    first, level = (partial(found.drafter.seconds, kind) for kind in DRAFT_KINDS)
+    round_s = first(serial.batch * tree.num_steps) + (tree.num_steps - 1) * level(serial.batch * tree.top_k)
+    grown_s = first(serial.batch) + tree.num_steps * level(serial.batch * settings.ahead.top_k)
+    verify_s = 1e-3 * serial.verify_ms
     return AcceptanceProfile(
         fresh=serial.accepted_fresh,
         hit=ahead.accepted_hit if ahead else (),
         miss=ahead.accepted_fresh if ahead else (),
         hit_rate=ahead.hit_rate if ahead else 0.0,
+        grown=min(verify_s / grown_s, 1.0) if grown_s else 1.0,
         num_nodes=tree.num_draft_tokens,
         num_levels=tree.num_steps,
         top_k=tree.top_k,
         ahead_top_k=settings.ahead.top_k,
         host_ms=max(serial.host_ms, 0.0),
-        wire_ms=max(serial.wire_ms - 2 * serial.delay * found.verify_ms, 0.0),
-        draft_host_ms=max(serial.draft_ms - round_ms, 0.0),
+        wire_ms=max(serial.wire_ms - 2e3 * serial.delay * found.pass_s, 0.0),
+        draft_host_ms=max(serial.draft_ms - 1e3 * round_s, 0.0),
         hit_ms=ahead.hit_draft_ms if ahead else 0.0,
     )
 
 
 def _planned(found: SplitResults) -> Table:
     """What `eyas plan` says of every setting, from the profile of the first one."""
-    verifier = flat("verifier", verify=found.verify_ms)
-    drafter = flat("drafter", draft_round=found.round_ms, draft_level=found.level_ms)
     rows = []
     for r in found.results:
-        profile, delay_s = found.profiles[f"{r.temperature:g}"], 1e-3 * r.delay * found.verify_ms
+        profile, delay_s = found.profiles[f"{r.temperature:g}"], r.delay * found.pass_s
         num_tokens = found.max_tokens if r.mode != "plain" else FleetSettings.output_tokens
-        fleet = FleetSettings(verifier, drafter, drafter, profile, r.mode, concurrency=r.batch, delay_s=delay_s)
-        fleet = replace(fleet, output_tokens=num_tokens, prompt_tokens=1, seconds=NUM_PLANNED * found.verify_ms / 1e3)
-        planned, measured = FleetSimulation(fleet).run().tokens_per_s, fmean(r.rates.values)
-        rows.append((*_cell(r), number(measured), number(planned), f"{planned / measured - 1:+.1%}"))
+        fleet = FleetSettings(
+            found.verifier, found.drafter, found.drafter, profile, r.mode, concurrency=r.batch, max_num_seqs=r.batch,
+            prompt_tokens=found.prompt_tokens, output_tokens=num_tokens, delay_s=delay_s, seconds=NUM_PLANNED * found.pass_s,
+        )  # fmt: skip
+        planned = FleetSimulation(fleet).run().tokens_per_s
+        rows.append((*_cell(r), number(r.rate), number(planned), f"{planned / r.rate - 1:+.1%}"))
     note = "Tokens per second, measured and by `eyas plan`, which knows the acceptance and host work of the first setting."
     columns = ("temperature", "batch", "delay", "mode", "measured", "planned", "difference")
     return Table("Planned and measured", columns, tuple(rows), note)
@@ -395,8 +420,7 @@ def with_references(results: Sequence[SplitResult]) -> list[SplitResult]:
     compared = []
     for r in results:
         plain, serial = (found.get((r.temperature, r.batch, r.delay, mode)) for mode in ("plain", "serial"))
-        rate = fmean(r.rates.values)
         free = r.batch * serial.tau / (1e-3 * r.verify_ms) if serial else 0.0
-        eta = rate / free if r.mode != "plain" and free else None
-        compared.append(replace(r, eta=eta, speedup=rate / fmean(plain.rates.values) if plain else None))
+        eta = r.rate / free if r.mode != "plain" and free else None
+        compared.append(replace(r, eta=eta, speedup=r.rate / plain.rate if plain else None))
     return compared

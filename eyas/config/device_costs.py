@@ -71,6 +71,7 @@ class DeviceCosts:
     """The passes of one model on one device; kinds that are missing take no time.
 
     device, model: their names. source: how the times were found, in words.
+    dollars_h: price of an hour of the whole device; 0 if unknown.
     log: file that an emulated device writes a line of JSON to for each pass, see PassRecord; empty for none.
     """
 
@@ -79,8 +80,10 @@ class DeviceCosts:
     source: str
     passes: Mapping[PassKind, PassCosts]
     log: str = ""
+    dollars_h: float = 0.0
 
     def __post_init__(self) -> None:
+        at_least(0, dollars_h=self.dollars_h)
         for kind in self.passes:
             one_of(PassKind, passes=kind)
 
@@ -129,7 +132,7 @@ def _pass_costs(raw: Mapping[str, Any]) -> PassCosts:
 class Gpu:
     """Peak rates from the vendor's data sheet. gb_s: of its memory. tflops: of dense bfloat16 products.
 
-    dollars_h: price of an hour, a typical one of 2025 on demand; give your own to `eyas plan`.
+    dollars_h: price of an hour, a typical one of 2025 on demand: the default of `eyas plan`, which takes others.
     """
 
     name: str
@@ -198,7 +201,8 @@ def preset(name: str) -> DeviceCosts:
         f"arithmetic: {shape.weight_bytes / 1e9:.3g} GB and {shape.flops / 1e9:.3g} GFLOP a row at {MEMORY_EFFICIENCY:g} of "
         f"{gpu.gb_s:.0f} GB/s and {COMPUTE_EFFICIENCY:g} of {gpu.tflops:.0f} TFLOP/s"
     )
-    return DeviceCosts(f"{shape.num_gpus} x {gpu.name}" if shape.num_gpus > 1 else gpu.name, model, source, passes)
+    name = f"{shape.num_gpus} x {gpu.name}" if shape.num_gpus > 1 else gpu.name
+    return DeviceCosts(name, model, source, passes, dollars_h=shape.num_gpus * gpu.dollars_h)
 
 
 def roofline(read_s: float, row_s: float, fixed_s: float, us_per_context_token: float = 0.0) -> PassCosts:

@@ -21,7 +21,7 @@ from eyas.bench.plan import (
     read_trace,
 )
 from eyas.cli import app
-from eyas.config.device_costs import flat
+from eyas.config.device_costs import DeviceCosts, flat
 from eyas.errors import ConfigError
 
 PROFILE = AcceptanceProfile(fresh=(1, 1, 1, 1, 1), hit=(0, 0, 0, 1), miss=(0, 1), hit_rate=1.0)
@@ -76,7 +76,7 @@ def test_a_shared_drafter_saturates() -> None:
 
 
 def test_more_drafters_than_pay_are_not_bought() -> None:
-    cheap = fleet("serial", num_verifiers=8, drafter_price=0.0, seconds=20.0)
+    cheap = fleet("serial", num_verifiers=8, verifier_price=3.0, seconds=20.0)
     dear = replace(cheap, drafter_price=50.0)
     assert best_ratio(dear)[0] < best_ratio(cheap)[0] <= 8
 
@@ -117,6 +117,32 @@ def test_profiles_and_traces_are_read_or_refused(tmp_path: Path) -> None:
         read_trace(own)
 
 
+def test_a_preset_knows_its_price() -> None:
+    assert DeviceCosts.read("llama-3.1-70b-tp4@h100").dollars_h == pytest.approx(12.0)
+    assert DeviceCosts.read("60ms").dollars_h == 0
+
+
+def test_hits_fall_only_where_less_is_grown_than_measured() -> None:
+    """Six levels of 20 ms in a pass of 60 ms: half is grown, as where the profile was measured."""
+    half = replace(PROFILE, grown=0.5)
+    assert run("ahead", level_ms=20.0, profile=half).drafter_busy < 0.01 < run("ahead", level_ms=20.0).drafter_busy
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        (["--verifier", "60ms"], "--local"),
+        (["--verifier", "60ms", "--local", "6ms", "--drafters", "0"], "--verifier-price"),
+    ],
+)
+def test_a_plan_guesses_no_device_and_no_price(tmp_path: Path, options: list[str], missing: str) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"fresh": [1, 1]}))
+    shown = CliRunner().invoke(app, ["plan", "--profile", str(profile), *options])
+    assert shown.exit_code == 1
+    assert missing in shown.output
+
+
 def test_without_trees_grown_ahead_that_mode_is_left_out(tmp_path: Path) -> None:
     assert set(every_mode(fleet("plain", profile=AcceptanceProfile((1, 1)), seconds=5.0), None)) == {
         "plain",
@@ -135,5 +161,6 @@ def test_the_command_prints_every_mode_and_draws(tmp_path: Path, monkeypatch: py
     )
     assert shown.exit_code == 0, shown.output
     assert all(mode in shown.output for mode in ("plain", "local", "serial, 1 : 1", "ahead, 1 : 1"))
+    assert "$3.00 an hour for a verifier and $0.60 for a drafter" in " ".join(shown.output.split())
     assert picture.stat().st_size > 1000
     draw_curves(AcceptanceProfile((1, 1)), picture)

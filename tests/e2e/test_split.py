@@ -55,6 +55,13 @@ def test_eta_is_the_rate_over_free_drafting() -> None:
     assert (ahead.hit_rate, ahead.tau_hit, plain.eta) == (1.0, 3.0, None)
 
 
+def test_rates_are_pooled_over_time_as_tau_over_steps() -> None:
+    """A request in 0.6 s and one in 1.4 s, each of 40 tokens: 80 tokens in 2 s; the mean of both rates would be 47.6."""
+    found = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.6)], [decoded(10, 3, 1.4)]], Shares(0.6, 0.3, 0.0), 0.060)
+    assert found.rate == pytest.approx(40.0)
+    assert [found.rates.low, found.rates.high] == [pytest.approx(40 / 1.4), pytest.approx(40 / 0.6)]
+
+
 def test_agreement_compares_as_far_as_both_go() -> None:
     one, other = decoded(4, 1, 1.0), decoded(2, 1, 1.0)
     changed = Decoded((7, 7, 7), (), 0.0, 1.0)
@@ -79,6 +86,25 @@ def test_settings_that_measure_nothing_are_refused() -> None:
         settings(modes=("plain", "ahead"))
     with pytest.raises(ConfigError, match="scale is 0"):
         settings(scale=0)
+
+
+def test_a_proxy_outlives_a_service_that_is_not_there() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    server.close()
+    proxy = DelayingProxy(port)
+    proxy.start()
+    with closing(proxy):
+        host, _, own = proxy.address.partition(":")
+        with socket.create_connection((host, int(own)), timeout=5) as refused:
+            assert refused.recv(1) == b""
+        late = socket.create_server(("127.0.0.1", port))
+        with closing(late), socket.create_connection((host, int(own)), timeout=5) as caller:
+            caller.sendall(b"x")
+            late.settimeout(5)
+            service, _ = late.accept()
+            with closing(service):
+                assert service.recv(1) == b"x"
 
 
 def test_the_proxy_delays_both_ways_and_keeps_the_order() -> None:
@@ -123,4 +149,4 @@ def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
     assert by_mode["serial"].round_trip_ms >= 2 * 10 + 3 * 20
     assert 0 < (by_mode["serial"].eta or 0) < 1
     assert [line.title for line in timelines] == ["serial, temperature 0.8", "ahead, temperature 0.8"]
-    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes"]
+    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", "Planned and measured"]
