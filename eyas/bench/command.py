@@ -162,9 +162,7 @@ def plan(
     ] = "",
     temperature: Annotated[float, typer.Option(help="Of the report.")] = 0.0,
     host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
-    wire_ms: Annotated[
-        float | None, typer.Option(help="Time of a round trip besides drafting and delay, instead of the profile's.")
-    ] = None,
+    wire_ms: Annotated[float | None, typer.Option(help="Of a round trip besides drafting, for the profile's.")] = None,
     verifiers: Annotated[int, typer.Option(help="Number of verifiers.")] = 1,
     drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
     delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
@@ -175,9 +173,7 @@ def plan(
     output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
     seconds: Annotated[float, typer.Option(help="Simulated time.")] = 60.0,
-    verifier_price: Annotated[
-        float | None, typer.Option(help="Dollars an hour of a verifier; by default that of its table.")
-    ] = None,
+    verifier_price: Annotated[float | None, typer.Option(help="Dollars an hour; a preset knows its own.")] = None,
     drafter_price: Annotated[float | None, typer.Option(help="The same of a drafter.")] = None,
     curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,

@@ -169,7 +169,6 @@ class _Verifier:
     running: list[_Sequence] = field(default_factory=list)
     waiting: deque[_Sequence] = field(default_factory=deque)
     is_idle: bool = True
-    num_awaited: int = 0
     ready_at: float = 0.0
     asked_at: float = 0.0
     busy_s: float = 0.0
@@ -328,17 +327,13 @@ class FleetSimulation:
         missed = []
         for sequence in wanting:
             is_hit = bool(sequence.tree) and self._random.random() < profile.hit_rate * min(grown / profile.grown, 1.0)
-            sequence.tree = (
-                profile.hit if is_hit else (profile.miss or profile.fresh) if s.mode == "ahead" else profile.fresh
-            )
+            other = (profile.miss or profile.fresh) if s.mode == "ahead" else profile.fresh
+            sequence.tree = profile.hit if is_hit else other
             if not is_hit:
                 missed.append(sequence)
         way = s.delay_s + profile.wire_ms / 2e3
-        verifier.asked_at, verifier.ready_at = (
-            now,
-            now + 2 * way + (profile.hit_ms / 1e3 if len(missed) < len(wanting) else 0),
-        )
-        verifier.num_awaited = bool(missed)
+        verifier.asked_at = now
+        verifier.ready_at = now + 2 * way + (profile.hit_ms / 1e3 if len(missed) < len(wanting) else 0)
         if missed:
             self._at(now + way, partial(self._draft, verifier.drafter, (verifier, missed)))
         else:
@@ -347,8 +342,7 @@ class FleetSimulation:
     def _share_grown(self, verifier: _Verifier, now: float, num_sessions: int) -> float:
         """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first.
 
-        Counted as levels, as chains of passes grow them. A block head's work is one pass of many rows, which is longer.
-        """
+        Counted in passes of levels; a block head grows all in one pass of many rows, which takes longer than this says."""
         s, profile, drafter = self._settings, self._settings.profile, verifier.drafter
         sharing = -(-s.num_verifiers // s.num_drafters)
         level_s = s.drafter.seconds("draft_level", sharing * num_sessions * profile.ahead_top_k)
