@@ -82,7 +82,8 @@ class RMSNorm:
 
     @cached_property
     def _floor(self) -> Tensor:
-        return torch.tensor(math.sqrt(self.weight.shape[-1] * self.eps), device=self.weight.device)
+        # filled on the device: a graph that is being captured cannot copy a number to it
+        return torch.full((), math.sqrt(self.weight.shape[-1] * self.eps), device=self.weight.device)
 
     @classmethod
     def of(cls, module: Any, adds_one: bool) -> RMSNorm:

@@ -33,9 +33,9 @@ def exp(x):
     return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(cache=True, nogil=True, fastmath=True)
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
 def highest_of(x):
-    """The highest of x [n]."""
+    """The highest of x [n], which may hold infinities."""
     highest = x[0]
     for i in range(len(x)):
         highest = max(highest, x[i])
@@ -55,6 +55,7 @@ def sum_of(x):
 def top_k(scores, values, ids):
     """The k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
     k, width = ids.shape[1], scores.shape[1]
+    assert k <= width, "fewer scores than candidates"
     for n in range(scores.shape[0]):
         row, best, where, count = scores[n], values[n], ids[n], 0
         for start in range(0, width, BLOCK):

@@ -184,7 +184,7 @@ def rank(scores: Tensor, k: int) -> Ranked:
         from eyas.sampling.kernels import top_k
 
         return Ranked(*top_k(scores, k))
-    if runs_compiled(scores.device) and 0 < k <= MAX_KERNEL_K and not scores.requires_grad:
+    if _can_rank_compiled(scores, k):
         return _rank_compiled(scores, k)
     bits = (scores + 0.0).contiguous().view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
@@ -192,6 +192,12 @@ def rank(scores: Tensor, k: int) -> Ranked:
     keys = bits.long().bitwise_left_shift_(32).bitwise_or_(last)
     chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return Ranked(scores.gather(-1, chosen), chosen)
+
+
+def _can_rank_compiled(scores: Tensor, k: int) -> bool:
+    """Whether the host can read the scores now: not those of an emulated device, which it would wait for."""
+    plain = type(scores) is Tensor and not scores.requires_grad
+    return plain and 0 < k <= min(MAX_KERNEL_K, scores.shape[-1]) and runs_compiled(scores.device)
 
 
 def _rank_compiled(scores: Tensor, k: int) -> Ranked:

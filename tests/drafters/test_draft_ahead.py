@@ -23,8 +23,10 @@ from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
+from eyas.sampling.sampler import MAX_SORTED
 from eyas.tree import DraftTree
 from tests.drafters.naive_block import NaiveBlock
+from tests.tiny import write_head, write_target
 from tests.tiny_block import KINDS, tiny_block_head
 
 SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
@@ -214,8 +216,11 @@ def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_he
     assert ahead.num_drafted == ahead.depth == SHAPE.num_steps, "a chain, one token at each node being left"
 
 
-def test_a_hit_does_not_wait_for_the_level_that_grows(tiny_target: str, tiny_head: str) -> None:
-    eagle, clock = make(tiny_target, tiny_head), VirtualClock()
+@pytest.mark.parametrize("vocab_size", [48, 2 * MAX_SORTED])
+def test_a_hit_does_not_wait_for_the_level_that_grows(vocab_size: int, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", vocab_size)
+    head = write_head(tmp_path / "head", vocab_size, vocab_size - 24)
+    eagle, clock = make(str(target), str(head)), VirtualClock()
     eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), clock)
     drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
     (tree,) = drafter.propose([first])

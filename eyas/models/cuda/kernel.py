@@ -14,6 +14,9 @@ from torch import Tensor
 
 from eyas.models.inputs import PackedInputs
 
+# Registers that a thread may take in float32: ptxas, left to choose, takes so few that values spill to memory.
+FLOAT32_REGISTERS = 255
+
 
 def attend(
     query: Tensor,
@@ -53,6 +56,7 @@ def attend(
         IS_WHOLE=is_whole,
         num_warps=4 if row_bytes <= 256 else 8,
         num_stages=2,
+        maxnreg=FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
     )
     if is_whole:
         return out
