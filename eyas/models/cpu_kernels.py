@@ -26,16 +26,18 @@ KEYS_AT_A_TIME = 256
 # Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
 PADDING = 16
 NO_WINDOW = 1 << 62
+NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True)
 class RowKeys:
-    """What the rows of a pass see.
+    """What the rows of some segments of a pass see.
 
-    ends: end of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where each
-    ends [B]. visible: flat masks [n, n] of the segments, one after the other. positions: of the rows [R].
+    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
+    each ends [B]. visible: flat masks [n, n] of the segments, one after the other. positions: of the rows [R].
     """
 
+    starts: Ints
     ends: Ints
     prefix: Ints
     prefix_ends: Ints
@@ -43,24 +45,24 @@ class RowKeys:
     positions: Ints
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> RowKeys:
-        """The keys of packed segments."""
-        counts, lengths = [len(s.tokens) for s in segments], [len(s.prefix) for s in segments]
+    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
+        """The keys of those packed segments that have at most `max_rows` rows."""
+        ends = np.cumsum([len(s.tokens) for s in segments])
+        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
+        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
+        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
         masks = [
             np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
             for segment, count in zip(segments, counts, strict=True)
         ]
         return cls(
-            ends=np.cumsum(counts),
-            prefix=_joined([s.prefix for s in segments]),
-            prefix_ends=np.cumsum(lengths),
-            visible=_joined([mask.ravel() for mask in masks]),
-            positions=_joined([s.positions for s in segments]).astype(np.int64, copy=False),
+            starts=ends[chosen] - counts,
+            ends=ends[chosen],
+            prefix=np.concatenate([NO_SLOTS, *(s.prefix for s in segments)]),
+            prefix_ends=np.cumsum([len(s.prefix) for s in segments], dtype=np.int64),
+            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
+            positions=np.concatenate(positions).astype(np.int64, copy=False),
         )
-
-
-def _joined(parts):
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
@@ -283,17 +285,20 @@ def _collect(slots, cache, j, own, head, out):
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def attend(qkv, num_kv, keys, values, ends, prefix, prefix_ends, visible, positions, scaling, window, softcap, out):
-    """Attention of rotated rows qkv [R, H + 2 J, D], to out [R, H, D].
+def attend(
+    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, visible, positions, scaling, window, softcap, out
+):  # fmt: skip
+    """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D].
 
     A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
     and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW. softcap: 0 for none.
     """
     width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
     group = num_heads // num_kv
-    first_row = first_prefix = first_mask = 0
+    first_prefix = first_mask = 0
     for b in range(len(ends)):
-        num_rows, length = ends[b] - first_row, prefix_ends[b] - first_prefix
+        first_row, length = starts[b], prefix_ends[b] - first_prefix
+        num_rows = ends[b] - first_row
         slots = prefix[first_prefix : first_prefix + length]
         mask = visible[first_mask : first_mask + num_rows * num_rows].reshape(num_rows, num_rows)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
@@ -321,4 +326,4 @@ def attend(qkv, num_kv, keys, values, ends, prefix, prefix_ends, visible, positi
                         for d in range(width):
                             out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
         first_mask += num_rows * num_rows
-        first_row, first_prefix = ends[b], prefix_ends[b]
+        first_prefix = prefix_ends[b]

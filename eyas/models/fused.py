@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,13 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
 from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import PackedInputs, pack
 from eyas.tensors import Ints, runs_compiled
 
 Floats = npt.NDArray[np.float32]
 Product = Callable[[Tensor], Tensor]
 
-# Segments of more rows are prompts, whose attention torch computes as fast.
+# Segments of more rows are prompts, whose attention torch computes faster.
 MAX_KERNEL_ROWS = 64
 
 # Activations of the gate by the class that transformers makes of them.
@@ -222,8 +223,11 @@ class FusedLayer:
     @cached_property
     def cpu_products(self) -> list[tuple[Product, float]]:
         """The products with qkv, out, gate and up, and down, and what to multiply each by."""
-        modules = [part.product if isinstance(part, PackedLinear) else part for part in (self._out, self._down)]
-        products = self._qkv, modules[0], self._gate_up, modules[1]
+        parts = [
+            part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
+            for part in (self._out, self._down)
+        ]
+        products = self._qkv, parts[0], self._gate_up, parts[1]
         return [(p.scaled, 1 / p.scale) if isinstance(p, HalfProduct) else (p, 1.0) for p in products]
 
     def run_on_cpu(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv_cache: KVCache) -> None:
@@ -231,35 +235,40 @@ class FusedLayer:
         (qkv, by_qkv), (out, by_out), (gate_up, by_gate_up), (down, by_down) = self.cpu_products
         heads, (scaling, window, softcap) = self._heads, self._attention
         keys, values = kv_cache.keys[self._index].numpy(), kv_cache.values[self._index].numpy()
-        projected = qkv(rows.normed).numpy().reshape(len(rows.slots), -1, heads.width)
+        qkv_rows = qkv(rows.normed).view(len(rows.slots), -1, heads.width)
+        projected = qkv_rows.numpy()
         factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
         kernels.rotate(projected, by_qkv, heads.num_kv_heads, *rotary, factors, eps)
         kernels.store(projected, heads.num_kv_heads, keys, values, rows.slots)
         attended = torch.empty(len(rows.slots), heads.num_heads * heads.width)
-        k, into = rows.keys, attended.numpy().reshape(len(rows.slots), heads.num_heads, heads.width)
+        k, into = rows.keys, attended.view(len(rows.slots), heads.num_heads, heads.width)
         kernels.attend(
-            projected, heads.num_kv_heads, keys, values, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
-            scaling, window or kernels.NO_WINDOW, softcap or 0.0, into,
+            projected, heads.num_kv_heads, keys, values, k.starts, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
+            scaling, window or kernels.NO_WINDOW, softcap or 0.0, into.numpy(),
         )  # fmt: skip
+        for at, packed in rows.prompts:
+            cached = kv_cache.keys[self._index], kv_cache.values[self._index]
+            into[at] = attend_slots(qkv_rows[at, : heads.num_heads], *cached, packed, scaling, window, softcap)
         rows.add(kernels, out(attended), by_out, self._out_norm, self._mlp_norm)
-        gated = torch.empty(len(rows.slots), self._mlp_width)
-        kernels.gate(gate_up(rows.normed).numpy(), by_gate_up, self._activation == "silu", gated.numpy())
+        gates_ups = gate_up(rows.normed)
+        gated = torch.empty(len(rows.slots), gates_ups.shape[1] // 2)
+        kernels.gate(gates_ups.numpy(), by_gate_up, self._activation == "silu", gated.numpy())
         rows.add(kernels, down(gated), by_down, self._down_norm, self.next_norm)
-
-    @cached_property
-    def _mlp_width(self) -> int:
-        return int(self._down.in_features)
 
 
 NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
 
 
 class CpuRows:
-    """Rows on their way through the layers. state, normed: the residual stream and its norm, [R, C]. slots: int64 [R]."""
+    """Rows on their way through the layers.
 
-    def __init__(self, state: Tensor, slots: Ints, keys: Any) -> None:
-        """keys: the rows' RowKeys."""
-        self.state, self.normed, self.slots, self.keys = state, torch.empty_like(state), slots, keys
+    state, normed: the residual stream and its norm, [R, C]. slots: int64 [R]. keys: RowKeys of the segments that the kernels
+    attend. prompts: for each longer segment which rows it has, and these packed by themselves.
+    """
+
+    def __init__(self, state: Tensor, slots: Ints, keys: Any, prompts: Sequence[tuple[slice, PackedInputs]]) -> None:
+        self.state, self.normed, self.slots = state, torch.empty_like(state), slots
+        self.keys, self.prompts = keys, prompts
         self._state, self._normed = state.numpy(), self.normed.numpy()
 
     def start(self, kernels: Any, norm: RMSNorm) -> None:
@@ -287,9 +296,12 @@ class CpuDecoder:
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
     ) -> Any:
-        """What transformers' decoder returns. Long prompts, several threads and other ways to attend go to its own code."""
-        longest = max((len(segment.tokens) for segment in packed.segments), default=MAX_KERNEL_ROWS + 1)
-        if packed.attend is not None or longest > MAX_KERNEL_ROWS or not runs_compiled(input_ids.device):
+        """What transformers' decoder returns. Several threads and other ways to attend go to its own code.
+
+        Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
+        segment.
+        """
+        if packed.attend is not None or not packed.segments or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -297,7 +309,14 @@ class CpuDecoder:
         from eyas.models import cpu_kernels
 
         embedded = self._decoder.embed_tokens(input_ids)
-        rows = CpuRows(embedded[0], packed.slots.numpy(), cpu_kernels.RowKeys.of(packed.segments))
+        ends = accumulate(len(segment.tokens) for segment in packed.segments)
+        prompts = [
+            (slice(end - len(segment.tokens), end), pack([segment], embedded.device))
+            for segment, end in zip(packed.segments, ends, strict=True)
+            if len(segment.tokens) > MAX_KERNEL_ROWS
+        ]
+        keys = cpu_kernels.RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
+        rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
         rotary = {kind: self._rotary(embedded, position_ids, kind) for kind in set(self._rotary_types)}
         rows.start(cpu_kernels, self._layers[0].input_norm)
         for module, layer, kind in zip(self._decoder.layers, self._layers, self._rotary_types, strict=True):
@@ -371,8 +390,13 @@ def _can_fuse(layer: Any) -> bool:
     return all(_can_merge(parts) for parts in siblings)
 
 
+def _has_hooks(module: Any) -> bool:
+    """Whether calling the module does more than its `forward`, such as a sum over ranks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _can_merge(parts: Sequence[Any]) -> bool:
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+    if any(map(_has_hooks, parts)):
         return False
     if all(isinstance(part, MergedLinearPart) for part in parts):
         return True

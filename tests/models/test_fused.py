@@ -12,7 +12,7 @@ import torch
 
 from eyas.models import fused
 from eyas.models.cpu import _has_fbgemm
-from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
+from eyas.models.fused import KINDS, MAX_KERNEL_ROWS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
@@ -32,11 +32,16 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> TargetModel:
 
 def run(target: TargetModel) -> TargetOutput:
     """Two sequences of different lengths, all logits."""
-    kv_cache, none, segments = target.new_kv_cache(2 * ROWS), np.zeros(0, dtype=np.int64), []
+    none, segments = np.zeros(0, dtype=np.int64), []
     for start, count in ((0, ROWS), (ROWS, 3)):
         rows = np.arange(count)
         segments.append(Segment(3 + (rows * 7 + start) % 40, rows, start + rows, none, None, rows))
-    return target.forward(target.pack(segments), kv_cache)
+    return run_segments(target, segments)
+
+
+def run_segments(target: TargetModel, segments: list[Segment]) -> TargetOutput:
+    num_slots = 1 + max(int(segment.slots.max()) for segment in segments)
+    return target.forward(target.pack(segments), target.new_kv_cache(num_slots))
 
 
 def is_fused(target: TargetModel) -> bool:
@@ -58,6 +63,11 @@ def assert_equal_to_unfused(target: TargetModel) -> None:
 
 
 def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
+    assert_equal_to_unfused(target)
+
+
+def test_prompts_beside_kernels_equal_transformers(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MAX_KERNEL_ROWS", ROWS - 1)
     assert_equal_to_unfused(target)
 
 
@@ -88,6 +98,20 @@ def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
     other = Segment(tokens[:3], rows[:3], 60 + rows[:3], none, None, rows[:1])
     together = target.forward(target.pack([other, tree]), kv_cache).logits[1:]
     assert torch.equal(together[[0, 1, 3, 5]], torch.stack(plain))
+
+
+def test_a_neighbours_prompt_changes_no_bits() -> None:
+    pytest.importorskip("numba")
+    if not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
+    target, none = load_target("models/demo/target"), np.zeros(0, dtype=np.int64)
+    step, prompt, other = (
+        Segment(5 + rows * 37 % 900, rows, start + rows, none, None, rows)
+        for start, rows in ((0, np.arange(3)), (100, np.arange(MAX_KERNEL_ROWS + 1)), (200, np.arange(MAX_KERNEL_ROWS + 9)))
+    )
+    apart = [run_segments(target, [segment]).logits for segment in (step, prompt, other)]
+    together = run_segments(target, [prompt, step, other]).logits
+    assert torch.equal(together, torch.cat([apart[1], apart[0], apart[2]]))
 
 
 @pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "gemma-2"])

@@ -13,6 +13,9 @@ from torch import nn
 from eyas.cache.kv_cache import KVCache
 from eyas.models.cpu import HUGE_PAGE, MADV_COLLAPSE, pack_weights, to_huge_pages
 
+# The kernel may find no free huge page once, and some a moment later. What never asks for them never gets them.
+ATTEMPTS = 5
+
 
 def granted(num_huge: int = 8) -> bool:
     """Whether this kernel collapses memory into huge pages on request, but not by itself."""
@@ -56,8 +59,11 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
     else:
         start, size = weight.data_ptr(), weight.nbytes
     earlier = huge_bytes(start, size)
-    to_huge_pages([*layer.parameters(), *layer.buffers()])
-    moved = huge_bytes(start, size) - earlier
+    for _ in range(ATTEMPTS):
+        to_huge_pages([*layer.parameters(), *layer.buffers()])
+        moved = huge_bytes(start, size) - earlier
+        if moved >= size - 2 * HUGE_PAGE:
+            break
     if moved < size - 2 * HUGE_PAGE and not granted(size // HUGE_PAGE):
         pytest.skip("no memory in one piece is left")
     assert moved >= size - 2 * HUGE_PAGE
@@ -66,12 +72,18 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
 
 @pytest.mark.skipif(not granted(), reason="this kernel makes no huge pages when asked, or without being asked")
 def test_slots_take_huge_pages_when_they_are_used() -> None:
-    keys = KVCache(2**16, [(4, 40)], 0, torch.float32, torch.device("cpu")).keys[0]  # 40 MiB
-    to_huge_pages([keys], collapse=False)
-    before = huge_bytes(keys.data_ptr(), keys.nbytes)  # the mapping may have been joined with that of other tensors
-    keys += 1
-    gained = huge_bytes(keys.data_ptr(), keys.nbytes) - before
-    assert gained > keys.nbytes // 2 or not granted(keys.nbytes // HUGE_PAGE)
+    gains = []
+    for _ in range(ATTEMPTS):
+        keys = KVCache(2**16, [(4, 40)], 0, torch.float32, torch.device("cpu")).keys[0]  # 40 MiB
+        to_huge_pages([keys], collapse=False)
+        before = huge_bytes(keys.data_ptr(), keys.nbytes)  # the mapping may have been joined with that of other tensors
+        keys += 1
+        gains.append(huge_bytes(keys.data_ptr(), keys.nbytes) - before)
+        if gains[-1] > keys.nbytes // 2:
+            return
+        if not granted(keys.nbytes // HUGE_PAGE):
+            pytest.skip("no memory in one piece is left")
+    pytest.fail(f"huge pages hold {gains} bytes of {keys.nbytes}")
 
 
 def test_tensors_without_memory_are_skipped() -> None:
