@@ -164,7 +164,7 @@ def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.
     residual, rotary = torch.randn(3, 32, generator=generator), torch.randn(3, 2, 8, generator=generator)
     results = []
     for kernels in (None, layer_kernels):
-        monkeypatch.setattr("eyas.models.heads.layers._kernels", lambda x, kernels=kernels: kernels)
+        monkeypatch.setattr("eyas.models.heads.layers.layer_kernels_for", lambda x, kernels=kernels: kernels)
         with torch.inference_mode():
             rows = layer.project(inputs, residual, rotary)
             normed = rms_norm(residual, weights["post_attention_layernorm.weight"], 1e-5)
