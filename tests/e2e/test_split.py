@@ -146,7 +146,7 @@ def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
     assert {mode: r.identical for mode, r in by_mode.items()} == {"plain": "1 of 1", "serial": "1 of 1", "ahead": "1 of 1"}
     assert by_mode["serial"].tau > 1
     assert by_mode["serial"].verify_ms >= 199
-    assert by_mode["serial"].round_trip_ms >= 2 * 10 + 3 * 20
+    assert by_mode["serial"].round_trip_ms >= 2 * 10 + 2 * 20  # near the end trees have fewer levels
     assert 0 < (by_mode["serial"].eta or 0) < 1
     assert [line.title for line in timelines] == ["serial, temperature 0.8", "ahead, temperature 0.8"]
     assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", "Planned and measured"]
