@@ -1,6 +1,8 @@
 """Texts name no private machine, no registry and nothing left to do, and use plain words."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 from tests.repo.repository import ROOT, files, name
 
@@ -16,6 +18,7 @@ RULED_OUT = re.compile(
     r"(?:\b|_)",
     re.IGNORECASE,
 )
+WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "deploy/helm/README.md", "docs/clients.md")
 TEXTS_OF_MODELS = "eyas/models/heads/validation.txt"
 
 
@@ -47,3 +50,21 @@ def test_nothing_is_left_over() -> None:
 
 def test_plain_words_are_used() -> None:
     assert not [line for line in lines_with(RULED_OUT) if not line.startswith((TEXTS_OF_MODELS, "benchmarks/results/"))]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a page that are no table, heading, picture or code, by their numbers; without marks of lists."""
+    is_code, before = False, ""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.strip()
+        is_code ^= text.startswith("```")
+        is_indented = line.startswith("    ") and not before
+        if not is_code and not is_indented and not text.startswith(("|", "#", "<", "[!", "![", "```")):
+            yield number, re.sub(r"^\s*(?:[-*]|\d+\.)\s+", lambda mark: "." * len(mark[0]), line)
+        before = "" if is_indented else text
+
+
+def test_pages_are_wrapped_at_100_columns() -> None:
+    pages = [p for p in files() if p.suffix == ".md" and not name(p).startswith(WRITTEN_BY_PROGRAMS)]
+    lines = ((page, number, line) for page in pages for number, line in prose(page))
+    assert not [f"{name(page)}:{number}" for page, number, line in lines if len(line) > 100 and " " in line[:100].strip()]
