@@ -57,6 +57,7 @@ from eyas.models.cuda.metadata import pack_with_metadata, tight_shape
 from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
 from eyas.models.heads.layers import LayerSizes, LayerSlots, Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.sampling.sampler import MAX_SORTED, rank
 from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
 
@@ -133,6 +134,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
+        rank(torch.zeros(1, MAX_SORTED + 1, device=self.draft_ids.device), 1)  # compiled at its first call on a CPU
         if self._graphs and self._chain_graphs:
             self._graphs.warm_up()
             self._chain_graphs.warm_up()

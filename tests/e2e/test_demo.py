@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from eyas.services.cluster import free_port
 from tests.forks import Popen
 
 # A drafter without a model, for tests of processes only.
@@ -28,7 +29,8 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 @contextmanager
 def local(logs: Path, *arguments: str, start: type["subprocess.Popen[str]"] = Popen) -> Iterator["subprocess.Popen[str]"]:
     """A process of `python -m eyas.services.local`. start: subprocess.Popen for one as people start it."""
-    command = [sys.executable, "-m", "eyas.services.local", *arguments]
+    own = ("--port", str(free_port()), "--http-port", str(free_port())) if arguments[0] == "up" else ()
+    command = [sys.executable, "-m", "eyas.services.local", *arguments, *own]
     environment = os.environ | {"TMPDIR": str(logs)}
     process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
