@@ -33,7 +33,6 @@ COLOURS = {
     "verify": "tab:blue",
     "draft": "tab:orange",
     "grow": "tab:green",
-    "repair": "tab:purple",
     "wait": "0.85",
     "wire": "0.4",
 }

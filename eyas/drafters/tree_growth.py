@@ -146,7 +146,7 @@ class TreeGrowth:
         self._num_candidates = num_candidates
         best = Ranked(*(column[:, 0] for column in rank_children(expansion.first(), num_candidates)))
         self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
-        self._rows, self._ends = torch.zeros_like(best.ids)[:, :top_k], [num_candidates]
+        self._ends = [num_candidates]
 
     @property
     def num_levels(self) -> int:
@@ -158,7 +158,6 @@ class TreeGrowth:
         scores, before = self._scores[-1], self._ends[-1] - self._scores[-1].shape[1]
         find = _frontier_kernel() if scores.device.type != "cpu" and self._top_k <= MAX_KERNEL_K else find_frontier
         frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
-        self._rows = frontier.rows
         children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
         best = rank_children(children, self._num_candidates, frontier.scores)
         self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))

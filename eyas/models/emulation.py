@@ -84,13 +84,13 @@ class VirtualClock(Clock):
 class EmulatedDevice:
     """A queue of passes in time. Used by one thread.
 
-    clock: its time. label: what the passes are for, as the log says it. num_passes, num_late: so far.
+    clock: its time. label: what the passes are for, as the log says it. num_late: passes that took too long.
     """
 
     def __init__(self, costs: DeviceCosts, clock: Clock | None = None) -> None:
         self.costs = costs
         self.label = ""
-        self.num_passes = self.num_late = 0
+        self.num_late = 0
         self.clock = clock or Clock()
         self._free_at = 0.0
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
@@ -145,7 +145,6 @@ class EmulatedDevice:
             file.write(json.dumps(asdict(record)) + "\n")
 
     def _count(self, kind: PassKind, rows: int, seconds: float, real_s: float, late: bool) -> None:
-        self.num_passes += 1
         self.num_late += late
         self._recent.append(late)
         if len(self._recent) == NUM_RECENT and sum(self._recent) > MAX_LATE * NUM_RECENT:

@@ -184,7 +184,7 @@ def rank(scores: Tensor, k: int) -> Ranked:
         from eyas.sampling.kernels import top_k
 
         return Ranked(*top_k(scores, k))
-    if _can_rank_compiled(scores, k) and not np.isnan(scores.detach().numpy().sum()):  # NaN ranks first, not in `top_k`
+    if _can_rank_compiled(scores, k) and not np.isnan(scores.numpy().sum()):  # NaN ranks first, not in `top_k`
         return _rank_compiled(scores, k)
     bits = (scores + 0.0).contiguous().view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
