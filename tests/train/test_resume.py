@@ -120,15 +120,10 @@ def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypat
 def test_two_processes_train_the_head_of_one(folder: Path, tmp_path: Path) -> None:
     """Two gloo processes with a sharded target and half the windows each take the steps of one process with all of them."""
     file = write_settings(folder, tmp_path / "two", optimizer__batch_size=1, eval__num_prompts=1, shard_target=True)
-    port = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).port
-    processes = []
-    for rank in range(2):
-        ranked = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment = {**os.environ, **ranked, "MASTER_PORT": f"{port + 1}", "ACCELERATE_USE_CPU": "1"}
-        command = [sys.executable, "-m", "eyas.cli", "train", "run", "--config", file]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    output = [process.communicate()[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], output
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "eyas.cli", "train", "run", "--config", file]
+    ended = subprocess.run(command, env={**os.environ, "ACCELERATE_USE_CPU": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     run(write_settings(folder, tmp_path / "one"))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     two, one = (parameters(tmp_path / name) for name in ("two", "one"))
