@@ -37,8 +37,9 @@ FREE = {
 }  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 GATHERS = {"embedding", "index", "index_select", "gather"}
-# Arguments of kernels: the KV cache, words with prefixes and masks, and an embedding; a row takes what it writes of it.
-READ_IN_PART = {"keys", "values", "words", "masks", "embedding"}
+# Arguments of kernels: the KV cache, words with prefixes and masks, an embedding, of which a row takes what it writes, and
+# logits of rows whose likely tokens are not enough.
+READ_IN_PART = {"keys", "values", "words", "masks", "embedding", "reread"}
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 META = torch.device("meta")
@@ -267,7 +268,8 @@ def sampling_calls(sm: int) -> None:
     from eyas.sampling.kernels import draw_rows, top_k
     from eyas.sampling.sampler import Draw
 
-    draw_rows(torch.zeros(64, 128256, device=META), [Draw(NoiseKey(0, 1.0), 0)] * 64)
+    for key in (NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)):
+        draw_rows(torch.zeros(64, 128256, device=META), [Draw(key, 0)] * 64)
     top_k(torch.zeros(10, 32000, device=META), 10)
 
 

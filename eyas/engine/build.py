@@ -32,7 +32,7 @@ from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw, sample, warm_up
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which no larger size is timed: the table goes on along its last slope.
@@ -101,6 +101,7 @@ def assemble_engine(
             if engine.emulated_device:
                 backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device, clock))
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
+    warm_up(target.vocab_size, target.device)
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)

@@ -23,6 +23,8 @@ MIN_TEMPERATURE = 1e-6
 MAX_SORTED = 256
 # Candidates up to which the kernel, which finds one after the other, is faster than torch.topk.
 MAX_KERNEL_K = 64
+# A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
+MASS_BITS = 40
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
-    On CUDA one kernel draws all rows without filters, if Triton is installed.
+    On CUDA kernels draw all rows in one pass over the logits, if Triton is installed.
     """
     if logits.device.type != "cpu" and draws and find_spec("triton") is not None:
-        return _sample_with_kernel(logits, draws)
+        from eyas.sampling.kernels import draw_rows
+
+        return draw_rows(logits.contiguous(), draws)
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
         return draw_tokens(target_probs(logits, draws), draws)
@@ -51,18 +55,12 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return tokens
 
 
-def _sample_with_kernel(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    from eyas.sampling.kernels import draw_rows
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Prepare what `sample` runs on a device, so that the first requests do not wait for it."""
+    if device.type != "cpu" and find_spec("triton") is not None:
+        from eyas.sampling import kernels
 
-    tokens = draw_rows(logits.contiguous(), draws)
-    keys = [draw.key for draw in draws]
-    filtered = [
-        row for row, key in enumerate(keys) if key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
-    ]
-    if filtered:
-        rows, drawn = upload(filtered, logits.device), [draws[row] for row in filtered]
-        tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)
-    return tokens
+        kernels.warm_up(vocab_size, device)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -115,6 +113,11 @@ def filters_of(keys: Sequence[NoiseKey], device: torch.device) -> Filters:
     return Filters(temperature.float(), top_k.long(), top_p.float(), min_p.float())
 
 
+def has_filters(key: NoiseKey) -> bool:
+    """Whether the key's draws leave tokens out."""
+    return key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
+
+
 def filtering(keys: Sequence[NoiseKey]) -> list[int]:
     """The rows that have top-k or top-p."""
     return [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
@@ -129,7 +132,7 @@ def filtered_probs(logits: Tensor, filters: Filters, rows: Tensor) -> Tensor:
     """
     probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
     if len(rows) > 0:
-        probs[rows] = _filter(probs[rows], top_k[rows], top_p[rows])
+        probs[rows] = _filter(logits[rows], probs[rows], top_k[rows], top_p[rows])
     return _drop_below(probs, filters.min_p)
 
 
@@ -137,7 +140,7 @@ def filtered_probs_no_sync(logits: Tensor, filters: Filters) -> Tensor:
     """`filtered_probs` inside a CUDA graph, where the host does not know which rows have filters: all are sorted."""
     probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
     has_filter = (top_k > 0) | (top_p < 1)
-    return _drop_below(torch.where(has_filter[:, None], _filter(probs, top_k, top_p), probs), filters.min_p)
+    return _drop_below(torch.where(has_filter[:, None], _filter(logits, probs, top_k, top_p), probs), filters.min_p)
 
 
 def tempered_probs(logits: Tensor, filters: Filters) -> Tensor:
@@ -154,13 +157,14 @@ def _drop_below(probs: Tensor, min_p: Tensor) -> Tensor:
     return probs.masked_fill_(probs < min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
 
 
-def _filter(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    ordered, ids = torch.sort(probs, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(probs.shape[-1], device=probs.device)
+def _filter(logits: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    ordered, ranks = probs.gather(-1, ids), torch.arange(probs.shape[-1], device=probs.device)
     ordered = ordered.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
-    before = ordered.cumsum(-1) - ordered
-    beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
-    ordered = ordered.masked_fill(beyond & (ranks > 0), 0.0)
+    masses = (ordered * 2.0**MASS_BITS).long()
+    reached = masses.cumsum(-1)
+    wanted = (top_p.double() * reached[:, -1].double()).ceil().long()
+    ordered = ordered.masked_fill((reached - masses >= wanted[:, None]) & (ranks > 0), 0.0)
     return torch.zeros_like(probs).scatter_(-1, ids, ordered)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from eyas.sampling.sampler import Draw, rank, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from eyas.sampling import kernels
 from eyas.sampling.kernels import BLOCK, draw_rows, top_k
 
 VOCAB = 2 * BLOCK + 700
@@ -26,10 +28,29 @@ def draws() -> list[Draw]:
     return [Draw(replace(key, seed=2**64 - 1 - row, temperature=heat), 2**40 * row) for row, heat in enumerate(TEMPERATURES)]
 
 
-def drawn(logits: torch.Tensor) -> list[int]:
+FILTERED = [
+    Draw(replace(key, seed=seed, temperature=key.temperature or 1.0), 5)
+    for seed, key in enumerate([
+        NoiseKey(0, top_k=20, top_p=0.9), NoiseKey(0, top_p=0.8), NoiseKey(0, 0.7, min_p=0.1), NoiseKey(0),
+        NoiseKey(0, 0.5, top_k=3),
+    ])
+]  # fmt: skip
+
+
+def drawn(logits: torch.Tensor, asked: list[Draw] | None = None) -> list[int]:
     with np.errstate(all="ignore"):  # of the interpreter
-        found: list[int] = draw_rows(logits.to(DEVICE), draws()).tolist()
+        found: list[int] = draw_rows(logits.to(DEVICE), draws() if asked is None else asked).tolist()
     return found
+
+
+class WithoutLogits:
+    """The second kernel of a draw, which gets NaN instead of logits."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda logits, *rest, **options: self._kernel[grid](torch.full_like(logits, torch.nan), *rest, **options)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
@@ -37,6 +58,20 @@ def test_the_kernel_draws_what_plain_operations_draw(scale: float) -> None:
     logits = scale * torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(int(scale)))
     logits[:, ::3] = -torch.inf  # what a grammar does not allow
     assert drawn(logits) == sample(logits, draws()).tolist()
+
+
+def test_filtered_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_winners", WithoutLogits(kernels._winners))
+    logits = 3 * torch.randn(len(FILTERED), BLOCK + 300, generator=torch.Generator().manual_seed(1))
+    logits[1] *= 2
+    assert drawn(logits, FILTERED) == sample(logits, FILTERED).tolist()
+
+
+def test_filters_keep_what_plain_operations_keep_of_equals() -> None:
+    """No list of likely tokens holds them all, so the rows are read again."""
+    logits = torch.zeros(3, BLOCK + 300)
+    logits[0, ::2], logits[1, 5] = -torch.inf, torch.nan
+    assert drawn(logits, FILTERED[:3]) == sample(logits, FILTERED[:3]).tolist()
 
 
 def test_rows_without_numbers_draw_no_token() -> None:
