@@ -12,7 +12,7 @@ buckets are captured at start. Legend: S sessions of the bucket, C columns, H wi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -126,19 +126,15 @@ class RoundGraphs:
         columns: [C, number of sessions]. slots, scratch, states: of each session. num_steps: stages between the first and
         the last that run; None runs all. Raises ConfigError for a drafter that cannot be captured.
         """
-        *steps, last = self.begin(columns, slots, scratch, states)
+        sessions = padded_size(len(slots), 1)
+        self._write(self._padded(columns, sessions), slots, scratch, sessions)
+        self._states[: len(states)].copy_(states)
+        *steps, last = self._stages(sessions)
         for stage in steps[: None if num_steps is None else num_steps + 1]:
             stage()
         result = last()
         assert result is not None, "the last stage returns the result"
         return result
-
-    def begin(self, columns: Ints, slots: Sequence[Slots], scratch: Sequence[Slots], states: Tensor) -> Sequence[Stage]:
-        """Upload a round as `run` does, and return its stages."""
-        sessions = padded_size(len(slots), 1)
-        self._write(self._padded(columns, sessions), slots, scratch, sessions)
-        self._states[: len(states)].copy_(states)
-        return self._stages(sessions)
 
     def _padded(self, columns: Ints | Sequence[Sequence[int]], sessions: int) -> Ints:
         padded = np.empty((len(self._spec.columns), sessions), dtype=np.int64)
@@ -290,68 +286,6 @@ class TreeGraphs:
         found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2).tolist()
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
         return trees, results[:, tree_cells:].astype(np.int64).reshape(len(contexts), 2, -1)
-
-
-class GrowthGraphs:
-    """Trees that grow level by level between two commits, for drafting ahead; one growth at a time."""
-
-    def __init__(
-        self, spec: TreeSpec, num_candidates: int, config: DraftingConfig, ranking: Ranking, place: RoundPlace
-    ) -> None:
-        self._spec, self._num_candidates, self._ranking = spec, num_candidates, ranking
-        kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if config.shared_noise else ("plain",)
-        padding = (*noise_words((), ranking, 1)[:, 0].tolist(), 0)
-        self.rounds = {kind: place.graphs(partial(self._stages, kind), padding) for kind in kinds}
-        self._grown: dict[tuple[ScorerKind, int], dict[int, TreeGrowth]] = {}
-
-    def warm_up(self) -> None:
-        """See RoundGraphs."""
-        for kind, graphs in self.rounds.items():
-            graphs.warm_up(f"capturing {kind} trees ahead")
-
-    def begin(
-        self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
-    ) -> CapturedGrowth:
-        """Trees of sessions with one level recorded. They end the growth that began before."""
-        columns = np.zeros((NUM_NOISE_WORDS + 1, len(contexts)), dtype=np.int64)
-        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._ranking, len(contexts))
-        columns[NUM_NOISE_WORDS] = [context.tokens[-1] for context in contexts]
-        kind = scorer_kind(columns[:NUM_NOISE_WORDS])
-        stages = self.rounds[kind].begin(columns, slots, scratch, states)
-        return CapturedGrowth(stages, self._grown[kind, padded_size(len(contexts), 1)])
-
-    def _stages(self, kind: ScorerKind, columns: Tensor, roots: Callable[[], Roots]) -> list[Stage]:
-        grown = self._grown[kind, columns.shape[1]] = {}
-        tree = self._spec.tree
-
-        def begin() -> None:
-            noise = columns[:NUM_NOISE_WORDS]
-            scorer = perturbed_scorer(noise, tree.num_steps, self._spec.draft_ids, kind, filtered_probs_no_sync)
-            grown[1] = TreeGrowth(self._spec.expand(roots(), scorer, tree), tree.top_k, self._num_candidates)
-
-        def step(level: int) -> None:
-            grown[level + 1] = grown[level].stepped()
-
-        return [begin, *(partial(step, level) for level in range(1, tree.num_steps))]
-
-
-class CapturedGrowth:
-    """A TreeGrowth whose levels are replays."""
-
-    def __init__(self, stages: Sequence[Stage], grown: Mapping[int, TreeGrowth]) -> None:
-        """grown: what the stages leave, by number of levels."""
-        self._stages, self._grown, self.num_levels = stages, grown, 0
-        self.step()
-
-    def step(self) -> None:
-        """Expand the last level."""
-        self._stages[self.num_levels]()
-        self.num_levels += 1
-
-    @property
-    def candidates(self) -> Candidates:
-        """What is recorded so far."""
-        return self._grown[self.num_levels].candidates
 
 
 class ChainGraphs:

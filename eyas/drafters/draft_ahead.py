@@ -1,9 +1,9 @@
 """Drafting ahead: what a drafter does while the target verifies, so that the next tree costs no pass of the network.
 
-EAGLE trees keep growing, and are cut where the committed path ends. For one-pass heads, blocks are run behind the likeliest
-nodes of the tree under verification, all in one pass; when the path and the token behind it are known, a tree grows from the
-block behind the path's last node. A commit that was foreseen is answered so at once. Such commits queue up and reach the
-drafter in one piece, when there is time or when a tree has to be grown on demand. Legend: S sessions, P candidates.
+An EAGLE tree keeps growing: when the committed path and the token behind it lie inside it, the subtree below is the answer,
+and it grows on from round to round. For one-pass heads, blocks are run behind the likeliest nodes of the tree under
+verification, all in one pass. Commits that were foreseen queue up and reach the drafter in one piece, when there is time or
+when a tree has to be grown on demand. Legend: E expanded nodes of a tree, C candidates of each, R rows of a pass, H hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,102 +22,279 @@ from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, within, without_banned
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.cuda_graphs import CapturedGrowth
-from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.tree_growth import TreeGrowth
+from eyas.drafters.eagle import EagleDrafter, TreeRows
 from eyas.errors import ConfigError
-from eyas.tensors import Ints, download
+from eyas.sampling.sampler import Ranked
+from eyas.tensors import Ints, download, upload
 from eyas.tree import DraftTree
 
 BOOKKEEPING = TreeBudget(1, 0)
+# Passes of a tree after it has grown as deep as it may: its states come closer to those of a fresh tree.
+NUM_REPAIRS = 4
+# Rows of a pass, of all sessions together, and the fewest of a session.
+MAX_ROWS, MIN_ROWS = 512, 16
+
+Reals = npt.NDArray[np.float64]
 
 
 class Ahead(Protocol):
-    """What was prepared for the next commits of some sessions. A session's row is its place among them."""
+    """What is prepared for the next commits of sessions."""
+
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
+        """Prepare for what follows commits that the drafter has.
+
+        trees: the answers to them. paths: tokens that were committed since the last `begin` of a session and were foreseen;
+        empty if its last commit was not.
+        """
+        ...
 
     def step(self) -> bool:
         """Prepare more. Returns whether there was more to do."""
         ...
 
-    def copy_to_host(self) -> None:
-        """Copy to the host what `trees` reads there. Waits for the device."""
+    def collect(self) -> None:
+        """Take in what the last step computed. Waits for the device."""
         ...
 
-    def trees(self, rows: Sequence[int], contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        """Trees of sessions below paths of target tokens, within the contexts' budgets; None where none is ready."""
+    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
+        """Trees below paths of target tokens since `begin`, within the contexts' budgets; None where none is ready."""
         ...
+
+    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """Commit contexts that were not foreseen to the drafter, and draft for them on demand."""
+        ...
+
+    def release(self, sessions: Sequence[str]) -> None:
+        """Forget sessions; unknown ones are ignored."""
+        ...
+
+
+class GrownTree:
+    """The tree of one session, as far as its nodes were run through the network.
+
+    Expanded nodes are numbered from the root, 0; parents come before their children. A candidate is a child of an expanded
+    node; some candidates are expanded themselves. States of nodes are predicted, and all but the root's become better with
+    every pass: a pass runs all of them again behind the latest states of their parents (Jacobi iteration).
+
+    tokens, parents, depths: of the expanded nodes, target token ids [E]. states [E, H]. candidates: token ids [E, C].
+    scores: their log-probabilities given their parents [E, C].
+    """
+
+    def __init__(self, token: int, state: Tensor, candidates: Ints, scores: Reals) -> None:
+        """token: of the root. state [H]; candidates, scores [C]: of the root."""
+        self.tokens, self.parents, self.depths = np.array([token]), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self.states = state[None]
+        self.candidates, self.scores = candidates[None], scores[None]
+        self._rank()
+
+    def _rank(self) -> None:
+        """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
+        above = self.candidates[self.parents] == self.tokens[:, None]
+        above[0] = False
+        places = above.argmax(1)
+        is_known = above[np.arange(len(places)), places]
+        own = np.where(is_known, self.scores[self.parents, places], -np.inf)
+        own[0] = 0.0
+        self.cumulative = own.copy()
+        for depth in range(1, int(self.depths[-1]) + 1):
+            level = self.depths == depth
+            self.cumulative[level] += self.cumulative[self.parents[level]]
+        width = self.candidates.shape[1]
+        self.expanded = np.zeros(self.candidates.size, np.int64)  # by candidate: its number if it is expanded, else 0
+        known = np.flatnonzero(is_known)
+        self.expanded[self.parents[known] * width + places[known]] = known
+
+    def best(self, root: int, count: int, max_depth: int) -> Ints:
+        """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
+        inside = np.zeros(len(self.tokens), np.bool_)
+        inside[root] = True
+        for node in range(root + 1, len(inside)):
+            inside[node] = inside[self.parents[node]]
+        inside &= self.depths - self.depths[root] < max_depth
+        scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
+        chosen = np.argsort(-scores, kind="stable")[:count]
+        chosen = chosen[np.isfinite(scores[chosen])]
+        return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
+
+    def find(self, path: Sequence[int]) -> int | None:
+        """The expanded node at the end of a path of tokens below the root."""
+        node, width = 0, self.candidates.shape[1]
+        for token in path:
+            places = np.flatnonzero(self.candidates[node] == token)
+            node = int(self.expanded[node * width + places[0]]) if len(places) else 0
+            if not node:
+                return None
+        return node
+
+    def below(self, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
+        """The tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
+        root = self.find(path)
+        chosen = np.zeros(0, np.int64) if root is None else self.best(root, budget.max_nodes - 1, budget.max_depth)
+        if not len(chosen):
+            return None
+        assert root is not None
+        above, tokens = np.divmod(chosen, self.scores.shape[1])[0], self.candidates.ravel()[chosen]
+        scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
+        numbers = np.zeros(len(self.tokens), np.int64)
+        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
+        numbers[root] = 0
+        return DraftTree(
+            (int(self.tokens[root]), *tokens.tolist()),
+            (0, *numbers[above].tolist()),
+            (0.0, *np.minimum(scores, 0.0).tolist()),
+            grown_ahead=True,
+        )
+
+    def move_root(self, root: int) -> None:
+        """Keep only what stands below an expanded node, which becomes the root."""
+        kept = np.zeros(len(self.tokens), np.bool_)
+        kept[root] = True
+        for node in range(root + 1, len(kept)):
+            kept[node] = kept[self.parents[node]]
+        nodes = np.flatnonzero(kept)
+        numbers = np.zeros(len(kept), np.int64)
+        numbers[nodes] = np.arange(len(nodes))
+        self.tokens, self.parents = self.tokens[nodes], numbers[self.parents[nodes]]
+        self.parents[0] = 0
+        self.depths = self.depths[nodes] - self.depths[root]
+        self.states, self.candidates, self.scores = self.states[nodes], self.candidates[nodes], self.scores[nodes]
+        self._rank()
+
+    def set_root(self, state: Tensor, candidates: Ints, scores: Reals) -> None:
+        """Replace the predicted state of the root by the true one."""
+        self.states = torch.cat([state[None], self.states[1:]])
+        self.candidates[0], self.scores[0] = candidates, scores
+        self._rank()
+
+    def next_rows(self, count: int, max_depth: int) -> tuple[TreeRows, Ints]:
+        """The `count` best candidates above `max_depth` levels, as rows of a pass, with the numbers of their parents then.
+
+        The nodes that are expanded so far and are not among them will be given up.
+        """
+        chosen = self.best(0, count, max_depth - 1)
+        above = chosen // self.scores.shape[1]
+        numbers = np.zeros(len(self.tokens), np.int64)
+        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
+        numbers[0] = 0
+        parents, visible = numbers[above], np.eye(len(chosen), dtype=np.bool_)
+        for row, parent in enumerate(parents):
+            if parent:
+                visible[row] |= visible[parent - 1]
+        features = self.states[upload(above, self.states.device)]
+        return TreeRows(self.candidates.ravel()[chosen], self.depths[above] + 1, features, visible), parents
+
+    def apply(self, rows: TreeRows, parents: Ints, states: Tensor, candidates: Ints, scores: Reals) -> None:
+        """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]."""
+        self.tokens = np.concatenate([self.tokens[:1], rows.tokens])
+        self.parents = np.concatenate([self.parents[:1], parents])
+        self.depths = np.concatenate([self.depths[:1], rows.depths])
+        self.states = torch.cat([self.states[:1], states])
+        self.candidates = np.concatenate([self.candidates[:1], candidates])
+        self.scores = np.concatenate([self.scores[:1], scores])
+        self._rank()
 
 
 class AheadTrees:
-    """Implements Ahead: the trees of one TreeGrowth on the host, as of the last copy."""
+    """Implements Ahead: trees of an EAGLE drafter that grow from round to round."""
 
-    def __init__(self, growth: TreeGrowth | CapturedGrowth, draft_ids: Ints, num_steps: int) -> None:
-        """draft_ids maps draft vocabulary ids to the target's. num_steps: levels that trees grow."""
-        self.growth = growth
-        self._draft_ids = draft_ids
-        self._num_steps = num_steps
-        self._num_copied = 0
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
+        self._drafter, self._config = drafter, config
+        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
+        self._trees: dict[str, GrownTree] = {}
+        self._contexts: dict[str, DraftContext] = {}
+        self._num_left: dict[str, int] = {}  # by session, passes until it has converged
+        self._running: list[tuple[str, GrownTree, TreeRows, Ints]] = []
+        self._found: tuple[Tensor, Ranked] | None = None
+
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
+        self.collect()
+        for context, path in zip(contexts, paths, strict=True):
+            tree = self._trees.get(context.session)
+            root = tree.find(path) if tree else None
+            if tree and root:
+                tree.move_root(root)
+            elif path:  # given up since it was the answer
+                self._trees.pop(context.session, None)
+        self._set_roots(contexts)
+
+    def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
+        """Take the true states behind commits that the drafter has."""
+        states, best = self._drafter.root_candidates(contexts, self._config.num_candidates)
+        ids, scores = download(best.ids, best.scores)
+        candidates = self._draft_ids[ids.astype(np.int64)]
+        for row, context in enumerate(contexts):
+            tree, found = self._trees.get(context.session), (states[row], candidates[row], scores[row])
+            if tree:
+                tree.set_root(*found)
+            else:
+                self._trees[context.session] = GrownTree(context.tokens[-1], *found)
+            self._contexts[context.session] = context
+            self._num_left[context.session] = self._config.num_steps + NUM_REPAIRS
 
     def step(self) -> bool:
-        is_growing = self.growth.num_levels < self._num_steps
-        if is_growing:
-            self.growth.step()
-        return is_growing
+        names = [name for name, left in self._num_left.items() if left > 0]
+        if not names:
+            return False
+        self._run(names)
+        return True
 
-    def trees(self, rows: Sequence[int], contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        trees = [self.below(r, p, c.budget) for r, c, p in zip(rows, contexts, paths, strict=True)]
-        return [tree and without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
+    def _run(self, names: Sequence[str]) -> None:
+        """Launch a pass over trees of sessions."""
+        for name in names:
+            self._num_left[name] -= 1
+        most = min(self._config.top_k, max(MAX_ROWS // len(names), MIN_ROWS))
+        planned = [self._trees[name].next_rows(most, self._config.num_steps) for name in names]
+        self._running = [(name, self._trees[name], *own) for name, own in zip(names, planned, strict=True)]
+        contexts, rows = [self._contexts[name] for name in names], [rows for rows, _ in planned]
+        self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
 
-    def below(self, row: int, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
-        """The tree of session `row` below `path`, within `budget` and the levels that are copied; None if there is none.
+    def collect(self) -> None:
+        if self._found is None:
+            return
+        states, best = self._found
+        self._found = None
+        ids, scores = download(best.ids, best.scores)
+        candidates = self._draft_ids[ids.astype(np.int64)]
+        for row, (name, tree, rows, parents) in enumerate(self._running):
+            own = row, slice(len(rows.tokens))
+            if self._trees.get(name) is tree:
+                tree.apply(rows, parents, states[own], candidates[own], scores[own])
 
-        path: the target's token ids below the root. Scores of nodes are those of their whole paths less that of `path`.
-        """
-        if not self._num_copied:
-            self.copy_to_host()
-        node = 0
-        for token in path:
-            children = np.flatnonzero(self._parents[row] == node)
-            found = children[self._draft_ids[self._tokens[row, children]] == token]
-            if not len(found):
-                return None
-            node = int(found[0]) + 1
-        return self._cut(row, node, path[-1], budget)
+    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
+        found = list[DraftTree | None]()
+        for context, path in zip(contexts, paths, strict=True):
+            tree = self._trees.get(context.session)
+            cut = tree.below(path, context.budget) if tree else None
+            found.append(cut and without_banned(cut, context))
+        return found
 
-    def copy_to_host(self) -> None:
-        """Copy the candidates of all sessions, if levels were added since the last copy. Waits for the device."""
-        if self._num_copied < self.growth.num_levels:
-            candidates = self.growth.candidates
-            self._num_copied = self.growth.num_levels
-            tokens, parents, scores = download(candidates.tokens, candidates.parents, candidates.scores)
-            self._tokens, self._parents = tokens.astype(np.int64), parents.astype(np.int64)
-            self._scores, self._ends = scores.astype(np.float32), candidates.ends
+    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """contexts: of deterministic trees, as the drafter's next commits."""
+        self.collect()
+        self.release([context.session for context in contexts])
+        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
+        grown = [
+            i
+            for i, c in enumerate(contexts)
+            if isinstance(drafts[i], DraftTree) and c.budget.wants_tree and self._drafter.can_grow(c.session)
+        ]
+        if not grown:
+            return drafts
+        names = [contexts[i].session for i in grown]
+        self._set_roots([contexts[i] for i in grown])
+        for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
+            self._run(names)
+            self.collect()
+        for i in grown:
+            budget = within(contexts[i].budget, self._drafter.tree)
+            tree = self._trees[contexts[i].session].below((), budget)
+            drafts[i] = without_banned(replace(tree, grown_ahead=False), contexts[i]) if tree else drafts[i]
+        return drafts
 
-    def _cut(self, row: int, root: int, token: int, budget: TreeBudget) -> DraftTree | None:
-        """The best descendants of candidate `root` with a finite score. Ties go to the lower number, hence parents come
-        before children."""
-        parents = self._parents[row]
-        inside = np.zeros(len(parents) + 1, dtype=bool)
-        inside[root] = True
-        first = int(np.searchsorted(self._ends, root))
-        for level in range(first + 1, min(first + 1 + budget.max_depth, len(self._ends))):
-            span = slice(self._ends[level - 1], self._ends[level])
-            inside[1:][span] = inside[parents[span]]
-        inside[root] = False
-        members = np.flatnonzero(inside)
-        members = members[np.isfinite(self._scores[row, members - 1])]
-        if not len(members):
-            return None
-        scores = self._scores[row, members - 1]
-        chosen = np.sort(members[np.argsort(-scores, kind="stable")[: budget.max_nodes - 1]])
-        above = parents[chosen - 1]
-        places = np.where(above == root, 0, np.searchsorted(chosen, above) + 1)
-        return DraftTree(
-            tokens=(token, *self._draft_ids[self._tokens[row, chosen - 1]].tolist()),
-            parents=(0, *places.tolist()),
-            log_probs=(0.0, *(self._scores[row, chosen - 1] - self._scores[row, root - 1]).tolist()),
-            grown_ahead=True,
-        )
+    def release(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            for known in (self._trees, self._contexts, self._num_left):
+                known.pop(name, None)
 
 
 class AheadBlocks:
@@ -126,40 +304,59 @@ class AheadBlocks:
     proposes. So a tree has to be there for any token behind any of the nodes.
     """
 
-    def __init__(
-        self, drafter: BlockDrafter, contexts: Sequence[DraftContext], trees: Sequence[DraftTree], num_nodes: int
-    ) -> None:
-        """trees: of the sessions, below their last commits. num_nodes: nodes of each that get a block."""
-        self._drafter, self._contexts, self._trees = drafter, contexts, trees
-        self._nodes = [_likeliest_ends(tree, num_nodes) for tree in trees]
-        self._states: list[Tensor] | None = None
+    def __init__(self, drafter: BlockDrafter, config: DraftAheadConfig) -> None:
+        self._drafter, self._num_nodes = drafter, config.top_k
+        self._due: dict[str, tuple[DraftContext, DraftTree]] = {}
+        self._blocks: dict[str, tuple[DraftTree, list[int], Tensor]] = {}
+
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
+        for context, tree in zip(contexts, trees, strict=True):
+            self._blocks.pop(context.session, None)
+            self._due[context.session] = context, tree or DraftTree.root_only(context.tokens[-1])
 
     def step(self) -> bool:
-        is_waiting = self._states is None
-        if is_waiting:
-            self._states = self._drafter.states_behind(self._contexts, self._trees, self._nodes)
-        return is_waiting
+        names = list(self._due)[: self._drafter.max_growing]
+        if not names:
+            return False
+        contexts, trees = zip(*(self._due.pop(name) for name in names), strict=True)
+        nodes = [likeliest_ends(tree, self._num_nodes) for tree in trees]
+        states = self._drafter.states_behind(contexts, trees, nodes)
+        for name, *found in zip(names, trees, nodes, states, strict=True):
+            self._blocks[name] = tuple(found)
+        return True
 
-    def copy_to_host(self) -> None:
+    def collect(self) -> None:
         """Nothing: the states of blocks stay on the device."""
 
-    def trees(self, rows: Sequence[int], contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        found: list[DraftTree | None] = [None] * len(rows)
+    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
+        found: list[DraftTree | None] = [None] * len(contexts)
         states = dict[int, Tensor]()
-        for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        for i, (context, path) in enumerate(zip(contexts, paths, strict=True)):
+            if context.session not in self._blocks:
+                continue
+            tree, nodes, blocks = self._blocks[context.session]
             node: int | None = 0
             for token in path[:-1]:
-                node = None if node is None else self._trees[row].child(node, token)
-            if self._states is not None and node in self._nodes[row]:
-                states[i] = self._states[row][self._nodes[row].index(node)]
+                node = None if node is None else tree.child(node, token)
+            if node in nodes:
+                states[i] = blocks[nodes.index(node)]
         if states:
             grown = self._drafter.grow_behind([contexts[i] for i in states], torch.stack(list(states.values())))
             for i, tree in zip(states, grown, strict=True):
                 found[i] = replace(tree, grown_ahead=True)
         return found
 
+    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self.release([context.session for context in contexts])
+        return self._drafter.propose(contexts)
 
-def _likeliest_ends(tree: DraftTree, count: int) -> list[int]:
+    def release(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            self._due.pop(name, None)
+            self._blocks.pop(name, None)
+
+
+def likeliest_ends(tree: DraftTree, count: int) -> list[int]:
     """The `count` nodes at which the accepted path most likely ends: their chance less that of their children."""
     chances = np.exp(np.array(tree.log_probs))
     ends = chances - [sum(chances[child] for child in tree.families.get(node, ())) for node in range(len(tree))]
@@ -171,16 +368,15 @@ def _likeliest_ends(tree: DraftTree, count: int) -> list[int]:
 class _AheadSession:
     """A session that the drafter follows, perhaps some commits behind.
 
-    last: its latest commit. tree: the answer to it. backlog: the commits that the drafter has not received. ahead: what was
-    prepared, in `row`. path: the tokens committed since then.
+    last: its latest commit. tree: the answer to it. backlog: the commits that the drafter has not received. path: the tokens
+    committed since something was prepared. is_prepared: whether something is.
     """
 
     last: DraftContext
     tree: DraftTree | None = None
     backlog: list[DraftContext] = field(default_factory=list)
-    ahead: Ahead | None = None
-    row: int = 0
     path: tuple[int, ...] = ()
+    is_prepared: bool = False
 
     def continues_with(self, context: DraftContext) -> bool:
         """Whether the context starts where the latest commit ends."""
@@ -198,11 +394,11 @@ class DraftAheadDrafter(LocalDrafter):
                 f"{len(drafter.draft_ids)} tokens; set at most these"
             )
         self._drafter = drafter
-        self._config = config
-        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
+        self._ahead: Ahead = (
+            AheadBlocks(drafter, config) if isinstance(drafter, BlockDrafter) else AheadTrees(drafter, config)
+        )
         self._sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
-        self._preparing: Ahead | None = None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -218,9 +414,11 @@ class DraftAheadDrafter(LocalDrafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
-        answers = self._drafter.propose([self._with_backlog(contexts[i]) for i in missing]) if missing else []
-        for i, draft in zip(missing, answers, strict=True):
-            drafts[i] = draft
+        whole = {i: self._with_backlog(contexts[i]) for i in missing}
+        for make, is_sampled in ((self._ahead.draft, False), (self._drafter.propose, True)):
+            places = [i for i in missing if (contexts[i].proposal == "sampled") == is_sampled]
+            for i, made in zip(places, make([whole[i] for i in places]) if places else (), strict=True):
+                drafts[i] = made
         for context, draft in zip(contexts, drafts, strict=True):
             if isinstance(draft, DraftTree) and draft.num_drafted and context.proposal == "deterministic":
                 self._sessions[context.session].tree = draft
@@ -231,51 +429,44 @@ class DraftAheadDrafter(LocalDrafter):
         for key in sessions:
             self._sessions.pop(key, None)
             self._due.pop(key, None)
+        self._ahead.release(sessions)
         self._drafter.release(sessions)
 
     @torch.inference_mode()
     def draft_ahead(self) -> bool:
         device = self._drafter.device
         with device.labelled("grow") if device else nullcontext():
-            return self._go_on()
-
-    def _go_on(self) -> bool:
-        preparing = self._preparing
-        if preparing:
-            preparing.copy_to_host()  # the level of the call before, which the device has done by now
-        if preparing is None or not self._is_awaited(preparing) or not preparing.step():
-            self._preparing = self._begin()
-        if self._preparing and not self.busy_s:
-            self._preparing.copy_to_host()
-        return self._preparing is not None
+            self._ahead.collect()  # the pass of the call before, which the device has done by now
+            if self._due:
+                self._begin()
+            more = self._ahead.step()
+            if not self.busy_s:
+                self._ahead.collect()
+            return more
 
     @property
     def busy_s(self) -> float:
         return self._drafter.busy_s
 
-    def _is_awaited(self, ahead: Ahead) -> bool:
-        """Whether a session has not committed anything since `ahead` began."""
-        return any(session.ahead is ahead and not session.path for session in self._sessions.values())
-
     def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
         """The trees that are ready for the contexts' last tokens."""
         found: list[DraftTree | None] = [None] * len(contexts)
-        foreseen = dict[int, tuple[Ahead, list[int]]]()
+        places = []
         for i, context in enumerate(contexts):
             session = self._sessions.get(context.session)
             wanted = context.budget.wants_tree and context.proposal == "deterministic"
-            if wanted and session is not None and session.continues_with(context) and session.ahead is not None:
-                foreseen.setdefault(id(session.ahead), (session.ahead, []))[1].append(i)
-        for ahead, places in foreseen.values():
-            sessions, own = [self._sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
-            paths = [(*session.path, *context.tokens) for session, context in zip(sessions, own, strict=True)]
-            within_tree = [replace(context, budget=within(context.budget, self._drafter.tree)) for context in own]
-            trees = ahead.trees([session.row for session in sessions], within_tree, paths)
-            for i, session, path, tree in zip(places, sessions, paths, trees, strict=True):
-                found[i] = tree
-                if tree is not None:
-                    session.path, session.last, session.tree = path, contexts[i], None
-                    session.backlog.append(contexts[i])
+            if wanted and session is not None and session.continues_with(context) and session.is_prepared:
+                places.append(i)
+        if not places:
+            return found
+        sessions, own = [self._sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
+        paths = [(*session.path, *context.tokens) for session, context in zip(sessions, own, strict=True)]
+        within_tree = [replace(context, budget=within(context.budget, self._drafter.tree)) for context in own]
+        for i, session, path, tree in zip(places, sessions, paths, self._ahead.trees(within_tree, paths), strict=True):
+            found[i] = tree
+            if tree is not None:
+                session.path, session.last, session.tree = path, contexts[i], None
+                session.backlog.append(contexts[i])
         return found
 
     def _with_backlog(self, context: DraftContext) -> DraftContext:
@@ -285,8 +476,8 @@ class DraftAheadDrafter(LocalDrafter):
         self._sessions[context.session] = _AheadSession(context)
         return whole
 
-    def _begin(self) -> Ahead | None:
-        """Commit all backlogs to the drafter, and begin to prepare from where all due sessions are now."""
+    def _begin(self) -> None:
+        """Commit all backlogs to the drafter, and prepare from where all due sessions are now."""
         keys, self._due = [key for key in self._due if key in self._sessions], {}
         behind = [key for key in keys if self._sessions[key].backlog]
         if behind:
@@ -297,24 +488,13 @@ class DraftAheadDrafter(LocalDrafter):
                 else:
                     del self._sessions[key]
         keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
-        sessions = {key: self._sessions[key] for key in keys[: self._drafter.max_growing]}
-        self._due = dict.fromkeys(keys[len(sessions) :])
-        if not sessions:
-            return None
-        if self._preparing:
-            self._preparing.copy_to_host()  # the next trees may take their memory
-        contexts = [session.last for session in sessions.values()]
-        ahead = self._prepare(contexts, [session.tree for session in sessions.values()])
-        for row, (key, session) in enumerate(sessions.items()):
-            self._sessions[key] = _AheadSession(session.last, session.tree, ahead=ahead, row=row)
-        return ahead
-
-    def _prepare(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> Ahead:
-        """trees: the answers to the contexts."""
-        if isinstance(self._drafter, BlockDrafter):
-            known = [tree or DraftTree.root_only(c.tokens[-1]) for tree, c in zip(trees, contexts, strict=True)]
-            return AheadBlocks(self._drafter, contexts, known, self._config.top_k)
-        return AheadTrees(self._drafter.growth(contexts, self._config), self._draft_ids, self._config.num_steps)
+        if not keys:
+            return
+        sessions = [self._sessions[key] for key in keys]
+        paths = [session.path for session in sessions]
+        self._ahead.begin([session.last for session in sessions], [session.tree for session in sessions], paths)
+        for session in sessions:
+            session.path, session.is_prepared = (), True
 
 
 def _joined(contexts: Sequence[DraftContext]) -> DraftContext:

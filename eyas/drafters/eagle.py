@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.cuda_graphs import CapturedGrowth, GrowthGraphs, RoundPlace, TreeSpec
 from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, layer_slots, plan_tree_slots
-from eyas.drafters.scoring import Scorer, Scores, make_scorer
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
+from eyas.drafters.scoring import Scorer, Scores, make_scorer, rank_children
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
+from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
+from eyas.models.emulation import on_host
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import PackedInputs
-from eyas.tensors import Bools, moved
+from eyas.sampling.sampler import Ranked
+from eyas.tensors import Bools, Ints, moved, upload
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -47,11 +48,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         config: DraftingConfig,
         static_tree: StaticTree | None = None,
         capture: Capture | None = None,
-        ahead_capture: Capture | None = None,
     ) -> None:
         """static_tree: the shape of every tree, in place of `tree`. capture: how to capture whole trees as CUDA graphs.
 
-        ahead_capture: the same for drafting ahead, whose memory must be apart: other rounds run between its levels.
         Raises ConfigError for a tree that the head cannot grow.
         """
         c = head.config
@@ -66,38 +65,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._head = head
         plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
-        ahead, is_pass_per_level = config.draft_ahead, c.kind != "peagle"
-        widths = [ahead.top_k] * (ahead.num_steps - 1)
-        ahead_slots = plan(widths, capture=ahead_capture or capture) if ahead.top_k and is_pass_per_level else None
-        num_slots, num_ahead = (each.num_slots if each else 0 for each in (slots, ahead_slots))
-        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_ahead)
-        spare, first = self._kv.scratch, self._kv.scratch - num_slots - num_ahead
+        num_slots = slots.num_slots if slots else 0
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots)
+        first = self._kv.scratch - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
-        self._level_costs = LevelCosts() if is_pass_per_level else None
-        slots = slots and replace(slots, first=first, spare=spare)
+        self._level_costs = LevelCosts() if c.kind != "peagle" else None
+        slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
-        self._ahead_slots = ahead_slots and replace(ahead_slots, first=first + num_slots, spare=spare)
-        self._ahead_graphs = self._growth_graphs(config, ahead_capture, dtype)
-
-    def _growth_graphs(self, config: DraftingConfig, capture: Capture | None, dtype: torch.dtype) -> GrowthGraphs | None:
-        if self._ahead_slots is None or capture is None:
-            return None
-        ahead = config.draft_ahead
-        tree = TreeConfig(num_steps=ahead.num_steps, top_k=ahead.top_k)
-        spec = TreeSpec(self._expand, self._rows_run, tree, None, self.draft_ids)
-        place = RoundPlace(self._ahead_slots, self._head.config.hidden, dtype, capture)
-        return GrowthGraphs(spec, ahead.num_candidates, config, self.ranking, place)
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        super().warm_up()
-        if self._ahead_graphs:
-            self._ahead_graphs.warm_up()
-
-    @property
-    def max_growing(self) -> int | None:
-        """Most sessions of a `growth`, if they are limited."""
-        return self._ahead_slots.max_sessions if self._ahead_slots else None
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Rows of a tree in each pass."""
@@ -120,17 +94,44 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return known is not None and known.state is not None and len(known.slots) > 0
 
     @torch.inference_mode()
-    def growth(self, contexts: Sequence[DraftContext], config: DraftAheadConfig) -> TreeGrowth | CapturedGrowth:
-        """Trees of sessions that can grow, `max_growing` at most, below their last commits, with one level recorded."""
+    def root_candidates(self, contexts: Sequence[DraftContext], num_candidates: int) -> tuple[Tensor, Ranked]:
+        """Of sessions that can grow, the states [S, H] behind their last commits, and the best next tokens [S, C]."""
         states = [self.sessions[context.session].state for context in contexts]
         stacked = torch.stack([state for state in states if state is not None])
-        if self._ahead_graphs:
-            scratch = self._scratch(contexts, self._ahead_slots)
-            return self._ahead_graphs.begin(contexts, self._prefix_slots(contexts), stacked, scratch)
-        shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
-        scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
-        roots = self._roots(contexts, stacked, self._ahead_slots)
-        return TreeGrowth(self._expand_on_device(roots, scorer, shape), config.top_k, config.num_candidates)
+        scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
+        best = rank_children(scorer(self._head.raw_logits(stacked[:, None]), 0), num_candidates)
+        return stacked, Ranked(*(column[:, 0] for column in best))
+
+    @torch.inference_mode()
+    def run_rows(
+        self, contexts: Sequence[DraftContext], rows: Sequence[TreeRows], num_candidates: int
+    ) -> tuple[Tensor, Ranked]:
+        """Run rows of trees below the sessions' last commits, of any depths, in one pass.
+
+        Returns:
+            Their states [S, R, H] and best children [S, R, C], draft ids; undefined beyond a session's own rows.
+        """
+        device, most, prefixes = self.draft_ids.device, max(len(own.tokens) for own in rows), self._prefix_slots(contexts)
+        padded = [own.padded(most) for own in rows]
+        tokens, depths, visible = (upload(np.stack(column), device) for column in zip(*padded, strict=True))
+        features = torch.nn.utils.rnn.pad_sequence([on_host(own.features) for own in rows], batch_first=True)
+        cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), device)
+
+        def run() -> tuple[Tensor, Ranked]:
+            buffer = BufferAttention(self._head, self._kv, cached, TreeConfig(num_steps=2, top_k=most))
+            own = buffer.rows(visible, depths)
+            states = self._head.run(features.flatten(0, 1), tokens.flatten(), own.positions, own.attend)
+            # each row is scored as a session whose last commit ends there: the noise depends on the position alone
+            placed = [(context, int(depth)) for context, own in zip(contexts, padded, strict=True) for depth in own[1]]
+            ends = [replace(context, start_position=context.start_position + depth) for context, depth in placed]
+            scorer = make_scorer(ends, self.ranking, 1, self.draft_ids)
+            best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
+            return states.view(*tokens.shape, -1), Ranked(*(column.view(*tokens.shape, -1) for column in best))
+
+        if self.device is None:
+            return run()
+        states, best = self.device.run("draft_level", tokens.numel(), sum(map(len, prefixes)), run)
+        return states, Ranked(*map(self.device.on_device, best))
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)
@@ -166,6 +167,26 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
         attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
         return head.finish(attended, rows.residual[ends])
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of a tree of one session: target token ids [R], depths from 1 [R], the states before them [R, H].
+
+    visible: which rows see each other [R, R].
+    """
+
+    tokens: Ints
+    depths: Ints
+    features: Tensor
+    visible: Bools
+
+    def padded(self, count: int) -> tuple[Ints, Ints, Bools]:
+        """tokens, depths and visible with `count` rows. A row of padding sees itself."""
+        tokens, depths, visible = np.zeros(count, np.int64), np.ones(count, np.int64), np.eye(count, dtype=np.bool_)
+        own = slice(len(self.tokens))
+        tokens[own], depths[own], visible[own, own] = self.tokens, self.depths, self.visible
+        return tokens, depths, visible
 
 
 class EagleExpansion:
@@ -253,6 +274,10 @@ class BufferAttention:
         own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
         seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
         return self._with(seen, (self._root + level).expand_as(parents))
+
+    def rows(self, visible: Tensor, depths: Tensor) -> BufferAttention:
+        """With rows of any depths from 1, [S, W], that see each other as `visible` says [S, W, W]."""
+        return self._with(visible, self._root + depths)
 
     def chain(self, count: int) -> BufferAttention:
         """With `count` rows behind the root; each sees those before it."""

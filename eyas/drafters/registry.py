@@ -125,8 +125,7 @@ def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    tree, (capture, ahead_capture) = replace(parts.tree, num_steps=num_steps), (parts.capture(), parts.capture())
-    drafter = EagleDrafter(head, tree, parts.drafting, capture=capture, ahead_capture=ahead_capture)
+    drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
     grows_ahead = parts.drafting.draft_ahead.top_k and kind != "peagle"
     return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if grows_ahead else drafter
 

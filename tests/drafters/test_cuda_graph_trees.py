@@ -120,12 +120,11 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
 
 
 def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: str) -> None:
-    ahead = DraftAheadConfig(top_k=3, num_candidates=6, num_steps=4)
+    ahead = DraftAheadConfig(top_k=24, num_candidates=12, num_steps=4)
     config, shape = DraftingConfig(max_kv_tokens=2048, draft_ahead=ahead), TreeConfig(6, 2, 2)
     head = load_head(tiny_head, tiny_target, "float32", DEVICE)
     drafters = [
-        DraftAheadDrafter(EagleDrafter(head, shape, config, None, *captures), ahead)
-        for captures in ((capturing(), capturing()), (None, None))
+        DraftAheadDrafter(EagleDrafter(head, shape, config, capture=capture), ahead) for capture in (capturing(), None)
     ]
     texts = {name: session(seed, 9) for seed, name in enumerate("abc")}
     contexts = [

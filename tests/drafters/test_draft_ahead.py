@@ -14,10 +14,9 @@ from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.draft_ahead import AheadTrees, DraftAheadDrafter
+from eyas.drafters.draft_ahead import DraftAheadDrafter, GrownTree
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
@@ -35,26 +34,8 @@ BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
 
-class FixedExpansion:
-    """Fixed random scores; two in three children of a node tie."""
-
-    def __init__(self, sessions: int, width: int, vocab: int) -> None:
-        self._generator = torch.Generator().manual_seed(3)
-        self._shape = (sessions, width, vocab)
-
-    def first(self) -> torch.Tensor:
-        return self._draw(1)
-
-    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self._draw(self._shape[1])
-
-    def _draw(self, width: int) -> torch.Tensor:
-        sessions, _, vocab = self._shape
-        return -torch.randint(1, 4, (sessions, width, vocab), generator=self._generator).float()
-
-
 def make(target: str, head: str) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(2048, ranking_temperature=1))
+    return EagleDrafter(load_head(head, target), replace(SHAPE, top_k=8), DraftingConfig(2048, ranking_temperature=1))
 
 
 def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
@@ -87,23 +68,25 @@ def likeliest(tree: DraftTree) -> list[int]:
     return [tree.tokens[tree.log_probs.index(max(tree.log_probs[1:]))]]
 
 
-def naive_below(
-    growth: TreeGrowth, row: int, path: Sequence[int], budget: TreeBudget
-) -> list[tuple[tuple[int, ...], float]]:
-    """Descendants of the path's end as (path from there, score), best first; ties by node number."""
-    found = growth.candidates
-    nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 0.0)}
-    for i in range(found.tokens.shape[1]):
-        above, _ = nodes[int(found.parents[row, i])]
-        nodes[i + 1] = ((*above, int(found.tokens[row, i])), float(found.scores[row, i]))
-    (root,) = [number for number, (steps, _) in nodes.items() if steps == tuple(path)]
+def naive_below(tree: GrownTree, path: Sequence[int], budget: TreeBudget) -> list[tuple[tuple[int, ...], float]]:
+    """Candidates below the path's end as (path from there, score), the best ones."""
+    places: dict[tuple[int, ...], int] = {(): 0}
+    found: dict[tuple[int, ...], float] = {(): 0.0}
+    for node in range(len(tree.tokens)):
+        own = next((steps for steps, number in places.items() if number == node), None)
+        if own is None:
+            continue  # no longer a candidate of its parent
+        for token, score in zip(tree.candidates[node].tolist(), tree.scores[node].tolist(), strict=True):
+            found[*own, token] = found[own] + score
+        for child in range(1, len(tree.tokens)):
+            if tree.parents[child] == node and (*own, int(tree.tokens[child])) in found:
+                places[*own, int(tree.tokens[child])] = child
     below = [
-        (number, steps[len(path) :], score - nodes[root][1])
-        for number, (steps, score) in nodes.items()
+        (steps[len(path) :], score - found[tuple(path)])
+        for steps, score in found.items()
         if steps[: len(path)] == tuple(path) and 0 < len(steps) - len(path) <= budget.max_depth
     ]
-    below.sort(key=lambda node: (-node[2], node[0]))
-    return [(steps, score) for _, steps, score in sorted(below[: budget.max_nodes - 1])]
+    return sorted(sorted(below, key=lambda node: -node[1])[: budget.max_nodes - 1])
 
 
 def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
@@ -113,25 +96,37 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
     return found[1:]
 
 
+def random_pass(tree: GrownTree, rng: np.random.Generator, num_rows: int) -> None:
+    rows, parents = tree.next_rows(num_rows, 6)
+    size = len(rows.tokens), tree.candidates.shape[1]
+    candidates = np.stack([rng.permutation(9)[: size[1]] for _ in range(size[0])])
+    tree.apply(rows, parents, torch.zeros(size[0], 4), candidates, -rng.exponential(1.0, size))
+
+
 @pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
 def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
-    growth = TreeGrowth(FixedExpansion(2, 4, 6), top_k=4, num_candidates=5)
-    trees, checked = AheadTrees(growth, np.arange(6), 5), 0
-    for _ in range(4):
-        growth.step()
-        trees.copy_to_host()
-        for row in range(2):
-            found = growth.candidates
-            for first in range(5):
-                path = [int(found.tokens[row, first])]
-                expected = naive_below(growth, row, path, budget)
-                tree = trees.below(row, path, budget)
-                assert (tree is None) == (not expected)
-                if tree is not None:
-                    tree.validate(path[-1], 6, budget.max_nodes, budget.max_depth)
-                    assert paths(tree) == expected
-                    checked += 1
-    assert checked > 20
+    rng, checked = np.random.default_rng(5), 0
+    tree = GrownTree(1, torch.zeros(4), rng.permutation(9)[:5], -rng.exponential(1.0, 5))
+    for number in range(12):
+        random_pass(tree, rng, 20)
+        for node in range(len(tree.tokens)):
+            path, above = list[int](), node
+            while above:
+                path.insert(0, int(tree.tokens[above]))
+                above = int(tree.parents[above])
+            if tree.find(path) != node:
+                continue  # no longer a candidate
+            found = tree.below(path, budget)
+            assert found is not None
+            found.validate(([1, *path])[-1], 9, budget.max_nodes, budget.max_depth)
+            expected = naive_below(tree, path, budget)
+            assert [steps for steps, _ in sorted(paths(found))] == [steps for steps, _ in expected]
+            assert [score for _, score in sorted(paths(found))] == pytest.approx([score for _, score in expected])
+            checked += 1
+        if number % 4 == 3:
+            tree.move_root(1)
+            tree.tokens[0] = 1
+    assert checked > 50
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -148,41 +143,45 @@ def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_t
         tree.validate(context.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
 
 
-def test_drafted_ahead_features_are_replaced_by_true_ones(tiny_target: str, tiny_head: str) -> None:
-    """After consecutive hits, with and without time between them, a miss gets the same tree as without drafting ahead."""
-    for busy in (False, True):
-        drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
-        context = session("a", 9)
-        tree = drafter.propose([context])[0]
-        plain.propose([context])
-        work(drafter)
-        for hit in range(2):
-            assert isinstance(tree, DraftTree)
-            context = going_on(context, likeliest(tree) if busy else outcome(tree))
-            tree = drafter.propose([context])[0]
-            plain.propose([context])
-            assert isinstance(tree, DraftTree)
-            assert tree.grown_ahead, hit
-            if not busy:
-                work(drafter)
-        unknown = next(token for token in range(48) if token not in plain.draft_ids)
-        missing = going_on(context, [unknown])
-        late, expected = drafter.propose([missing])[0], plain.propose([missing])[0]
-        assert isinstance(late, DraftTree)
-        assert isinstance(expected, DraftTree)
-        assert (late.tokens, late.parents) == (expected.tokens, expected.parents)
+def assert_equal_trees(found: DraftTree | None, expected: DraftTree) -> None:
+    assert found is not None
+    assert dict(paths(found)) == pytest.approx(dict(paths(expected)), abs=1e-4)
 
 
-def test_sessions_that_wait_to_grow_keep_in_step(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EagleDrafter, "max_growing", 1)
-    drafter, first = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), [session("a", 9), session("b", 20)]
+@pytest.mark.parametrize("noise", NOISES[:2])
+def test_grown_trees_become_those_of_true_features(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    """After passes enough, whether a commit was foreseen or not, with and without time between commits."""
+    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
+    first = [session("a", 9, noise), session("b", 20, noise)]
     trees = last_of(drafter, first)
-    work(drafter)
-    hits = [going_on(last, outcome(tree)) for last, tree in zip(first, trees, strict=True)]
-    assert all(tree.grown_ahead for tree in last_of(drafter, hits))
-    assert drafter.draft_ahead(), "both commits are taken, one session grows"
-    unknown = next(token for token in range(48) if token not in drafter._draft_ids)
-    last_of(drafter, [going_on(hit, [unknown]) for hit in hits])
+    expected = last_of(plain, first)
+    for number in range(6):
+        if number != 3:
+            work(drafter)
+            for context, tree in zip(first, expected, strict=True):
+                assert_equal_trees(drafter._ahead.trees([context], [()])[0], tree)
+        first = [going_on(last, likeliest(tree)) for last, tree in zip(first, expected, strict=True)]
+        if number == 2:  # a commit that was not foreseen
+            first[1] = replace(first[1], tokens=(47,))
+        trees, expected = last_of(drafter, first), last_of(plain, first)
+        assert trees[0].grown_ahead or number > 2
+        assert trees[1].grown_ahead or number > 1
+
+
+def test_a_miss_gets_a_tree_of_true_features(tiny_target: str, tiny_head: str) -> None:
+    ahead = replace(AHEAD, miss_steps=3)
+    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), ahead), make(tiny_target, tiny_head)
+    first = session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    assert_equal_trees(tree, last_of(plain, [first])[0])
+    for is_idle in (True, False):
+        if is_idle:
+            work(drafter)
+        unknown = next(token for token in range(48) if token not in plain.draft_ids)
+        first = going_on(first, [unknown])
+        (late,), (expected,) = last_of(drafter, [first]), last_of(plain, [first])
+        assert not late.grown_ahead
+        assert_equal_trees(late, expected)
 
 
 def test_gaps_epochs_and_releases_match_the_wrapped_drafter(tiny_target: str, tiny_head: str) -> None:
@@ -221,11 +220,10 @@ def test_a_hit_does_not_wait_for_the_level_that_grows(vocab_size: int, tmp_path:
     target = write_target(tmp_path / "target", vocab_size)
     head = write_head(tmp_path / "head", vocab_size, vocab_size - 24)
     eagle, clock = make(str(target), str(head)), VirtualClock()
-    eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), clock)
+    eagle.emulate(EmulatedDevice(flat("slow", draft_level=1e6), clock))
     drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
     (tree,) = drafter.propose([first])
-    for _ in range(3):
-        assert drafter.draft_ahead()
+    assert drafter.draft_ahead()
     assert drafter.busy_s > 0
     before = clock.now
     (ahead,) = drafter.propose([going_on(first, likeliest(tree)[:1])])  # type: ignore[arg-type]
