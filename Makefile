@@ -5,6 +5,7 @@ PYTHON  ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pyth
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+KERNELS := eyas/models/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
 WORKERS ?= 3
@@ -29,7 +30,7 @@ MAKEFLAGS += --no-print-directory
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(READY) ## make .venv with everything that the other targets need
+setup: $(READY) $(KERNELS) ## make .venv with everything that the other targets need
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c $(NEW_ENOUGH) || { \
@@ -42,18 +43,24 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 	@echo "$(VENV) is ready"
 
-demo: $(READY) ## start all services here, compare plain with speculative decoding, stop
+# numba keeps what it compiles in __pycache__, for all processes that start later.
+$(KERNELS): $(READY) eyas/models/cpu_kernels.py eyas/sampling/cpu_kernels.py
+	@echo "Compiling kernels for this processor"
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.models.cpu_kernels import compile_kernels; compile_kernels()"
+	@touch $@
+
+demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop
 	@$(BIN)/python -m eyas.services.local demo
 
-up: $(READY) ## start all services here and keep them running
+up: $(KERNELS) ## start all services here and keep them running
 	@$(BIN)/python -m eyas.services.local up
 
-bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/results/
+bench: $(KERNELS) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/results/
 	@$(BIN)/eyas bench offline --model models/demo/target --draft-model models/demo/eagle3 --prompts models/demo/prompts.jsonl \
 		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
 	@$(BIN)/python -m benchmarks.scripts.round_trip
 
-methods: $(READY) ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
+methods: $(KERNELS) ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method dspark=models/demo/dspark --method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
@@ -66,28 +73,28 @@ count: $(READY) ## files, lines, function lengths and class names of the code, a
 	@$(BIN)/python -m benchmarks.scripts.count_code
 
 FAST := unit cli contract requests scheduling engine drafters acceptance
-test-fast: $(READY) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
+test-fast: $(KERNELS) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
 	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow" $(FAST:%=tests/%)
 
 test: $(READY) ## lint and every test, side by side
 	@$(MAKE) --jobs=2 --keep-going lint every-test
 
-every-test:
+every-test: $(KERNELS)
 	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED)
 
-soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
+soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak
 
-chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 5 minutes; no token may be lost; CHAOS="--minutes 60" for more
+chaos: $(KERNELS) ## kill, freeze, cut and overload services on loopback, about 5 minutes; no token may be lost; CHAOS="--minutes 60" for more
 	@$(BIN)/python -m tests.chaos $(CHAOS)
 
-fuzz: $(READY) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
+fuzz: $(KERNELS) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
 clients: $(READY) ## install other projects' clients into .venv-clients and run a small job of each; writes docs/clients.md
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
-ray: $(READY) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
+ray: $(KERNELS) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
 	@$(BIN)/python -m tests.ray.cluster.soak
 
 lint: $(READY) ## style, types and import contracts

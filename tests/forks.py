@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, AnyStr, ClassVar
 
 import pytest
@@ -40,6 +41,7 @@ PRELOAD = (
     *STARTERS,
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
+    *(["eyas.models.cpu_kernels"] if find_spec("numba") else ()),
 )
 
 

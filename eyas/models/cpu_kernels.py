@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, float64, int64, njit
 
 from eyas.models.inputs import Segment
-from eyas.sampling.cpu_kernels import HIGHEST, exp, highest_of, sum_of
+from eyas.sampling.cpu_kernels import HIGHEST, compile_all, exp, highest_of, sum_of, top_k
 from eyas.tensors import Bools, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -327,3 +328,23 @@ def attend(
                             out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
         first_mask += num_rows * num_rows
         first_prefix = prefix_ends[b]
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile all kernels of the CPU, once for each installation; other processes and later ones load the result."""
+    row, rows, heads, ids = float32[::1], float32[:, ::1], float32[:, :, ::1], int64[::1]
+    compile_all(
+        {
+            norm: (rows, row, float64, rows),
+            add_norm: (rows, rows, float64, row, float64, row, float64, rows),
+            gate: (rows, float64, boolean, rows),
+            rotate: (heads, float64, int64, rows, rows, rows, float64),
+            store: (heads, int64, heads, heads, ids),
+            attend: (
+                *(heads, int64, heads, heads, ids, ids, ids, ids, boolean[::1], ids),
+                *(float64, int64, float64, heads),
+            ),
+            top_k: (rows, rows, int64[:, ::1]),
+        }
+    )

@@ -370,6 +370,10 @@ def fuse_layers(model: Any) -> bool:
         layer.forward = this.forward
     if on_cpu:
         decoder.forward = CpuDecoder(decoder, fused, final).forward
+        if runs_compiled(model.device):
+            from eyas.models.cpu_kernels import compile_kernels
+
+            compile_kernels()
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 

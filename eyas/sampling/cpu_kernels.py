@@ -5,6 +5,12 @@ Arrays are contiguous. Legend: N rows, V vocabulary, k candidates.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -15,6 +21,10 @@ LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.0)
 ROUNDER = np.float32(12582912.0)
 # Scores whose highest is compared at once.
 BLOCK = 64
+# File that a process locks while it compiles, in the folder of the results.
+LOCK = ".kernels.lock"
+
+log = logging.getLogger(__name__)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
@@ -72,3 +82,22 @@ def top_k(scores, values, ids):
                     best[place], where[place] = best[place - 1], where[place - 1]
                     place -= 1
                 best[place], where[place] = score, start + i
+
+
+def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
+    """Compile kernels for arguments of these types, or load what an earlier process compiled.
+
+    Processes that start together take turns, so that one compiles and the others load.
+    """
+    folder = next(iter(kernels))._cache.cache_path  # None where numba finds no folder that it may write to
+    with ExitStack() as stack:
+        if folder:
+            lock = stack.enter_context(Path(folder, LOCK).open("w"))
+            with suppress(ImportError):  # of what Windows does not have
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder or not any(Path(folder).glob("*.nbi")):
+            log.info("compiling kernels for this processor, about 10 s")
+        for kernel, types in kernels.items():
+            kernel.compile(types)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,29 @@ def test_prompts_beside_kernels_equal_transformers(target: TargetModel, monkeypa
 def test_fused_layers_run_without_numba(target: TargetModel) -> None:
     use_torch(target)
     assert_equal_to_unfused(target)
+
+
+def test_a_pass_compiles_no_kernel(target: TargetModel) -> None:
+    """All were compiled for what they get when the target was loaded."""
+    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
+    run(target)
+    compiled = [kernels.norm, kernels.add_norm, kernels.gate, kernels.rotate, kernels.store, kernels.attend, kernels.top_k]
+    assert [len(kernel.signatures) for kernel in compiled] == [1] * len(compiled)
+
+
+def test_processes_take_turns_to_compile_kernels() -> None:
+    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
+    fcntl = pytest.importorskip("fcntl")
+    from eyas.sampling.cpu_kernels import LOCK
+
+    with open(Path(kernels.norm._cache.cache_path, LOCK), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=kernels.compile_kernels.__wrapped__)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        thread.join()
 
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
