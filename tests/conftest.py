@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,15 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from eyas import LLM
+
+# Folders and files that take the longest, some of them by waiting.
+LONGEST = (
+    "tests/ray/cluster/", "tests/e2e/cluster/", "tests/deploy/running/", "tests/acceptance/test_rejection_engine.py",
+    "tests/repo/test_readme.py", "tests/drafters/test_cuda_graph_trees.py", "tests/e2e/", "tests/models/cuda/",
+    "tests/models/parallel/", "tests/train/test_resume.py", "tests/bench/test_gpu.py", "tests/models/heads/",
+    "tests/services/test_verifier_ranks.py", "tests/chaos/", "tests/drafters/draft_model/", "tests/unit/test_ea_model.py",
+    "tests/services/test_start_failures.py", "tests/repo/test_imports.py", "tests/engine/",
+)  # fmt: skip
 
 settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
@@ -66,8 +76,20 @@ def _demo_llm(head: str | None) -> "LLM":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests first that wait the longest, so that others compute meanwhile and none is left alone at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/ray/cluster/"))
+    """Run the longest tests first, so that none is left alone at the end."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
+
+    items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Quicken Triton's interpreter, if tests may use it."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
+        from tests.interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,23 +1,22 @@
 """Counts on the `meta` device what a GPU would launch, and compiles the launched kernels for GPUs that are not there.
 
 The kernels of Triton are replaced by recorders, so that the launch arguments are those of the code itself.
-`python -m tests.launches 90` compiles the kernels of KERNEL_CALLS for sm_90 and prints what was found as JSON lines.
+`python -m tests.launches 80 90` compiles the kernels of KERNEL_CALLS for sm_80 and sm_90 and prints what was found as JSON
+lines.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,9 +196,13 @@ def compiled(launch: Launch, sm: int) -> Compiled:
             if isinstance(value, int) and value % 16 == 0 and specialised:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch.options)
-    ptx = made.asm["ptx"]
-    registers, spilled = _assembled(ptx, sm)
+    said = io.StringIO()
+    with redirect_stdout(said), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch.options)
+    ptx, log = made.asm["ptx"], said.getvalue()
+    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
     matrix = next((kind for kind in ("wgmma", "tcgen05.mma", "mma.sync") if kind in ptx), "")
     return Compiled(function.__name__, sm, registers, spilled, made.metadata.shared, matrix, "cp.async" in ptx)
 
@@ -207,21 +210,6 @@ def compiled(launch: Launch, sm: int) -> Compiled:
 def _kind(dtype: torch.dtype) -> str:
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     return kinds.get(dtype) or f"i{8 * dtype.itemsize}"
-
-
-def _assembled(ptx: str, sm: int) -> tuple[int, int]:
-    """Registers and bytes of spills, by ptxas."""
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tool = folder / ("ptxas-blackwell" if sm >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
-    with tempfile.TemporaryDirectory() as place:
-        source = Path(place, "kernel.ptx")
-        source.write_text(ptx)
-        architecture = f"sm_{sm}{'a' * (sm >= 90)}"
-        command = [str(tool), "-v", f"--gpu-name={architecture}", str(source), "-o", str(Path(place, "kernel.cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return max(map(int, re.findall(r"Used (\d+) registers", said))), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
 
 
 def attention_calls(sm: int) -> None:
@@ -309,4 +297,5 @@ def main(sm: int) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    main(int(sys.argv[1]))
+    for number in sys.argv[1:]:
+        main(int(number))

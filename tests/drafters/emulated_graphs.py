@@ -19,6 +19,7 @@ from eyas.models.heads.eagle import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from eyas.models.target import load_target
+from tests.interpreter import run_again
 from tests.tiny import write_small
 from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import tiny_heads
@@ -30,12 +31,6 @@ METHODS = (
 )  # fmt: skip
 
 Out = TypeVar("Out")
-
-
-def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
-    """A stand-in for a captured graph: runs the same closure again on its static inputs."""
-    run()
-    return run
 
 
 class NoSyncMode(TorchDispatchMode):
@@ -64,8 +59,7 @@ class NoSyncMode(TorchDispatchMode):
 def checked_capture(run: Callable[[], Out]) -> Callable[[], Out]:
     """As `run_again`, and refuses what could not be captured."""
     with NoSyncMode():
-        run()
-    return run
+        return run_again(run)
 
 
 def capturing() -> Capture:

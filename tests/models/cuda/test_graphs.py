@@ -23,6 +23,7 @@ from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
+from tests.interpreter import run_again
 from tests.models.cuda.random_passes import make_pass
 from tests.tiny import write_target
 
@@ -30,13 +31,7 @@ TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4)
 LIMITS = CaptureLimits(rows=32, segments=4, prefix=400)
 NUM_SLOTS = 200
 
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def run_again(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
-    run()
-    return run
 
 
 @pytest.fixture(scope="module")

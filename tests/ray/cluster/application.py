@@ -28,9 +28,11 @@ from tests.telemetry.cluster.collector import Collector, collecting
 from tests.tiny import write_head, write_spelling_tokenizer, write_target
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
-# Ray's own way of saying: no reports, a token for its control plane as in the chart, and news of the replicas at once.
+# Ray's own way of saying: no reports, a token for its control plane as in the chart, news of the replicas at once, and
+# processes that get as much of a core as other tests.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
@@ -87,7 +89,7 @@ class RayApplication:
         while not condition():
             ended = self.driver.poll() is not None or time.monotonic() > deadline
             assert not ended, f"{what}: {self.states}\n{self.end_of_log()}"
-            time.sleep(0.05)
+            time.sleep(0.2)  # each question keeps three processes busy for a while
 
     def verifiers(self) -> list[Lease]:
         """The leases of the verifiers."""

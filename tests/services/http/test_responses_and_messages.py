@@ -1,14 +1,14 @@
 """OpenAI's Responses API and Anthropic's Messages API, through the clients of both companies."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
 from eyas.services.router.auth import ApiKeys, plain_keys
@@ -25,6 +25,9 @@ from tests.services.http.http_router import (
 )
 from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic  # its import takes 4 s, in every process that collects tests
+
 NUM_CACHED = len(PROMPT) - 1
 ASKED: dict[str, Any] = {"model": "demo", "input": PROMPT_TEXT, "max_output_tokens": len(REST), "temperature": 0}
 MESSAGE: dict[str, Any] = {name: CHAT[name] for name in ("model", "messages", "max_tokens")}
@@ -35,6 +38,7 @@ def with_anthropic(
     url: str, body: Callable[[AsyncAnthropic], Awaitable[Any]], script: Script | None = None, **router: Any
 ) -> Any:
     """Return what `body` returns; its client does not retry."""
+    from anthropic import AsyncAnthropic
 
     async def run() -> Any:
         async with (
@@ -229,6 +233,8 @@ def test_messages_become_a_chat(url: str) -> None:
 
 
 def test_errors_of_messages_have_anthropics_form(url: str) -> None:
+    import anthropic
+
     async def body(client: AsyncAnthropic) -> None:
         with pytest.raises(anthropic.AuthenticationError, match="no known API key"):
             await client.with_options(api_key="two").messages.create(**MESSAGE)
@@ -251,6 +257,8 @@ def test_errors_of_messages_have_anthropics_form(url: str) -> None:
 
 
 def test_a_failure_in_a_stream_of_a_message_is_an_event(url: str) -> None:
+    import anthropic
+
     async def body(client: AsyncAnthropic) -> None:
         with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
             async for _ in await client.messages.create(**MESSAGE, stream=True):
