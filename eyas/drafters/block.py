@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
+from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext, DrafterNeeds, within
 from eyas.drafters.neural import (
     EmulatedExpansion,
@@ -28,7 +31,7 @@ from eyas.drafters.neural import (
     masked_expansion,
     plan_tree_slots,
 )
-from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer
+from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer, noise_words, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import (
     Expansion,
@@ -44,12 +47,17 @@ from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.layers import Projected
-from eyas.models.inputs import PackedInputs
-from eyas.tensors import Bools, Ints, moved, upload
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
 from eyas.tree import DraftTree
+
+if TYPE_CHECKING:
+    from eyas.drafters.cpu_kernels import CompiledGrowth
 
 # Sessions of one pass of drafting ahead.
 MAX_SESSIONS_AHEAD = 64
+# Of a Markov head whose biases a kernel of the CPU computes; a library reads more of them faster.
+MAX_KERNEL_WEIGHTS = 2**22
 
 
 class BlockDrafter(NeuralDrafter[None]):
@@ -80,6 +88,37 @@ class BlockDrafter(NeuralDrafter[None]):
         super().__init__(config, tree, None, head.draft_ids, ledger)
         slots = slots and replace(slots, first=self._kv.scratch - num_tree_slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, self._dtype, self._cache_context, c.hidden)
+        self._growth = self._compiled_growth()
+
+    def _compiled_growth(self) -> CompiledGrowth | None:
+        """What grows trees on the CPU in one kernel, for heads whose levels are known at once, but for a small bias."""
+        head, markov = self._head, self._head.markov_head
+        if head.compiled is None or self._slots is not None or not runs_compiled(head.draft_ids.device):
+            return None
+        from eyas.drafters.cpu_kernels import CompiledGrowth
+
+        if head.is_independent:
+            return CompiledGrowth(head.draft_ids)
+        if markov is None or markov.kind != "vanilla" or markov.markov_w2.weight.numel() > MAX_KERNEL_WEIGHTS:
+            return None
+        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, markov.markov_w2.weight)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        super().warm_up()
+        if self._growth and self._is_compiled():  # compiled at its first call
+            c, words = self._head.config, noise_words([], self.ranking, 1)
+            blocks = compiled_states(self._head, self._kv, [0], [np.zeros(1, np.int64)])
+            compiled, place = self._head.compiled, np.array([self._kv.scratch])
+            if compiled is not None:
+                compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
+            logits = self._head.backbone_logits(blocks.contiguous())
+            for has_noise in (False, True):
+                self._growth.trees(logits, [0], words, has_noise, [TreeBudget(2, c.num_drafted)], self._max_expanded)
+
+    def _is_compiled(self) -> bool:
+        """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
+        return self._head.compiled is not None and not self.device and runs_compiled(self.draft_ids.device)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -93,7 +132,14 @@ class BlockDrafter(NeuralDrafter[None]):
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._dtype)
-        return self._run_new(contexts, features, self._cache_context)
+        compiled = self._head.compiled
+        if compiled is None or not self._is_compiled():
+            return self._run_new(contexts, features, self._cache_context)
+        all_slots, counts = self._prefix_slots(contexts), [num_features(context) for context in contexts]
+        positions = [np.arange(len(own) - n, len(own)) for own, n in zip(all_slots, counts, strict=True)]
+        slots = [own[len(own) - n :] for own, n in zip(all_slots, counts, strict=True)]
+        compiled.cache_context(features, np.concatenate(positions), np.concatenate(slots), self._kv)
+        return features.new_empty(len(contexts), 0)
 
     def _cache_context(self, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
         """An ExtendPass."""
@@ -102,6 +148,18 @@ class BlockDrafter(NeuralDrafter[None]):
             keys.index_copy_(0, rows.slots, projected.key)
             values.index_copy_(0, rows.slots, projected.value)
         return features.new_empty(len(rows.logits_indices), 0)
+
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        """Deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
+        words = noise_words(contexts, self.ranking, len(contexts))
+        kind, is_ruled = scorer_kind(words), any(context.allowed or context.logit_biases for context in contexts)
+        if self._growth is None or not self._is_compiled() or kind == "filtered" or is_ruled:
+            return super()._grow(contexts, states)
+        tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
+        blocks = compiled_states(self._head, self._kv, tokens, self._prefix_slots(contexts))
+        logits = self._head.backbone_logits(blocks[:, : shape.num_steps].contiguous())
+        budgets = [within(context.budget, self.tree) for context in contexts]
+        return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
 
     @property
     def max_growing(self) -> int:
@@ -186,6 +244,19 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     )
     states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
     return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
+
+
+def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixes: Sequence[Slots]) -> Tensor:
+    """`block_states` by the kernels of the CPU. tokens: the target's ids of the roots. prefixes: slots of each session."""
+    size, none = head.config.block_size, no_slots()
+    visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
+    blocks = [
+        Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none) for own in prefixes
+    ]
+    assert head.compiled is not None, "the head is not prepared for the kernels"
+    embedded = F.embedding(head.block_tokens(torch.tensor(tokens)).flatten(), head.embed_tokens.weight)
+    states = head.compiled.run(embedded, blocks, kv)
+    return head.drafted_rows(states.view(len(tokens), size, -1))
 
 
 class SlotBlocks:

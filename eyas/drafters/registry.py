@@ -36,7 +36,7 @@ from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, find_eagle_kind, trained_depth
 from eyas.models.heads.hydra import HydraHead, load_hydra
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser, LinearFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.target import TargetModel, load_target
@@ -341,7 +341,10 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
     if features is None:
         return None
     with _loading(name, head):
-        return features.load_fuser(head, target, dtype, device)
+        fuser = features.load_fuser(head, target, dtype, device)
+    if isinstance(fuser, LinearFuser):
+        fuser.serve()
+    return fuser
 
 
 def features_fingerprint(name: str, head: str) -> str:

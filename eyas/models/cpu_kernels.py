@@ -18,7 +18,7 @@ import numpy as np
 from numba import boolean, float32, float64, int64, njit
 
 from eyas.models.inputs import Segment
-from eyas.sampling.cpu_kernels import HIGHEST, compile_all, exp, highest_of, sum_of, top_k
+from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, sum_of, top_k
 from eyas.tensors import Bools, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -145,18 +145,18 @@ def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def store(qkv, num_kv, keys, values, slots):
-    """Write the rotated keys and the values of qkv [R, H + 2 J, D] to their slots; keys, values [S, J, D]."""
-    first = qkv.shape[1] - 2 * num_kv
+def store(qkv, first, stride, keys, values, slots):
+    """Write some heads of rows to their slots in keys, values [S, J, D]: J keys from head `first` of qkv [R, N, D] on, and
+    J values `stride` heads behind them."""
     for r in range(qkv.shape[0]):
-        for j in range(num_kv):
+        for j in range(keys.shape[1]):
             for d in range(qkv.shape[2]):
                 keys[slots[r], j, d] = qkv[r, first + j, d]
-                values[slots[r], j, d] = qkv[r, first + num_kv + j, d]
+                values[slots[r], j, d] = qkv[r, first + stride + j, d]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _multiply(left, right, out, first, width):
+def multiply(left, right, out, first, width):
     """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
 
     Two rows, and eight of K, at a time.
@@ -264,12 +264,12 @@ def _attend_head(queries, keys, values, weights, visible, positions, first, leng
             key = keys[start + i]
             for d in range(len(key)):
                 transposed[d, i] = key[d]
-        _multiply(queries, transposed, weights, start, end - start)
+        multiply(queries, transposed, weights, start, end - start)
     per_row = num_queries // len(visible)
     for q in range(num_queries):
         row = q // per_row
         _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap, seen)
-    _multiply(weights, values, out, 0, out.shape[1])
+    multiply(weights, values, out, 0, out.shape[1])
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
@@ -340,11 +340,12 @@ def compile_kernels() -> None:
             add_norm: (rows, rows, float64, row, float64, row, float64, rows),
             gate: (rows, float64, boolean, rows),
             rotate: (heads, float64, int64, rows, rows, rows, float64),
-            store: (heads, int64, heads, heads, ids),
+            store: (heads, int64, int64, heads, heads, ids),
             attend: (
                 *(heads, int64, heads, heads, ids, ids, ids, ids, boolean[::1], ids),
                 *(float64, int64, float64, heads),
             ),
             top_k: (rows, rows, int64[:, ::1]),
+            draw_rows: (rows, ids, ids, row, ids),
         }
     )

@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,9 +28,8 @@ from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
 from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear
 from eyas.models.inputs import PackedInputs, pack
-from eyas.tensors import Ints, runs_compiled
+from eyas.tensors import Floats, Ints, runs_compiled
 
-Floats = npt.NDArray[np.float32]
 Product = Callable[[Tensor], Tensor]
 
 # Segments of more rows are prompts, whose attention torch computes faster.
@@ -221,39 +219,17 @@ class FusedLayer:
         return stream.hidden
 
     @cached_property
-    def cpu_products(self) -> list[tuple[Product, float]]:
-        """The products with qkv, out, gate and up, and down, and what to multiply each by."""
-        parts = [
+    def cpu_layer(self) -> CpuLayer:
+        """The same layer for the kernels of the CPU."""
+        out, down = (
             part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
             for part in (self._out, self._down)
-        ]
-        products = self._qkv, parts[0], self._gate_up, parts[1]
-        return [(p.scaled, 1 / p.scale) if isinstance(p, HalfProduct) else (p, 1.0) for p in products]
-
-    def run_on_cpu(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv_cache: KVCache) -> None:
-        """Advance `rows` through this layer; the kernels of the CPU in the order of `forward`."""
-        (qkv, by_qkv), (out, by_out), (gate_up, by_gate_up), (down, by_down) = self.cpu_products
-        heads, (scaling, window, softcap) = self._heads, self._attention
-        keys, values = kv_cache.keys[self._index].numpy(), kv_cache.values[self._index].numpy()
-        qkv_rows = qkv(rows.normed).view(len(rows.slots), -1, heads.width)
-        projected = qkv_rows.numpy()
-        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
-        kernels.rotate(projected, by_qkv, heads.num_kv_heads, *rotary, factors, eps)
-        kernels.store(projected, heads.num_kv_heads, keys, values, rows.slots)
-        attended = torch.empty(len(rows.slots), heads.num_heads * heads.width)
-        k, into = rows.keys, attended.view(len(rows.slots), heads.num_heads, heads.width)
-        kernels.attend(
-            projected, heads.num_kv_heads, keys, values, k.starts, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
-            scaling, window or kernels.NO_WINDOW, softcap or 0.0, into.numpy(),
+        )
+        return CpuLayer(
+            CpuProducts.of(self._qkv, out, self._gate_up, down),
+            self._heads, *self._attention, self._activation,
+            self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
         )  # fmt: skip
-        for at, packed in rows.prompts:
-            cached = kv_cache.keys[self._index], kv_cache.values[self._index]
-            into[at] = attend_slots(qkv_rows[at, : heads.num_heads], *cached, packed, scaling, window, softcap)
-        rows.add(kernels, out(attended), by_out, self._out_norm, self._mlp_norm)
-        gates_ups = gate_up(rows.normed)
-        gated = torch.empty(len(rows.slots), gates_ups.shape[1] // 2)
-        kernels.gate(gates_ups.numpy(), by_gate_up, self._activation == "silu", gated.numpy())
-        rows.add(kernels, down(gated), by_down, self._down_norm, self.next_norm)
 
 
 NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
@@ -262,14 +238,18 @@ NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
 class CpuRows:
     """Rows on their way through the layers.
 
-    state, normed: the residual stream and its norm, [R, C]. slots: int64 [R]. keys: RowKeys of the segments that the kernels
-    attend. prompts: for each longer segment which rows it has, and these packed by themselves.
+    state, normed: the residual stream and its norm, [R, C]. slots: where keys and values belong, int64 [R]; empty if they
+    are not kept. keys: RowKeys of the segments that the kernels attend. prompts: for each longer segment which rows it has,
+    and these packed by themselves.
     """
 
-    def __init__(self, state: Tensor, slots: Ints, keys: Any, prompts: Sequence[tuple[slice, PackedInputs]]) -> None:
+    def __init__(self, state: Tensor, slots: Ints, keys: Any, prompts: Sequence[tuple[slice, PackedInputs]] = ()) -> None:
         self.state, self.normed, self.slots = state, torch.empty_like(state), slots
         self.keys, self.prompts = keys, prompts
         self._state, self._normed = state.numpy(), self.normed.numpy()
+
+    def __len__(self) -> int:
+        return len(self.state)
 
     def start(self, kernels: Any, norm: RMSNorm) -> None:
         """Norm the embeddings."""
@@ -279,6 +259,76 @@ class CpuRows:
         """Add what a sublayer gave, times `by`, and norm the sum."""
         weight, eps = (delta_norm.factors, delta_norm.eps) if delta_norm else (NO_WEIGHT, 0.0)
         kernels.add_norm(self._state, delta.numpy(), by, weight, eps, norm.factors, norm.eps, self._normed)
+
+
+class CpuProduct(NamedTuple):
+    """A product, and what to multiply its output by."""
+
+    multiply: Product
+    by: float
+
+    @classmethod
+    def of(cls, product: Product) -> CpuProduct:
+        """The product, whose scale is left to the kernel behind it."""
+        return cls(product.scaled, 1 / product.scale) if isinstance(product, HalfProduct) else cls(product, 1.0)
+
+
+class CpuProducts(NamedTuple):
+    """The products of a layer."""
+
+    qkv: CpuProduct
+    out: CpuProduct
+    gate_up: CpuProduct
+    down: CpuProduct
+
+    @classmethod
+    def of(cls, qkv: Product, out: Product, gate_up: Product, down: Product) -> CpuProducts:
+        """The products with their scales apart. out, down: may be modules."""
+        return cls(*map(CpuProduct.of, (qkv, out, gate_up, down)))
+
+
+@dataclass(frozen=True, eq=False)
+class CpuLayer:
+    """A decoder layer as `eyas.models.cpu_kernels` computes it; the order is that of `FusedLayer.forward`.
+
+    scaling, window, softcap: of its attention. out_norm, down_norm: of what attention and MLP give; None for none.
+    """
+
+    products: CpuProducts
+    heads: HeadLayout
+    scaling: float
+    window: int | None
+    softcap: float | None
+    activation: str
+    mlp_norm: RMSNorm
+    next_norm: RMSNorm
+    out_norm: RMSNorm | None = None
+    down_norm: RMSNorm | None = None
+
+    def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], keys: Tensor, values: Tensor) -> None:
+        """Advance `rows` through this layer. rotary: cos and sin [R, D]. keys, values: of the KV cache [S, J, D]."""
+        qkv, out, gate_up, down = self.products
+        heads, num_kv, count = self.heads, self.heads.num_kv_heads, len(rows)
+        qkv_rows = qkv.multiply(rows.normed).view(count, -1, heads.width)
+        projected, pools = qkv_rows.numpy(), (keys.numpy(), values.numpy())
+        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
+        kernels.rotate(projected, qkv.by, num_kv, *rotary, factors, eps)
+        if len(rows.slots):
+            kernels.store(projected, heads.num_heads, num_kv, *pools, rows.slots)
+        attended = torch.empty(count, heads.num_heads * heads.width)
+        k, into = rows.keys, attended.view(count, heads.num_heads, heads.width)
+        kernels.attend(
+            projected, num_kv, *pools, k.starts, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
+            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, into.numpy(),
+        )  # fmt: skip
+        for at, packed in rows.prompts:
+            attention = self.scaling, self.window, self.softcap
+            into[at] = attend_slots(qkv_rows[at, : heads.num_heads], keys, values, packed, *attention)
+        rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)
+        gates_ups = gate_up.multiply(rows.normed)
+        gated = torch.empty(count, gates_ups.shape[1] // 2)
+        kernels.gate(gates_ups.numpy(), gate_up.by, self.activation == "silu", gated.numpy())
+        rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
 
 
 class CpuDecoder:
@@ -321,7 +371,8 @@ class CpuDecoder:
         rows.start(cpu_kernels, self._layers[0].input_norm)
         for module, layer, kind in zip(self._decoder.layers, self._layers, self._rotary_types, strict=True):
             _run_hooks(module._forward_pre_hooks, module, rows.state)
-            layer.run_on_cpu(cpu_kernels, rows, rotary[kind], kv_cache)
+            index = int(module.self_attn.layer_idx)
+            layer.cpu_layer.run(cpu_kernels, rows, rotary[kind], kv_cache.keys[index], kv_cache.values[index])
         norm = self._decoder.norm
         _run_hooks(norm._forward_pre_hooks, norm, rows.state)
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
@@ -360,8 +411,8 @@ def fuse_layers(model: Any) -> bool:
     stream, fused = ResidualStream(), []
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = _merged([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up = _merged([mlp.gate_proj, mlp.up_proj])
+        qkv = merged_product([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up = merged_product([mlp.gate_proj, mlp.up_proj])
         fused.append(FusedLayer(layer, KINDS[type(layer).__name__], stream, qkv, gate_up))
     final = RMSNorm.of(decoder.norm, KINDS[type(layers[0]).__name__].adds_one)
     for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
@@ -409,7 +460,7 @@ def _can_merge(parts: Sequence[Any]) -> bool:
 
 
 @torch.no_grad()
-def _merged(parts: Sequence[Any]) -> Product:
+def merged_product(parts: Sequence[Any]) -> Product:
     """One product for sibling layers. Their weights become views of the merged one."""
     if isinstance(parts[0], MergedLinearPart):
         return parts[0].merged.product

@@ -1,4 +1,4 @@
-"""Ranking on the CPU, compiled with numba, and what other kernels share (docs/decisions/0038-compiled-cpu.md).
+"""Drawing and ranking on the CPU, compiled with numba, and what other kernels share (docs/decisions/0038-compiled-cpu.md).
 
 Arrays are contiguous. Legend: N rows, V vocabulary, k candidates.
 """
@@ -6,6 +6,7 @@ Arrays are contiguous. Legend: N rows, V vocabulary, k candidates.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,6 +22,10 @@ LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.0)
 ROUNDER = np.float32(12582912.0)
 # Scores whose highest is compared at once.
 BLOCK = 64
+# Of the hash of `eyas.sampling.noise`; the step from a token's counter to the next.
+GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# A lower bound of a score is not above it by more than this factor, whatever is rounded.
+SLACK = np.float32(1.00001)
 # File that a process locks while it compiles, in the folder of the results.
 LOCK = ".kernels.lock"
 
@@ -43,6 +48,47 @@ def exp(x):
     return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
+def ln(x):
+    """The logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
+    bits = np.float32(x).view(np.int32)
+    power = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
+    f = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32) - np.float32(1.0)
+    y = np.float32(7.0376836292e-2)
+    y = y * f - np.float32(1.1514610310e-1)
+    y = y * f + np.float32(1.1676998740e-1)
+    y = y * f - np.float32(1.2420140846e-1)
+    y = y * f + np.float32(1.4249322787e-1)
+    y = y * f - np.float32(1.6668057665e-1)
+    y = y * f + np.float32(2.0000714765e-1)
+    y = y * f - np.float32(2.4999993993e-1)
+    y = y * f + np.float32(3.3333331174e-1)
+    whole = np.float32(power)
+    y = y * f * (f * f) - np.float32(2.12194440e-4) * whole - np.float32(0.5) * (f * f)
+    return f + y + np.float32(0.693359375) * whole
+
+
+@njit(cache=True, nogil=True, inline="always")
+def mixed(z):
+    """The finaliser of SplitMix64, as `eyas.sampling.noise` has it; uint64."""
+    z = (z ^ (z >> np.uint64(30))) * MIX_1
+    z = (z ^ (z >> np.uint64(27))) * MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def row_key(seed, position):
+    """What the noise of a seed and a position, both int64, is hashed from; uint64."""
+    return mixed(mixed(np.uint64(seed) + GOLDEN) + np.uint64(position) * GOLDEN)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def uniform(key, token):
+    """A token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
+    bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
+    return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
+
+
 @njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
 def highest_of(x):
     """The highest of x [n], which may hold infinities."""
@@ -62,26 +108,113 @@ def sum_of(x):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def best_of(row, maxima, values, ids):
+    """The k highest of row [V], best first, the lowest id on a tie: to values and ids [k]. maxima: scratch [V / BLOCK].
+
+    The k-th highest of the blocks' highest scores is at most the k-th highest score.
+    """
+    k, width, least = len(ids), len(row), -np.float32(np.inf)
+    blocks, count = (width + BLOCK - 1) // BLOCK, 0
+    for b in range(blocks):
+        highest = highest_of(row[b * BLOCK : (b + 1) * BLOCK])
+        maxima[b] = highest
+        if count == k and not highest > values[k - 1]:
+            continue
+        place = count if count < k else k - 1
+        count = min(count + 1, k)
+        while place and highest > values[place - 1]:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = highest
+    if count == k:
+        least = values[k - 1]
+    count = 0
+    for b in range(blocks):
+        if maxima[b] < least or (count == k and not maxima[b] > values[k - 1]):
+            continue
+        for i in range(b * BLOCK, min((b + 1) * BLOCK, width)):
+            score = row[i]
+            if score < least or (count == k and not score > values[k - 1]):
+                continue
+            place = count if count < k else k - 1
+            count = min(count + 1, k)
+            while place and score > values[place - 1]:
+                values[place], ids[place] = values[place - 1], ids[place - 1]
+                place -= 1
+            values[place], ids[place] = score, i
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def top_k(scores, values, ids):
     """The k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
-    k, width = ids.shape[1], scores.shape[1]
-    assert k <= width, "fewer scores than candidates"
+    assert ids.shape[1] <= scores.shape[1], "fewer scores than candidates"
+    maxima = np.empty((scores.shape[1] + BLOCK - 1) // BLOCK, np.float32)
     for n in range(scores.shape[0]):
-        row, best, where, count = scores[n], values[n], ids[n], 0
-        for start in range(0, width, BLOCK):
-            block = row[start : start + BLOCK]
-            if count == k and not highest_of(block) > best[k - 1]:
-                continue
-            for i in range(len(block)):
-                score = block[i]
-                if count == k and not score > best[k - 1]:
-                    continue
-                place = count if count < k else k - 1
-                count = min(count + 1, k)
-                while place and score > best[place - 1]:
-                    best[place], where[place] = best[place - 1], where[place - 1]
-                    place -= 1
-                best[place], where[place] = score, start + i
+        best_of(scores[n], maxima, values[n], ids[n])
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _lower_bounds(row, key, by, top, inverses, bounds):
+    """Of each token of row [V] the inverse of its weight, and a lower bound of its noise over its weight."""
+    for i in range(len(row)):
+        bounds[i] = np.float32(uniform(key, i))  # the noise is at least that
+    for i in range(len(row)):
+        below = (top - row[i]) * by
+        inverses[i] = exp(below if below < HIGHEST else HIGHEST)
+    for i in range(len(row)):
+        bounds[i] *= inverses[i]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _race(row, key, by, top, inverses, bounds):
+    """The token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
+
+    Noise is computed for those tokens alone that its lower bound does not rule out.
+    """
+    _lower_bounds(row, key, by, top, inverses, bounds)
+    likely = bounds.argmin()
+    limit = np.float32(-math.log1p(-uniform(key, likely))) * inverses[likely] * SLACK
+    winner, least = np.int64(likely), np.float32(np.inf)
+    for start in range(0, len(row), BLOCK):
+        if -highest_of(-bounds[start : start + BLOCK]) > limit:
+            continue
+        for i in range(start, min(start + BLOCK, len(row))):
+            if bounds[i] <= limit:
+                score = np.float32(-math.log1p(-uniform(key, i))) * inverses[i]
+                if score < least:
+                    winner, least = np.int64(i), score
+    return winner
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def draw_rows(logits, seeds, positions, temperatures, tokens):
+    """One token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
+
+    As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs. seeds: the
+    signed integers with the same bits. temperatures: float32, above 0 at least MIN_TEMPERATURE.
+    """
+    num_rows, size = logits.shape
+    inverses, bounds = np.empty(size, np.float32), np.empty(size, np.float32)
+    for n in range(num_rows):
+        row, num_unusable = logits[n], np.int32(0)
+        for i in range(size):
+            num_unusable += np.int32(row[i] != row[i])
+        top = highest_of(row)
+        is_drawn = temperatures[n] > 0
+        if num_unusable or (is_drawn and np.isinf(top)):
+            tokens[n] = size
+        elif is_drawn:
+            key = row_key(seeds[n], positions[n])
+            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, inverses, bounds)
+        else:
+            tokens[n] = 0
+            for start in range(0, size, BLOCK):
+                if highest_of(row[start : start + BLOCK]) == top:
+                    place = start
+                    while row[place] != top:
+                        place += 1
+                    tokens[n] = place
+                    break
 
 
 def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:

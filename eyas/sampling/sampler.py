@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.request import NoiseKey
-from eyas.sampling.noise import exponential_noise
+from eyas.sampling.noise import exponential_noise, signed
 from eyas.tensors import runs_compiled, upload
 
 MIN_TEMPERATURE = 1e-6
@@ -39,12 +39,15 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
-    On CUDA kernels draw all rows in one pass over the logits, if Triton is installed.
+    On CUDA kernels draw all rows in one pass over the logits, if Triton is installed. On the CPU with one thread and numba
+    a kernel draws those without filters.
     """
     if logits.device.type != "cpu" and draws and find_spec("triton") is not None:
         from eyas.sampling.kernels import draw_rows
 
         return draw_rows(logits.contiguous(), draws)
+    if draws and is_readable(logits) and runs_compiled(logits.device):
+        return _sample_compiled(logits, draws)
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
         return draw_tokens(target_probs(logits, draws), draws)
@@ -61,6 +64,29 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
         from eyas.sampling import kernels
 
         kernels.warm_up(vocab_size, device)
+    elif device.type == "cpu":
+        keys = (NoiseKey(0), NoiseKey(0, 1.0))
+        sample(torch.zeros(2, vocab_size), [Draw(key, 0) for key in keys])
+
+
+def is_readable(values: Tensor) -> bool:
+    """Whether kernels of the CPU can read the values now: not those of an emulated device, which they would wait for."""
+    return type(values) is Tensor and not values.requires_grad
+
+
+def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    from eyas.sampling.cpu_kernels import draw_rows
+
+    keys = [draw.key for draw in draws]
+    seeds, positions = np.array([(signed(draw.key.seed), draw.position) for draw in draws], np.int64).T.copy()
+    heats = np.array([max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys], np.float32)
+    tokens = torch.empty(len(draws), dtype=torch.int64)
+    draw_rows(logits.contiguous().numpy(), seeds, positions, heats, tokens.numpy())
+    is_filtered = [key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0) for key in keys]
+    if any(is_filtered):
+        rows, drawn = torch.tensor(is_filtered), [draw for draw, is_one in zip(draws, is_filtered, strict=True) if is_one]
+        tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)
+    return tokens
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -199,9 +225,7 @@ def rank(scores: Tensor, k: int) -> Ranked:
 
 
 def _can_rank_compiled(scores: Tensor, k: int) -> bool:
-    """Whether the host can read the scores now: not those of an emulated device, which it would wait for."""
-    plain = type(scores) is Tensor and not scores.requires_grad
-    return plain and 0 < k <= min(MAX_KERNEL_K, scores.shape[-1]) and runs_compiled(scores.device)
+    return is_readable(scores) and 0 < k <= min(MAX_KERNEL_K, scores.shape[-1]) and runs_compiled(scores.device)
 
 
 def _rank_compiled(scores: Tensor, k: int) -> Ranked:

@@ -1,4 +1,4 @@
-"""The sampler's kernel draws the tokens of the plain sampler. Without a GPU it runs in triton's interpreter."""
+"""The sampler's kernels draw the tokens of the plain sampler. Without a GPU that of CUDA runs in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eyas.request import NoiseKey
+from eyas.sampling import sampler
 from eyas.sampling.noise import exponential_noise, row_keys
 from eyas.sampling.sampler import Draw, rank, sample
 
@@ -53,25 +54,40 @@ class WithoutLogits:
         return lambda logits, *rest, **options: self._kernel[grid](torch.full_like(logits, torch.nan), *rest, **options)
 
 
+def plain(logits: torch.Tensor, rows: list[Draw] | None = None) -> list[int]:
+    """What operations of torch draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "runs_compiled", lambda device: False)
+        return sample(logits, rows or draws()).tolist()
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
 def test_the_kernel_draws_what_plain_operations_draw(scale: float) -> None:
     logits = scale * torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(int(scale)))
     logits[:, ::3] = -torch.inf  # what a grammar does not allow
-    assert drawn(logits) == sample(logits, draws()).tolist()
+    assert drawn(logits) == plain(logits) == sample(logits, draws()).tolist()
+
+
+def test_the_compiled_sampler_draws_as_operations_do() -> None:
+    pytest.importorskip("numba")
+    logits = 4 * torch.randn(300, 997, generator=torch.Generator().manual_seed(5))
+    keys = [NoiseKey(seed, 0.2 + 0.01 * seed, top_k=7 * (seed % 9 == 0)) for seed in range(300)]
+    rows = [Draw(key, 3 * key.seed) for key in keys]
+    assert sample(logits, rows).tolist() == plain(logits, rows)
 
 
 def test_filtered_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_winners", WithoutLogits(kernels._winners))
     logits = 3 * torch.randn(len(FILTERED), BLOCK + 300, generator=torch.Generator().manual_seed(1))
     logits[1] *= 2
-    assert drawn(logits, FILTERED) == sample(logits, FILTERED).tolist()
+    assert drawn(logits, FILTERED) == plain(logits, FILTERED) == sample(logits, FILTERED).tolist()
 
 
 def test_filters_keep_what_plain_operations_keep_of_equals() -> None:
     """No list of likely tokens holds them all, so the rows are read again."""
     logits = torch.zeros(3, BLOCK + 300)
     logits[0, ::2], logits[1, 5] = -torch.inf, torch.nan
-    assert drawn(logits, FILTERED[:3]) == sample(logits, FILTERED[:3]).tolist()
+    assert drawn(logits, FILTERED[:3]) == plain(logits, FILTERED[:3])
 
 
 def test_rows_without_numbers_draw_no_token() -> None:
@@ -79,16 +95,16 @@ def test_rows_without_numbers_draw_no_token() -> None:
     logits[0, BLOCK + 1] = logits[1, 5] = torch.nan
     logits[2] = -torch.inf
     logits[3, VOCAB - 1] = torch.inf
-    expected = sample(logits, draws()).tolist()
+    expected = plain(logits)
     assert expected[:4] == [VOCAB] * 4
-    assert drawn(logits) == expected
+    assert drawn(logits) == expected == sample(logits, draws()).tolist()
 
 
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(len(TEMPERATURES), VOCAB)
     logits[:, [BLOCK - 1, BLOCK + 3, VOCAB - 1]] = 200.0
     assert drawn(logits)[0] == BLOCK - 1
-    assert drawn(logits) == sample(logits, draws()).tolist()
+    assert drawn(logits) == plain(logits) == sample(logits, draws()).tolist()
 
 
 def test_the_host_hashes_rows_as_the_device_does() -> None:

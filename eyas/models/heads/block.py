@@ -46,7 +46,14 @@ from eyas.models.heads.block_config import (
     canonical_name,
     read_block_config,
 )
-from eyas.models.heads.block_layers import BlockLayer, CandidateSelector, ConfidenceHead, MarkovHead, empty_linear
+from eyas.models.heads.block_layers import (
+    BlockLayer,
+    CandidateSelector,
+    CompiledBackbone,
+    ConfidenceHead,
+    MarkovHead,
+    empty_linear,
+)
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import LinearFuser, Projected, rms_norm
@@ -59,8 +66,8 @@ FROZEN = ("embed_tokens.weight", "lm_head.weight")
 class BlockHead(nn.Module):
     """The backbone and what stands on it: a Markov head and a confidence head (DSpark), or a candidate selector (DFlash2).
 
-    embed_tokens and lm_head are frozen. draft_ids maps draft ids to the target's. In a new head the Markov head adds
-    nothing, the confidence is even, and convolutions pass rows on.
+    embed_tokens and lm_head are frozen. draft_ids maps draft ids to the target's. compiled: see `serve`. In a new head the
+    Markov head adds nothing, the confidence is even, and convolutions pass rows on.
     """
 
     def __init__(self, config: BlockHeadConfig, max_model_len: int, std: float = 0.02) -> None:
@@ -79,6 +86,7 @@ class BlockHead(nn.Module):
         self.register_buffer("rotary", head_rotary(c, max_model_len), persistent=False)
         self.draft_ids: Tensor
         self.rotary: Tensor
+        self.compiled: CompiledBackbone | None = None
         for name, parameter in self.named_parameters():
             _initialise(name, parameter.data, std)
             parameter.requires_grad_(name not in FROZEN)
@@ -320,8 +328,14 @@ def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32")
 
 
 def serve(head: BlockHead) -> BlockHead:
-    """Freeze a head and lay out its weights for fast passes. It cannot be trained or saved any more."""
+    """Freeze a head and lay out its weights for fast passes. It cannot be trained or saved any more.
+
+    On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases.
+    """
     optimize_for_cpu(head.requires_grad_(False).eval())
+    c, weight = head.config, head.embed_tokens.weight
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
+        head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)
     return head
 
 

@@ -6,7 +6,7 @@ that are collected, C target hidden, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import get_setting
+from eyas.models.cpu import PackedWeight
 from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.
@@ -278,11 +279,18 @@ class LinearFuser(FeatureFuser):
         self.norms = None if norms is None else frozen(norms)
         self.output_norm = None if output_norm is None else frozen(output_norm)
         self._eps = eps
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    def serve(self) -> None:
+        """Lay out the weight for fast products on the CPU in float32. It cannot be trained any more."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            self._product = PackedWeight.of(self.weight.detach()).product(self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         if self.norms is not None:
             states = rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).flatten(1)
-        fused = F.linear(states, self.weight, self.bias)
+        is_packed = self.weight.dtype == torch.float32 and states.device.type == "cpu"
+        fused = self._product(states) if self._product and is_packed else F.linear(states, self.weight, self.bias)
         return fused if self.output_norm is None else rms_norm(fused, self.output_norm, self._eps)
 
 
