@@ -60,11 +60,19 @@ bench: $(KERNELS) ## measure the demo models here, about 3 minutes; writes dated
 		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
 	@$(BIN)/python -m benchmarks.scripts.round_trip
 
-methods: $(KERNELS) ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
+# Sources of Python's library without the modules that the prompts are from.
+CORPUS := build/methods/corpus
+PACKAGES := asyncio email http json logging multiprocessing unittest urllib xml
+$(CORPUS)/datastore.json: $(READY)
+	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" && $(abspath $(BIN))/eyas datastore build *.py $(PACKAGES) \
+		--model $(CURDIR)/models/demo/target --exclude $(CURDIR)/models/demo/heldout_modules.json --out $(CURDIR)/$(CORPUS)
+
+methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method dspark=models/demo/dspark --method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
-		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)
+		--method prompt_lookup --method rest=$(CORPUS) --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full \
+		--method dspark+prompt_lookup=models/demo/dspark $(METHODS)
 
 gpu: $(READY) ## on a machine with a GPU: its tests, kernels, draft rounds, steps and the widened demo, 25 minutes; GPU="--stage steps" for parts
 	@$(BIN)/python -m benchmarks.gpu $(GPU)

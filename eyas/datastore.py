@@ -144,16 +144,19 @@ def _datastore() -> None:
 
 @datastore.command()
 def build(
-    corpus: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files with text or token_ids, or folders.")],
+    corpus: Annotated[
+        list[Path], typer.Argument(help="Text files, .jsonl files with text or token_ids, or folders with such files.")
+    ],
     model: Annotated[
         str, typer.Option("--model", "--tokenizer", help="Folder or hub id that holds the target's tokenizer.json.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    exclude: Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out.")] = None,
 ) -> None:
     """Tokenize CORPUS and sort its suffixes."""
     from eyas.tokenizer import load_tokenizer
 
-    tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus)
+    tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus, exclude)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     with Progress(console=Console(stderr=True)) as progress:
         documents = _tokenized(files, tokenizer, progress)
@@ -169,15 +172,47 @@ def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) 
     progress.add_task("sorting suffixes", total=None)
 
 
-def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and all files below the folders named, in a fixed order. Raises ConfigError for missing paths."""
+def corpus_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
+    """The files named, and the UTF-8 texts below the folders named, in a fixed order.
+
+    exclude: see `excluded_ends`. Raises ConfigError for missing paths, and if nothing is left.
+    """
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise ConfigError(f"no such file or folder: {missing[0]}")
-    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*"))) if file.is_file()]
+    ends = excluded_ends(exclude)
+    found = [file for path in paths for file in ([path] if path.is_file() else _texts_below(path))]
+    files = [file for file in found if not str(file.absolute()).endswith(ends)]
     if not files:
-        raise ConfigError(f"{', '.join(map(str, paths))} holds no files; name text or JSON Lines files, or folders of them")
+        raise ConfigError(f"{', '.join(map(str, paths))} holds no texts; name text or JSON Lines files, or folders of them")
     return files
+
+
+def excluded_ends(exclude: Path | None) -> tuple[str, ...]:
+    """Ends of absolute paths, from a JSON list of names or ends of paths. Raises ConfigError for a file that holds none."""
+    if exclude is None:
+        return ()
+    try:
+        names = json.loads(exclude.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {exclude}: {error}; give a JSON list of paths") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f'{exclude} holds no list of paths; give a JSON list such as ["setup.py", "docs/index.md"]')
+    return tuple(f"/{name}" for name in names)
+
+
+def _texts_below(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file() and _is_text(file))
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error}; leave it out") from error
+    return True
 
 
 def documents_of(file: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:

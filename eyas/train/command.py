@@ -26,7 +26,7 @@ Files = Annotated[
     list[Path],
     typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; plain text; folders of such files."),
 ]
-Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out of folders.")]
+Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Assignments = Annotated[
     list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")

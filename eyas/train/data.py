@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
+from eyas.datastore import excluded_ends
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
@@ -177,18 +178,15 @@ class DocumentReader:
 def expand_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
     """Files as they are, and the sources and texts of folders, in the order of their names.
 
-    exclude: JSON list of names or ends of paths that are left out. Raises ConfigError for a path that does not exist.
+    exclude: see `excluded_ends`. Raises ConfigError for a path that does not exist.
     """
-    try:
-        ends = tuple(f"/{name}" for name in json.loads(exclude.read_text())) if exclude else ()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {exclude}: {error}; give a JSON list of paths") from error
+    ends = excluded_ends(exclude)
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} does not exist; name files or folders of training text")
         found = sorted(file for file in path.rglob("*") if file.suffix in FOLDER_SUFFIXES) if path.is_dir() else [path]
-        files += [file for file in found if not str(file.absolute()).endswith(ends)] if ends else found
+        files += [file for file in found if not str(file.absolute()).endswith(ends)]
     return files
 
 

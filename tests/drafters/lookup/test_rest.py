@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.config import DraftingConfig, MethodsConfig, RestConfig, TreeConfig
-from eyas.datastore import build_datastore, open_datastore
+from eyas.datastore import build_datastore, corpus_files, open_datastore
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
@@ -132,3 +132,18 @@ def test_the_command_builds_from_text_and_json_lines(target: str, tmp_path: Path
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "b.jsonl, line 1" in result.output
+
+
+def test_folders_yield_texts_that_are_not_excluded(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("a.txt", "b.py", "deep/b.py"):
+        (tmp_path / name).write_text("t3")
+    (tmp_path / "c.bin").write_bytes(b"\xff\x00")
+    names = tmp_path / "names.json"
+    names.write_text('["deep/b.py", "names.json"]')
+    assert corpus_files([tmp_path], names) == [tmp_path / "a.txt", tmp_path / "b.py"]
+    with pytest.raises(ConfigError, match="holds no texts"):
+        corpus_files([tmp_path / "deep" / "b.py"], names)
+    names.write_text('"b.py"')
+    with pytest.raises(ConfigError, match="holds no list of paths"):
+        corpus_files([tmp_path], names)
