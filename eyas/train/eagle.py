@@ -70,25 +70,26 @@ class EagleTrainer(nn.Module):
             features = features + 2 * self.config.noise * (batch.random(seed, *features.shape[1:]) - 0.5)
         valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
         attended = _AttentionOverSteps(documents[:, :-1], len(self.head.layers))
+        steps = []
+        for _ in range(self.config.ttt_steps if self.fuser else 1):
+            steps.append(self._run(features, tokens, positions, attended))
+            features = F.pad(steps[-1][:, :-1], (0, 0, 1, 0))
+        found = self._losses(torch.stack(steps, 2), states.final[:, 1:], loss_type)
         metrics, total, weight = Metrics(), torch.zeros((), device=tokens.device), 0.0
         agreed, tau = torch.ones_like(valid, dtype=torch.float32), torch.ones((), device=tokens.device)
-        for step in range(self.config.ttt_steps if self.fuser else 1):
-            rows = self._run(features, tokens, positions, attended)
+        for step, own_losses in enumerate(found.unbind(2)):
             own = valid & (positions >= step)
-            found = self._losses(rows, states.final[:, 1:], loss_type)
-            total = total + self.config.step_decay**step * weighted_mean(found[..., LOSS], own.float())
+            total = total + self.config.step_decay**step * weighted_mean(own_losses[..., LOSS], own.float())
             weight += self.config.step_decay**step
-            agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * found[..., AGREES].detach()
-            share = (agreed * own).sum() / own.sum().clamp(min=1)
-            tau = tau + share
-            metrics |= {f"agreement_{step + 1}": weighted_mean(found[..., AGREES].detach(), own.float())}
-            metrics |= {"chance_1": weighted_mean(found[..., CHANCE].detach(), own.float())} if step == 0 else {}
-            if self.fuser is None and self.config.feature_weight:
-                distance = F.smooth_l1_loss(rows, states.final[:, 1:].float(), reduction="none").mean(-1)
-                distance = weighted_mean(distance, valid.float())
-                metrics["feature_loss"] = distance.detach()
-                total = total + self.config.feature_weight * distance
-            features = F.pad(rows[:, :-1], (0, 0, 1, 0))
+            agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * own_losses[..., AGREES].detach()
+            tau = tau + (agreed * own).sum() / own.sum().clamp(min=1)
+            metrics |= {f"agreement_{step + 1}": weighted_mean(own_losses[..., AGREES].detach(), own.float())}
+        metrics["chance_1"] = weighted_mean(found[:, :, 0, CHANCE].detach(), valid.float())
+        if self.fuser is None and self.config.feature_weight:
+            distances = F.smooth_l1_loss(steps[0], states.final[:, 1:].float(), reduction="none").mean(-1)
+            distance = weighted_mean(distances, valid.float())
+            metrics["feature_loss"] = distance.detach()
+            total = total + self.config.feature_weight * distance
         return {
             "loss": total / weight,
             "draft_loss": (total / weight).detach(),
@@ -103,14 +104,18 @@ class EagleTrainer(nn.Module):
         return flat.view(*tokens.shape, -1)
 
     def _losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """What `row_losses` finds, [N, L - 1, 5], of states and the target's final states [N, L - 1, H]."""
+        """What `row_losses` finds, [N, L - 1, S, 5], of states [N, L - 1, S, H] of S steps.
+
+        All steps of a row have the same teacher, that of the target's final states [N, L - 1, H].
+        """
 
         def chunk(rows: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
-            return row_losses(self.head.logits(rows), teacher, loss_type)
+            return row_losses(self.head.raw_logits(rows), teacher[:, None], loss_type)
 
-        flat = (rows.flatten(0, 1), final.flatten(0, 1))
-        return in_chunks(chunk, flat, self.config.chunk_rows).view(*rows.shape[:2], -1)
+        flat, num_steps = (rows.flatten(0, 1), final.flatten(0, 1)), rows.shape[2]
+        chunk_rows = -(-self.config.chunk_rows // num_steps)
+        return in_chunks(chunk, flat, chunk_rows).view(*rows.shape[:3], -1)
 
     def write(self, folder: Path) -> None:
         """Write the head in SafeAILab's layout."""

@@ -22,18 +22,20 @@ LOSS, CHANCE, AGREES, CROSS_ENTROPY, OVERLAP = range(5)
 
 
 def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Sequence[int] = ()) -> Tensor:
-    """Compare logits [R, D] with the teacher's, in the same vocabulary; float32 [R, 5]. Only LOSS has a gradient.
+    """Compare logits [..., D] with the teacher's, in the same vocabulary; float32 [..., 5]. Only LOSS has a gradient.
 
-    CROSS_ENTROPY and OVERLAP are 0 unless they are `needed` or part of the loss.
+    teacher: of the same shape, or with a size of 1 where several rows of logits share one of its rows. CROSS_ENTROPY and
+    OVERLAP are 0 unless they are `needed` or part of the loss.
     """
     logits, teacher = logits.float(), teacher.float()
     with torch.no_grad():
         p, q = torch.softmax(teacher, -1), torch.softmax(logits, -1)
         likeliest, proposed = p.max(-1, keepdim=True), q.max(-1, keepdim=True)
-        chance = p.gather(-1, proposed.indices)
-    hard = overlap = torch.zeros_like(chance[:, 0])
+        chance = p.expand_as(q).gather(-1, proposed.indices)
+    hard = overlap = torch.zeros_like(chance[..., 0])
     if loss_type == "ce" or CROSS_ENTROPY in needed:
-        hard = F.cross_entropy(logits, likeliest.indices[:, 0], reduction="none")
+        right = likeliest.indices.expand_as(chance)
+        hard = F.cross_entropy(logits.flatten(0, -2), right.flatten(), reduction="none").view_as(hard)
     if loss_type in ("tv", "lk", "lk_hybrid"):
         overlap = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
     elif OVERLAP in needed:
@@ -47,12 +49,12 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
         loss = _Divergence.apply(logits, teacher, p, q, *both)  # type: ignore[no-untyped-call]
     if loss_type in ("tv", "lk", "lk_hybrid"):
         loss = _overlap_loss(overlap, loss, loss_type)
-    agrees = (chance == likeliest.values)[:, 0].float()
-    return torch.stack([loss, chance[:, 0], agrees, hard.detach(), overlap.detach()], -1)
+    agrees = (chance == likeliest.values)[..., 0].float()
+    return torch.stack([loss, chance[..., 0], agrees, hard.detach(), overlap.detach()], -1)
 
 
 def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> Tensor:
-    """Losses [R] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
+    """Losses [...] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
     if loss_type == "tv":
         return 1 - overlap
     if loss_type == "lk":
@@ -62,7 +64,7 @@ def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> T
 
 
 class _Divergence(torch.autograd.Function):
-    """The KL of p and q [R, D] or their cross-entropy, in few passes over [R, D]. The gradient of both is q - p.
+    """The KL of p and q [..., D] or their cross-entropy, in few passes over [..., D]. The gradient of both is q - p.
 
     cross-entropy = lse(logits) - sum of p * logits; the entropy of p is alike, and their difference is the KL.
     """
@@ -71,16 +73,16 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, teacher: Tensor, p: Tensor, q: Tensor, lse: Tensor, teacher_lse: Tensor | None
     ) -> Tensor:
-        """lse [R, 1]: logarithm of the sum of exp(logits). teacher_lse: None for the cross-entropy."""
-        ctx.save_for_backward(p, q)
+        """q is overwritten. lse [..., 1]: logarithm of the sum of exp(logits). teacher_lse: None for the cross-entropy."""
+        ctx.save_for_backward(q.sub_(p))
         if teacher_lse is None:
-            return lse[:, 0] - (p * logits).sum(-1)
-        return (lse - teacher_lse)[:, 0] + (teacher - logits).mul_(p).sum(-1)
+            return lse[..., 0] - (p * logits).sum(-1)
+        return (lse - teacher_lse)[..., 0] + (teacher - logits).mul_(p).sum(-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        p, q = ctx.saved_tensors
-        return (q - p).mul_(gradients[0][:, None]), None, None, None, None, None
+        (difference,) = ctx.saved_tensors
+        return difference * gradients[0][..., None], None, None, None, None, None
 
 
 def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:

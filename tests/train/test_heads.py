@@ -18,11 +18,11 @@ from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
 from eyas.train.block import BlockTrainer
-from eyas.train.config import LossConfig
+from eyas.train.config import LossConfig, LossType
 from eyas.train.data import Batch
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
-from eyas.train.losses import CHANCE, LOSS, OVERLAP, depth_weights, in_chunks, row_losses
+from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, row_losses
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from tests.drafters.naive_eagle import NaiveEagle
@@ -123,6 +123,16 @@ def test_chunks_with_recomputation_change_no_gradient() -> None:
         found[:, LOSS].sum().backward()
         gradients.append(rows.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"])
+def test_rows_that_share_a_teacher_have_its_losses(loss_type: LossType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(5, 3, 7, generator=generator), torch.randn(5, 7, generator=generator)
+    needed = (CROSS_ENTROPY, OVERLAP)
+    shared = row_losses(logits, teacher[:, None], loss_type, needed)
+    alone = [row_losses(logits[:, step], teacher, loss_type, needed) for step in range(3)]
+    torch.testing.assert_close(shared, torch.stack(alone, 1))
 
 
 def test_dpace_weights_are_sums_of_survivals() -> None:

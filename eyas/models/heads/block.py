@@ -157,31 +157,26 @@ class BlockHead(nn.Module):
 
     def block_logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before, [..., G]."""
-        if self._can_join_markov:
-            return self._joined_logits(states, previous)
-        logits = self.backbone_logits(states)
         if self.is_independent:
-            return logits
-        if self.markov_head is None or not self.markov_head.state_size:
-            return self.step(logits, states, previous, self.initial_state(*previous.shape))[0]
-        memory, depths = self.initial_state(*previous.shape[:-1]), []
-        for depth in range(previous.shape[-1]):
-            found, memory = self.step(logits[..., depth, :], states[..., depth, :], previous[..., depth], memory)
-            depths.append(found)
-        return torch.stack(depths, -2)
-
-    @property
-    def _can_join_markov(self) -> bool:
-        """Whether backbone and Markov head add up without anything between them."""
-        scaled = self.config.multiplier != 1 or self.config.softcap
-        return self.markov_head is not None and not self.markov_head.state_size and not scaled
-
-    def _joined_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """The logits of `backbone_logits` and `step` by one product, [states; z] with [lm_head; W2]."""
-        assert self.markov_head is not None
-        latent, _ = self.markov_head.latent(states, previous, self.initial_state(*previous.shape))
+            return self.backbone_logits(states)
+        if self.markov_head is None:
+            return self.step(self.backbone_logits(states), states, previous, self.initial_state(*previous.shape))[0]
+        latents = self._latents(self.markov_head, states, previous).to(states.dtype)
+        if self.config.multiplier != 1 or self.config.softcap:
+            return self.backbone_logits(states) + self.markov_head.bias(latents).float()
+        # backbone and Markov head by one product, [states; z] with [lm_head; W2]
         weight = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], -1)
-        return F.linear(torch.cat([states, latent.to(states.dtype)], -1), weight).float()
+        return F.linear(torch.cat([states, latents], -1), weight).float()
+
+    def _latents(self, markov: MarkovHead, states: Tensor, previous: Tensor) -> Tensor:
+        """z [..., G, r] of the Markov head at all depths."""
+        memory, latents = self.initial_state(*previous.shape[:-1]), []
+        if not markov.state_size:
+            return markov.latent(states, previous, memory)[0]
+        for depth in range(previous.shape[-1]):
+            latent, memory = markov.latent(states[..., depth, :], previous[..., depth], memory)
+            latents.append(latent)
+        return torch.stack(latents, -2)
 
     def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits float32 [...] of the chance that the proposed token is accepted if all before it are.
