@@ -65,6 +65,14 @@ def keys_read(launch: Launch) -> int:
     return int((tiles[:, 4] + tiles[:, 7]).sum())
 
 
+def longest_part(launch: Launch) -> int:
+    """Keys that one program of such a launch reads at most, as the kernel cuts them."""
+    values = launch.arguments
+    keys = values["tiles"][:, 4] + values["tiles"][:, 7]
+    even, least = (-(-keys // values[name]) for name in ("even_splits", "splits"))
+    return int(torch.maximum(least, even.clamp(max=values["LONG_PART"])).max())
+
+
 class _Recorder:
     """Takes the place of a kernel."""
 
@@ -110,9 +118,10 @@ class Launches(TorchDispatchMode):
         self.by_name: Counter[str] = Counter()
         self.bytes_by_name: Counter[str] = Counter()
         self._recording: Any = None
+        self._empty_parts = 0.0
 
     def __enter__(self) -> Launches:
-        self._recording = recorded(lambda launch: self._add(launch.function.__name__, launch.nbytes))
+        self._recording = recorded(self._add_launch)
         self._recording.__enter__()
         super().__enter__()
         return self
@@ -129,6 +138,13 @@ class Launches(TorchDispatchMode):
         if name not in FREE and any(x.device == META for x in written) and not _is_view(name, read, written):
             self._add(name, _traffic(name, read, written))
         return out
+
+    def _add_launch(self, launch: Launch) -> None:
+        """Only tiles with long prefixes have more parts than `even_splits`; they are few, and so not counted."""
+        if "even_splits" in launch.arguments:
+            self._empty_parts = 1 - launch.arguments["even_splits"] / launch.arguments["splits"]
+        unused = self._empty_parts * launch.arguments["partials"].nbytes if "partials" in launch.arguments else 0
+        self._add(launch.function.__name__, launch.nbytes - int(unused))
 
     def _add(self, name: str, nbytes: int) -> None:
         self.num += 1
@@ -160,13 +176,15 @@ def _nbytes(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a launch. shared: bytes of shared memory. matrix: kind of matrix instructions, or ''."""
+    """What the compiler made of a launch. shared: bytes of shared memory. residents: programs that a processor holds, by
+    registers and shared memory. matrix: kind of matrix instructions, or ''."""
 
     name: str
     sm: int
     registers: int
     spilled: int
     shared: int
+    residents: int
     matrix: str
     loads_ahead: bool
 
@@ -204,7 +222,9 @@ def compiled(launch: Launch, sm: int) -> Compiled:
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
     matrix = next((kind for kind in ("wgmma", "tcgen05.mma", "mma.sync") if kind in ptx), "")
-    return Compiled(function.__name__, sm, registers, spilled, made.metadata.shared, matrix, "cp.async" in ptx)
+    shared, warps = made.metadata.shared, made.metadata.num_warps
+    residents = min(65536 // (-(-registers // 8) * 256 * warps), (SHARED_KIB[sm] + 1) * 1024 // (shared + 1024))
+    return Compiled(function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx)
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -256,7 +276,8 @@ def sampling_calls(sm: int) -> None:
     from eyas.sampling.kernels import draw_rows, top_k
     from eyas.sampling.sampler import Draw
 
-    for key in (NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)):
+    keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
+    for key in keys[: 2 if sm == min(SHARED_KIB) else 1]:
         draw_rows(torch.zeros(64, 128256, device=META), [Draw(key, 0)] * 64)
     top_k(torch.zeros(10, 32000, device=META), 10)
 

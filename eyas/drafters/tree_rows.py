@@ -127,7 +127,7 @@ class RowLayout:
     def shape(self, sessions: int, number: int) -> MetadataShape:
         """The shape of a pass."""
         rows, tiles = sessions * self.widths[number], sessions * self._num_tiles(self.widths[number])
-        return MetadataShape(rows, rows, tiles, self.tile_rows, self.tiling.splits(tiles))
+        return self.tiling.shape(rows, rows, tiles, self.tile_rows)
 
     def build_words(self, slots: Sequence[Slots], scratch: Sequence[Slots] | Ints, sessions: int) -> Words:
         """The words of a round, padded to `sessions`. slots: of the prefixes. scratch: R slots of each session, padding too.

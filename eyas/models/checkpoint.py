@@ -146,6 +146,51 @@ def weight_map(folder: Path) -> dict[str, Path]:
     raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
+class StoredTensor:
+    """A tensor in a file of safetensors, of which only the parts that are asked for are read."""
+
+    def __init__(self, files: WeightFiles, stored: Any) -> None:
+        self._files, self._stored = files, stored
+        self.shape: tuple[int, ...] = tuple(stored.get_shape())
+        self.ndim, self.dtype, self.device = len(self.shape), files.dtype, files.device
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Read a part of one dimension, as `Tensor.narrow`."""
+        part: Tensor = self._stored[(*[slice(None)] * dim, slice(start, start + length))]
+        self._files.bytes_read += part.nbytes
+        return part.to(self._files.dtype)
+
+
+class WeightFiles:
+    """The tensors of a checkpoint in safetensors. They are read straight to a device, then take the dtype.
+
+    bytes_read: of all parts so far.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        """Reads no tensor. Raises CheckpointError for a folder without weights."""
+        self.dtype, self.bytes_read = dtype, 0
+        self.device, self._map = device, weight_map(folder)
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def can_read_parts(self) -> bool:
+        """Whether all files are safetensors: others can only be read as a whole."""
+        return all(file.suffix == ".safetensors" for file in self._map.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._map
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Raises CheckpointError for a file that cannot be read."""
+        file = self._map[name]
+        try:
+            handle = self._open.setdefault(file, safe_open(file, framework="pt", device=self.device))
+            return StoredTensor(self, handle.get_slice(name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read weights {file}: {error}") from error
+
+
 def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tuple[str, Tensor]]:
     """Tensors whose names begin with one of the prefixes, sorted by name; of safetensors no others are read."""
     with _open_weights(file) as (names, get):

@@ -200,7 +200,7 @@ class MetadataShape:
     """Sizes of a pass over AttentionMetadata, padding included; a captured graph fixes them.
 
     rows, logits: packed rows, and rows whose logits are computed. tiles: runs of at most `tile_rows` rows of one segment.
-    splits: parts into which the keys of a tile are cut.
+    splits: parts into which the keys of a tile are cut at most. even_splits: parts of a tile with few keys.
     """
 
     rows: int
@@ -208,6 +208,7 @@ class MetadataShape:
     tiles: int
     tile_rows: int
     splits: int
+    even_splits: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,20 @@ from torch.utils.hooks import RemovableHandle
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, register_attention
-from eyas.models.checkpoint import check_device, check_quantisation, read_config, read_target_config, resolve
+from eyas.models.checkpoint import (
+    WeightFiles,
+    check_device,
+    check_quantisation,
+    read_config,
+    read_target_config,
+    resolve,
+)
 from eyas.models.cpu import optimize_for_cpu
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
-from eyas.models.tensor_parallel import Shard, can_split_heads, shard_model, splits_heads
+from eyas.models.tensor_parallel import Shard, can_split_heads, load_shard, shard_model, splits_heads
 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -176,10 +183,12 @@ def load_target(
     folder = resolve(path_or_id)
     check_quantisation(read_config(folder), path_or_id)
     shapes = measure_kv_shapes(read_model_config(folder))
-    model = _load_weights(folder, path_or_id, dtype)
+    model = _load_shard(folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
+    if model is None:
+        model = _load_weights(folder, path_or_id, dtype)
+        if shard is not None:
+            shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = path_or_id
-    if shard is not None:
-        shard_model(model, shard, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1, shapes)
     _adapt(target, max_model_len)
     _fuse(target, _check_attention(target))
@@ -220,6 +229,24 @@ def read_model_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot read the config of {str(folder)!r}: {error}") from error
+
+
+def _load_shard(folder: Path, dtype: str, device: str, shard: Shard, kv_heads: Sequence[int]) -> Any | None:
+    """transformers' model with this rank's part of the weights; None if the parts cannot be read from the files."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    architecture: Any = AutoModelForCausalLM
+    config, weights = read_model_config(folder), getattr(torch, dtype)
+    make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
+    files = WeightFiles(folder, weights, device)
+    model = load_shard(make_model, files, torch.device(device), shard, kv_heads)
+    if model is None:
+        log.warning("%s: each rank reads all weights into memory before it takes its part", folder)
+        return None
+    log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:

@@ -1,11 +1,13 @@
 """Cuts a loaded model to one rank's part, as the tensor-parallel plan of transformers says.
 
 Ranks exchange values in two places: they sum the output of a layer split by rows, and gather an output split by columns.
+A rank reads its part of plain weights from their files, straight to its device; others are loaded whole and cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import quantisation
+from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.
@@ -28,6 +30,7 @@ WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_row
 # Quantised weights that are tensors which can be cut, scales included.
 SPLIT_QUANTISATIONS = ("torchao",)
 
+LM_HEAD = "lm_head.weight"
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -39,10 +42,10 @@ class Shard:
     rank: int
     size: int
 
-    def cut(self, tensor: Tensor, dim: int, parts: int = 1) -> Tensor:
-        """This rank's slice of each of the `parts` equal parts of a dimension, as a copy.
+    def cut(self, tensor: Tensor | StoredTensor, dim: int, parts: int = 1) -> Tensor:
+        """This rank's slice of each of the `parts` equal parts of a dimension, as a copy. Nothing else is read.
 
-        A copy reads a memory-mapped file only where needed. Raises CheckpointError if the ranks do not divide the dimension,
+        Raises CheckpointError if the ranks do not divide the dimension,
         or cut through groups of quantised weights.
         """
         if tensor.shape[dim] % (parts * self.size):
@@ -79,11 +82,62 @@ def can_split_heads(num_kv_heads: int, num_ranks: int) -> bool:
     return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
 
 
-def shard_model(model: Any, shard: Shard, kv_heads: Sequence[int]) -> None:
+def load_shard(
+    make_model: Callable[[], Any], files: WeightFiles, device: torch.device, shard: Shard, kv_heads: Sequence[int]
+) -> Any | None:
+    """A causal LM with this rank's part of the weights on `device`, and the exchanges between ranks.
+
+    make_model: makes the architecture. None if parts of its weights cannot be read, because they have other names in the
+    files, other shapes, or are quantised. Raises CheckpointError as `shard_model`.
+    """
+    if not files.can_read_parts:
+        return None
+    with _weightless():
+        model = make_model()
+    names, embedding = {name: name for name, _ in model.named_parameters()}, _embedding_name(model)
+    is_tied = LM_HEAD in names and LM_HEAD not in files and model.config.get_text_config().tie_word_embeddings
+    if is_tied:
+        names[LM_HEAD] = embedding
+    keeps_float32 = any(getattr(model, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
+    if quantisation(model.config) or keeps_float32:
+        return None
+    if any(name not in files or files[name].shape != model.get_parameter(own).shape for own, name in names.items()):
+        return None
+    shard_model(model, shard, kv_heads, lambda name: files[names[name]])
+    if is_tied and model.lm_head.weight.shape == model.get_parameter(embedding).shape:
+        model.lm_head.weight = model.get_parameter(embedding)
+    return model.to(device)
+
+
+def _embedding_name(model: Any) -> str:
+    """The name of the parameter that looks up tokens."""
+    weight = model.get_input_embeddings().weight
+    return next(name for name, parameter in model.named_parameters() if parameter is weight)
+
+
+@contextmanager
+def _weightless() -> Iterator[None]:
+    """Inside the context, modules are made without memory for their parameters. Buffers have their values."""
+    register = nn.Module.register_parameter
+
+    def register_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, None if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
+
+    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def shard_model(
+    model: Any, shard: Shard, kv_heads: Sequence[int], stored: Callable[[str], StoredTensor] | None = None
+) -> None:
     """Cut the weights of a causal LM in place and add the exchanges between ranks. Every rank must do the same.
 
-    kv_heads: key-value heads of every layer. Raises CheckpointError for a model without a plan, with weights quantised by
-    something other than torchao, with an unknown style, or with a width or heads that the ranks cannot share.
+    kv_heads: key-value heads of every layer. stored: where to read a parameter, if the model has none. Raises
+    CheckpointError for a model without a plan, with weights quantised by something other than torchao, with an unknown
+    style, or with a width or heads that the ranks cannot share.
     """
     plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
     if not plan:
@@ -100,9 +154,12 @@ def shard_model(model: Any, shard: Shard, kv_heads: Sequence[int]) -> None:
     for path, module in list(model.named_modules()):
         style = _style(plan, path)
         if style in GATHERED and int(cast(Any, module).out_features) % shard.size:
-            continue  # every rank gets the whole output anyway
+            style = None  # every rank gets the whole output anyway
         for key, _ in list(module.named_parameters(recurse=False)):
-            _cut_parameter(module, key, _style(plan, f"{path}.{key}") or style, _layer_shard(path, style, shard, kv_heads))
+            whole = stored(f"{path}.{key}") if stored else getattr(module, key)
+            own_style, own_shard = _style(plan, f"{path}.{key}") or style, _layer_shard(path, style, shard, kv_heads)
+            if (part := _cut_parameter(whole, own_style, own_shard)) is not None:
+                setattr(module, key, nn.Parameter(part, requires_grad=False))
         _add_exchange(module, style, shard)
 
 
@@ -125,17 +182,15 @@ def _style(plan: dict[str, str], path: str) -> str | None:
     return plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
 
 
-def _cut_parameter(module: nn.Module, key: str, style: str | None, shard: Shard) -> None:
-    whole: Tensor = getattr(module, key)
+def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard) -> Tensor | None:
+    """This rank's part of a parameter; None where it is the whole one, which is there already."""
     if style in COLUMNS | PACKED:
-        part = shard.cut(whole, max(whole.ndim - 2, 0), parts=2 if style in PACKED else 1)
-    elif style in ROWS and whole.ndim > 1:
-        part = shard.cut(whole, -1)
-    elif style in ROWS and shard.rank > 0:  # a bias is added once
-        part = torch.zeros_like(whole)
-    else:
-        return
-    setattr(module, key, nn.Parameter(part, requires_grad=False))
+        return shard.cut(whole, max(whole.ndim - 2, 0), parts=2 if style in PACKED else 1)
+    if style in ROWS and whole.ndim > 1:
+        return shard.cut(whole, -1)
+    if style in ROWS and shard.rank > 0:  # a bias is added once
+        return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
+    return whole.narrow(0, 0, whole.shape[0]) if isinstance(whole, StoredTensor) else None
 
 
 def _add_exchange(module: nn.Module, style: str | None, shard: Shard) -> None:

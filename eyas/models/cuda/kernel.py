@@ -1,8 +1,8 @@
 """Tree attention as a Triton kernel: `eyas.models.attention.attend` for inputs with AttentionMetadata.
 
-Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a second
-kernel combines the parts, if there are several. Heads that share keys are rows of one matrix product. Only keys of the
-segment's own rows are masked.
+Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a
+second kernel combines the parts, if there can be several. A long prefix has more parts than a short one, whose other
+programs end at once. Heads that share keys are rows of one matrix product. Only keys of the segment's own rows are masked.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.models.cuda.metadata import LONG_PART
 from eyas.models.inputs import PackedInputs
 
 # Registers that a thread may take in float32: ptxas, left to choose, takes so few that values spill to memory.
@@ -44,7 +45,7 @@ def attend(
         sums = query.new_empty((shape.splits, rows, num_heads), dtype=torch.float32)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
-        *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits),
+        *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
         NUM_KV=num_kv,
         GROUP=group,
         WIDTH=width,
@@ -53,6 +54,7 @@ def attend(
         BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
         BLOCK_N=_keys_per_block(row_bytes),
         BLOCK_D=block_d,
+        LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
         num_warps=4 if row_bytes <= 256 else 8,
         num_stages=2,
@@ -73,13 +75,14 @@ def _keys_per_block(row_bytes: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["rows", "splits"],
+    do_not_specialize=["rows", "splits", "even_splits"],
     do_not_specialize_on_alignment=["words", "masks", "tiles", "slots", "positions", "key_positions"],
 )
 def _attend_parts(
-    query, keys, values, partials, sums, words, masks, tiles, slots, positions, key_positions, scaling, rows, splits,
+    query, keys, values, partials, sums, words, masks, tiles, slots, positions, key_positions, scaling, rows,
+    splits, even_splits,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tiles + 8 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count, own, stride = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
@@ -89,7 +92,8 @@ def _attend_parts(
     position = tl.load(positions + row, mask=live, other=2147483647)
     last = length + tl.load(tile + 7)
     lowest = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length) if WINDOW else 0
-    part = tl.cdiv(tl.cdiv(last - lowest, splits), BLOCK_N) * BLOCK_N
+    part = tl.maximum(tl.cdiv(last - lowest, splits), tl.minimum(tl.cdiv(last - lowest, even_splits), LONG_PART))
+    part = tl.cdiv(part, BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
     kept = live[:, None] & (d < WIDTH)[None, :]

@@ -27,6 +27,11 @@ Words = npt.NDArray[np.int32]
 TILE_WORDS = 8
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
+# Keys from which on a tile is cut into more parts than filling the device takes: others would wait for one long prefix.
+LONG_PART = 2048
+# Parts of a long prefix where tiles alone fill the device, and the most rows of all parts together: they take memory.
+LONG_SPLITS = 8
+MAX_PART_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,12 @@ class Tiling:
         few = max(1, 16 // self.heads_per_kv)
         return few if longest <= few else max(1, self.max_rows // self.heads_per_kv)
 
-    def splits(self, tiles: int) -> int:
-        """Parts of the keys, so that even a few tiles fill the device."""
-        return min(MAX_SPLITS, max(1, 2 * self.num_processors // (tiles * self.num_kv)))
+    def shape(self, rows: int, logits: int, tiles: int, tile_rows: int, filled: int | None = None) -> MetadataShape:
+        """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
+        default."""
+        even = min(MAX_SPLITS, max(1, 2 * self.num_processors // ((filled or max(tiles, 1)) * self.num_kv)))
+        long = min(LONG_SPLITS, MAX_PART_ROWS // max(rows, 1))
+        return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
 
 
 def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
@@ -57,14 +65,14 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
     counts = [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     tiles = sum(-(-count // tile_rows) for count in counts)
-    return MetadataShape(sum(counts), count_logits(segments), tiles, tile_rows, tiling.splits(tiles))
+    return tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
 
 
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
     """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
     tiles = min(rows, max_segments + 1 + rows // tile_rows)
-    return MetadataShape(rows, rows, tiles, tile_rows, tiling.splits(-(-rows // tile_rows)))
+    return tiling.shape(rows, rows, tiles, tile_rows, -(-rows // tile_rows))
 
 
 def max_words(shape: MetadataShape) -> int:

@@ -78,6 +78,20 @@ def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window
     check(packing, make_pass(SIZES), Heads(4, 1, 16), window)
 
 
+def test_long_prefixes_have_more_parts_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.models.cuda.kernel.LONG_PART", 64)
+    sizes, heads = [(True, 3, 300), (True, 3, 20), (False, 5, 70)], Heads(4, 2, 16)
+    segments = make_pass(sizes)
+
+    def full(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+        packed = tightly(segments, heads, scratch, processors=1)
+        assert packed.metadata is not None
+        assert packed.metadata.shape.even_splits == 1 < packed.metadata.shape.splits
+        return packed
+
+    check(full, segments, heads)
+
+
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interpreter cannot multiply bfloat16")
 
 

@@ -33,3 +33,6 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, 
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
     assert all(kernel["loads_ahead"] for kernel in attention)
     assert attention[0]["matrix"], "bfloat16 without matrix instructions"
+    plain_step, tree = attention[:2]
+    assert plain_step["residents"] >= {80: 3, 90: 4}.get(sm, 2)
+    assert tree["residents"] >= {90: 2}.get(sm, 1)

@@ -30,7 +30,7 @@ from eyas.sampling.sampler import Draw, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.launches import META, Launch, Launches, keys_read, recorded
+from tests.launches import META, Launch, Launches, keys_read, longest_part, recorded
 
 VOCAB = 128256
 ROPE = {
@@ -117,7 +117,7 @@ def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
     found = draft_round(64, "plain")
-    assert found.other_bytes <= 1.43e9, found.bytes_by_name
+    assert found.other_bytes <= 1.55e9, found.bytes_by_name
 
 
 def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
@@ -134,8 +134,9 @@ def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
         for level in range(1, 8):
             levels = levels.level(level, torch.zeros(64, 10, dtype=torch.int64))
             attend(torch.zeros(640, 32, 128, dtype=torch.bfloat16), keys, keys, levels.packed, 1.0)
-    read = [keys_read(launch) for launch in launches if launch.function.__name__ == "_attend_parts"]
-    assert read == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]
+    parts = [launch for launch in launches if launch.function.__name__ == "_attend_parts"]
+    assert [keys_read(launch) for launch in parts] == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]
+    assert max(map(longest_part, parts)) <= 32070 // 6, "one program reads much of the longest prefix"
 
 
 @pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [

@@ -26,13 +26,14 @@ from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
+from eyas.models.checkpoint import WeightFiles
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
-from eyas.models.target import TargetModel, load_target
-from eyas.models.tensor_parallel import Shard, shard_model
+from eyas.models.target import TargetModel, load_target, read_model_config
+from eyas.models.tensor_parallel import Shard, load_shard, shard_model
 from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.request import Request, SamplingParams
 from tests import reference
@@ -221,6 +222,26 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(size: int, kv_heads: int
 def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but the target is loaded for 1"):
         assemble_engine(load_target(target), None, EngineConfig(tensor_parallel_size=2), TREE, None)
+
+
+@pytest.mark.parametrize(("rank", "size", "is_tied"), [(1, 2, False), (0, 2, True), (3, 4, True)])
+def test_a_rank_reads_its_own_weights_only(rank: int, size: int, is_tied: bool, target: str, tmp_path: Path) -> None:
+    whole = LlamaForCausalLM.from_pretrained(target)
+    if is_tied:
+        whole.config.tie_word_embeddings = True
+        whole.tie_weights()
+    whole.save_pretrained(tmp_path)
+    files = WeightFiles(tmp_path, torch.float32, "cpu")
+    config = read_model_config(tmp_path)
+    part = load_shard(lambda: LlamaForCausalLM(config), files, torch.device("cpu"), Shard(rank, size), [2] * 4)
+    assert part is not None
+    shard_model(whole, Shard(rank, size), [2] * 4)
+    own = dict(part.named_parameters(remove_duplicate=False))
+    for name, expected in whole.named_parameters(remove_duplicate=False):
+        assert torch.equal(own[name], expected), name
+    for name, expected_buffer in whole.named_buffers():
+        assert torch.equal(part.get_buffer(name), expected_buffer), name
+    assert files.bytes_read <= sum(weight.nbytes for weight in own.values())
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
