@@ -112,22 +112,24 @@ def load_shard(
 def _embedding_name(model: Any) -> str:
     """The name of the parameter that looks up tokens."""
     weight = model.get_input_embeddings().weight
-    return next(name for name, parameter in model.named_parameters() if parameter is weight)
+    names: list[str] = [name for name, parameter in model.named_parameters() if parameter is weight]
+    return names[0]
 
 
 @contextmanager
 def _weightless() -> Iterator[None]:
     """Inside the context, modules are made without memory for their parameters. Buffers have their values."""
-    register = nn.Module.register_parameter
+    modules: Any = nn.Module
+    register = modules.register_parameter
 
     def register_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, None if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
 
-    nn.Module.register_parameter = register_meta  # type: ignore[method-assign]
+    modules.register_parameter = register_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        modules.register_parameter = register
 
 
 def shard_model(
