@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "150",
+    "RAY_agent_register_timeout_ms": "120000",
     "RAY_prestart_worker_first_driver": "0",
     "OTEL_METRICS_EXPORTER": "none",
     "OTEL_BSP_SCHEDULE_DELAY": "200",
