@@ -27,8 +27,8 @@ class EngineConfig:
         max_prefill_tokens: maximum number of prompt tokens in a step; longer prompts are prefilled in chunks.
         max_verify_tokens: maximum number of tree nodes in a step. With a share below 2 a sequence decodes plainly.
         max_model_len: maximum number of tokens of prompt and output together. 0 takes the model's own limit.
-        deterministic: run every sequence by itself, in passes of a fixed number of rows. Logits then depend only on the
-            tokens before them, not on the batch. Slow; see docs/equality.md.
+        deterministic: logits depend only on the tokens before them, not on the batch. Unless the CPU's kernels give that by
+            themselves, every sequence runs by itself, in passes of a fixed number of rows. See docs/equality.md.
         cuda_graphs: capture forward passes as CUDA graphs at startup. No effect on other devices.
         acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
             for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It

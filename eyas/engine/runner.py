@@ -14,6 +14,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
+from eyas.models.fused import MAX_KERNEL_ROWS, is_batch_invariant
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
@@ -63,8 +64,10 @@ class ModelRunner:
 class BatchInvariantRunner(ModelRunner):
     """The runner of deterministic mode: a token's logits do not depend on what else shares the step.
 
-    Every forward pass has the same number of rows, all of one sequence, and its attention does not depend on the order of
-    keys in memory: plain and speculative decoding run the same kernels. ModelRunner is the fast one.
+    keeps_batches: whether the target's passes have that property by themselves. Then they hold all sequences, and prompts
+    are cut into segments that the target's kernels take. Otherwise every forward pass has the same number of rows, all of
+    one sequence, and its attention does not depend on the order of keys in memory: plain and speculative decoding run the
+    same kernels. ModelRunner is the fast one.
     """
 
     def __init__(self, target: TargetModel, kv_cache: KVCache, fuser: FeatureFuser | None, rows: int) -> None:
@@ -76,8 +79,11 @@ class BatchInvariantRunner(ModelRunner):
         if target.is_mixture_of_experts:
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows = rows
+        self.keeps_batches = rows <= MAX_KERNEL_ROWS and is_batch_invariant(target.model)
 
     def forward(self, segments: Seq[Segment]) -> Tensor:
+        if self.keeps_batches:
+            return super().forward([part for segment in segments for part in _kernel_segments(segment)])
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
         return torch.cat([self._run_block(block) for block in blocks])
@@ -90,6 +96,14 @@ class BatchInvariantRunner(ModelRunner):
         out = self.target.forward(packed, self.kv_cache)
         self._store_features(packed.slots, out)
         return out.logits[upload(block.logits_indices, out.logits.device)]
+
+
+def _kernel_segments(segment: Segment) -> list[Segment]:
+    """The segment in parts of MAX_KERNEL_ROWS rows; a tree is one part."""
+    count = len(segment.tokens)
+    if segment.visible is not None or count <= MAX_KERNEL_ROWS:
+        return [segment]
+    return [segment.part(start, min(start + MAX_KERNEL_ROWS, count)) for start in range(0, count, MAX_KERNEL_ROWS)]
 
 
 def segment_of(scheduled: ScheduledSequence) -> Segment:

@@ -436,6 +436,22 @@ def unfuse_layers(model: Any) -> None:
         module.__dict__.pop("forward", None)
 
 
+def is_batch_invariant(model: Any) -> bool:
+    """Whether a row gets the same bits in any pass, in segments of up to MAX_KERNEL_ROWS rows.
+
+    That holds for fused layers whose weights are all halves, run by the compiled kernels of the CPU.
+    """
+    runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return runs_here and runs_compiled(model.device) and all(map(_is_half, linear))
+
+
+def _is_half(linear: nn.Linear) -> bool:
+    if isinstance(linear, MergedLinearPart):
+        return linear.merged.weight.is_half
+    return isinstance(linear, PackedLinear) and linear.packed_weight.is_half
+
+
 def _can_fuse(layer: Any) -> bool:
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)

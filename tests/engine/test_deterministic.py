@@ -40,9 +40,13 @@ def runner_of(target: TargetModel) -> BatchInvariantRunner:
     return BatchInvariantRunner(target, KVCache(400, target.kv_shapes, 0, target.dtype, target.device), None, ROWS)
 
 
+def new_sequence(tokens: list[int]) -> Sequence:
+    return Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens), np.empty(len(tokens), np.int64))
+
+
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
-    sequence = Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens), np.empty(len(tokens), np.int64))
+    sequence = new_sequence(tokens)
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
         logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))])
         sequence.extend(slots[start:end])
@@ -68,6 +72,30 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
     for node in range(len(TREE)):
         path = [TREE.tokens[above] for above in TREE.path(node)]
         assert torch.equal(in_tree[node], prefill(runner, PROMPT + path, slots[200:], (3,)))
+
+
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2"])
+def test_half_weights_keep_batches_and_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    kind, settings = FAMILIES[name]
+    target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.bfloat16), "float32")
+    runner, slots = runner_of(target), np.random.default_rng(1).permutation(400)
+    assert runner.keeps_batches
+    prompt = np.random.default_rng(0).integers(3, 48, 80).tolist()
+    whole = prefill(runner, prompt, slots[:80], ())
+    assert torch.equal(whole, prefill(runner, prompt, slots[80:160], (5, 71)))
+    in_tree = tree_logits(runner, TREE, prompt, slots[80:])
+    for node in (0, 3, 5):
+        path = [TREE.tokens[above] for above in TREE.path(node)]
+        assert torch.equal(in_tree[node], prefill(runner, prompt + path, slots[200:], (3,)))
+    passes = []
+    monkeypatch.setattr(target, "forward", lambda *args: passes.append(args) or type(target).forward(target, *args))
+    both = [
+        segment_of(ScheduledSequence(new_sequence(tokens), slots[at : at + len(tokens)], 0))
+        for tokens, at in ((PROMPT, 300), (prompt, 200))
+    ]
+    assert torch.equal(runner.forward(both)[-1], whole)
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
