@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
+import torch
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
-from eyas.tensors import Ints
+from eyas.tensors import Ints, runs_compiled
 from eyas.tree import DraftTree
 
 # Leaves of a side's tree below which the other side looks.
@@ -109,6 +110,10 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self._sides:
             side.warm_up()
+        if runs_compiled(torch.device("cpu")):
+            from eyas.drafters.cpu_kernels import compile_kernels
+
+            compile_kernels()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
@@ -257,6 +262,20 @@ def merge_trees(
     """
     if not any(trees):
         return [DraftTree.root_only(root) for root in roots]
+    if runs_compiled(torch.device("cpu")):
+        from eyas.drafters.cpu_kernels import merged_trees
+
+        made = merged_trees(roots, trees, budgets, min_share)
+    else:
+        made = _merged(roots, trees, budgets, min_share)
+    ahead = [any(tree.grown_ahead for tree in own) for own in trees]
+    return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
+
+
+def _merged(
+    roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
+) -> list[DraftTree]:
+    """`merge_trees` by operations on the nodes of all trees."""
     room = np.array([max(budget.max_nodes - 1, 0) for budget in budgets])
     deepest = np.array([budget.max_depth for budget in budgets])
     nodes = _nodes(trees)
@@ -272,9 +291,7 @@ def merge_trees(
     chosen = np.zeros(len(sessions), np.bool_)
     chosen[merged[first_of_groups(sessions[merged], room, -better[merged], ~reserved[merged])]] = True
     above = np.where(nodes.depths == 1, -1, nodes.firsts[nodes.parents])
-    made = forest_trees(sessions, above, nodes.tokens, better, chosen, roots)
-    ahead = [any(tree.grown_ahead for tree in own) for own in trees]
-    return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
+    return forest_trees(sessions, above, nodes.tokens, better, chosen, roots)
 
 
 def _nodes(trees: Sequence[Sequence[DraftTree]]) -> _Nodes:

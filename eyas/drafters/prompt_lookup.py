@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import DraftContext, Path, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
+from eyas.tensors import runs_compiled
 from eyas.tree import DraftTree
 
 # Weight of a match relative to the next better one.
@@ -87,6 +89,12 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         self._tree = tree
         self._config = config
 
+    def warm_up(self) -> None:
+        if runs_compiled(torch.device("cpu")):
+            from eyas.drafters.cpu_kernels import compile_kernels
+
+            compile_kernels()
+
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
     ) -> list[DraftTree]:
@@ -97,17 +105,24 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         sessions = np.repeat(np.arange(len(found)), [len(places) for places in found])
         if not len(sessions) or depth < 1:
             return [DraftTree.root_only(root) for root in roots]
-        rows = [
-            index.tokens[place : place + depth] for index, places in zip(memories, found, strict=True) for place in places
-        ]
-        lengths = np.array([len(row) for row in rows])
-        tokens = np.zeros((len(rows), depth), np.int64)
-        tokens[np.arange(depth) < lengths[:, None]] = np.concatenate(rows)
+        lengths = np.empty(len(sessions), np.int64)
+        tokens, match = np.zeros((len(sessions), depth), np.int64), 0
+        for index, places in zip(memories, found, strict=True):
+            for place in places:
+                row = index.tokens[place : place + depth]
+                tokens[match, : len(row)], lengths[match] = row, len(row)
+                match += 1
         ranks = np.concatenate([np.arange(len(places)) for places in found])
         matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
         if not matches.lengths.any():
             return [DraftTree.root_only(root) for root in roots]
-        trie = build_trie(matches)
         length_indices = np.array([length - self._config.min_ngram for places in found for length in places.values()])
-        steps = match_steps(trie, length_indices, np.stack([index.rates.logs() for index in memories]))
+        rates = {id(index): index.rates.logs() for index in memories}
+        log_rates = np.stack([rates[id(index)] for index in memories])
+        if runs_compiled(torch.device("cpu")):
+            from eyas.drafters.cpu_kernels import trees_of_matches
+
+            return trees_of_matches(matches, length_indices, log_rates, roots, budgets)
+        trie = build_trie(matches)
+        steps = match_steps(trie, length_indices, log_rates)
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)

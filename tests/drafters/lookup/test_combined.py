@@ -66,6 +66,9 @@ def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree
     trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
     assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyas.drafters.combined.runs_compiled", lambda device: False)
+        assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
 
 
 def test_a_merged_tree_keeps_the_best_nodes_without_duplicates() -> None:
