@@ -36,8 +36,8 @@ FREE = {
 }  # fmt: skip
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 GATHERS = {"embedding", "index", "index_select", "gather"}
-# Arguments of kernels: the KV cache, words with prefixes and masks, an embedding, of which a row takes what it writes, and
-# logits of rows whose likely tokens are not enough.
+# Arguments of kernels: the KV cache, words with prefixes and masks, an embedding, and logits that only rows of flat
+# distributions are read from again.
 READ_IN_PART = {"keys", "values", "words", "masks", "embedding", "reread"}
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}

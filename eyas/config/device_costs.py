@@ -97,10 +97,6 @@ class DeviceCosts:
         passes = {kind: costs.scaled(factor) for kind, costs in self.passes.items()}
         return replace(self, passes=passes, source=f"{self.source}; times {factor:g}" if factor != 1 else self.source)
 
-    def merged(self, other: DeviceCosts) -> DeviceCosts:
-        """The passes of both, as of a verifier that drafts by itself; `other` wins."""
-        return replace(self, passes={**self.passes, **other.passes}, source=f"{self.source}; {other.source}")
-
     def write(self, file: Path) -> None:
         """Write the table as JSON."""
         file.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -99,6 +99,16 @@ def quantisation(config: Any) -> str:
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
+def read_plain_config(folder: Path) -> dict[str, Any]:
+    """config.json of a draft head. Raises CheckpointError, also for quantised weights: heads are served with plain ones."""
+    config = read_config(folder)
+    if kind := quantisation(config):
+        raise CheckpointError(
+            f"{folder} holds a draft head quantised by {kind}, which Eyas does not serve; take the head with plain weights"
+        )
+    return config
+
+
 def check_quantisation(config: Mapping[str, Any], source: object) -> None:
     """Raises CheckpointError for weights that Eyas does not serve, and for a package that they need and is missing."""
     kind = quantisation(config)
@@ -147,7 +157,7 @@ def weight_map(folder: Path) -> dict[str, Path]:
 
 
 class StoredTensor:
-    """A tensor in a file of safetensors, of which only the parts that are asked for are read."""
+    """A tensor in a file of safetensors. Only the parts that are asked for are read."""
 
     def __init__(self, files: WeightFiles, stored: Any) -> None:
         self._files, self._stored = files, stored

@@ -98,3 +98,11 @@ def test_published_fp8_weights_are_served_on_a_cpu(tiny_target: str, tmp_path: P
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-6, rtol=1e-2, msg=name)
+
+
+def test_quantised_heads_are_refused_by_name(tiny_target: str, tmp_path: Path) -> None:
+    folder = write_head(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="a draft head quantised by fp8, which Eyas does not serve"):
+        load_fuser(str(folder), tiny_target)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import get_setting, read_config, weight_map
+from eyas.models.checkpoint import get_setting, read_config, read_plain_config, weight_map
 from eyas.models.heads.eagle_config import (
     SUPPORTED_ACTIVATIONS,
     HeadWiring,
@@ -108,7 +108,7 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
 
     Raises CheckpointError.
     """
-    raw, source = read_config(folder), folder / "config.json"
+    raw, source = read_plain_config(folder), folder / "config.json"
     kind = _check_kind(raw, folder)
     head = _flatten(raw)
     names = {canonical_name(name) for name in weight_map(folder)}

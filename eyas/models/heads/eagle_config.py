@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import WIRING_KEY, get_setting, read_config, weight_map
+from eyas.models.checkpoint import WIRING_KEY, get_setting, read_plain_config, weight_map
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
@@ -172,7 +172,7 @@ def read_head_config(
 
     Raises CheckpointError.
     """
-    raw, source = read_config(folder), folder / "config.json"
+    raw, source = read_plain_config(folder), folder / "config.json"
     names = {canonical_name(name, kind) for name in weight_map(folder)}
     _check_kind(raw, names, kind, folder)
     head = _flatten(raw)

@@ -20,7 +20,7 @@ from eyas.models.checkpoint import (
     check_device,
     check_tensors,
     get_setting,
-    read_config,
+    read_plain_config,
     read_target_config,
     read_tensor,
     read_tensors,
@@ -160,7 +160,7 @@ class HydraConfig:
 
 def read_hydra_config(folder: Path) -> HydraConfig:
     """Raises CheckpointError for heads of a kind that Eyas does not support."""
-    config, source = read_config(folder), folder / "config.json"
+    config, source = read_plain_config(folder), folder / "config.json"
     architecture = config.get("hydra_head_arch", "mlp")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"{source}: hydra_head_arch is {architecture!r}; Eyas runs {' and '.join(ARCHITECTURES)} only")

@@ -18,7 +18,7 @@ from eyas.models.checkpoint import (
     check_device,
     check_tensors,
     get_setting,
-    read_config,
+    read_plain_config,
     read_target_config,
     read_tensors,
     resolve,
@@ -57,7 +57,7 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     folder = resolve(path_or_id)
     sizes = read_target_config(resolve(target))
     hidden, vocab = (get_setting(int, sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
-    config, tensors = read_config(folder), _canonical_names(read_tensors(folder, MEDUSA_FILES))
+    config, tensors = read_plain_config(folder), _canonical_names(read_tensors(folder, MEDUSA_FILES))
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:
         tensors = _share_output(tensors)
