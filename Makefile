@@ -43,10 +43,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 	@echo "$(VENV) is ready"
 
-# numba keeps what it compiles in __pycache__, for all processes that start later.
-$(KERNELS): $(READY) eyas/models/cpu_kernels.py eyas/sampling/cpu_kernels.py
+# numba keeps what it compiles in __pycache__, for all processes that start later. It does not see changes of other files.
+$(KERNELS): $(READY) $(wildcard eyas/*/cpu_kernels.py)
 	@echo "Compiling kernels for this processor"
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.models.cpu_kernels import compile_kernels; compile_kernels()"
+	@rm -f eyas/*/__pycache__/cpu_kernels.*.nb[ci]
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.models import cpu_kernels as passes; \
+		passes.compile_kernels(); drafts.compile_kernels()"
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop

@@ -15,14 +15,14 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-from numba import float32, float64, int64, njit
+from numba import float32, float64, int64
 from torch import Tensor
 
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu_kernels import multiply
-from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, exp, highest_of, ln, row_key, sum_of, uniform
+from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, exp, highest_of, kernel, ln, row_key, sum_of, uniform
 from eyas.tensors import Floats, Ints
 from eyas.tree import DraftTree
 
@@ -120,13 +120,13 @@ def _in_blocks(weight: Floats) -> Floats:
     return np.ascontiguousarray(padded.reshape(-1, COLUMNS, rank).transpose(0, 2, 1))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _real(words, row, session):
     """A float32 among the output of `eyas.drafters.scoring.noise_words`."""
     return np.float32(np.int64(words[row, session]).view(np.float64))
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def shared_noise(words, draft_ids, noise):
     """What the target's draws add to the logits, to noise [S, L, D]; 0 in sessions at temperature 0.
 
@@ -151,7 +151,7 @@ def shared_noise(words, draft_ids, noise):
                 row[i] = -ln(exponential) * temperature
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _score(logits, noise, by, scores, weights):
     """Logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
     exponentials. What is no number is never drafted. weights: scratch [D]."""
@@ -170,7 +170,7 @@ def _score(logits, noise, by, scores, weights):
     return top + ln(sum_of(weights))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _add_biases(latents, weight, logits, biased):
     """Logits [D] with the biases of latents [R, r] by the weight of `_in_blocks`, to biased [R, D]."""
     block = np.empty((len(latents), COLUMNS), np.float32)
@@ -183,7 +183,7 @@ def _add_biases(latents, weight, logits, biased):
                 biased[r, start + i] = block[r, i] + logits[start + i]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
     """The nodes of the last level to expand, best first, to `frontier` [k]; returns how many.
 
@@ -202,7 +202,7 @@ def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
     return width
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
     """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
     size, rank = logits.shape[1], embedding.shape[1]
@@ -234,7 +234,7 @@ def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, dep
     return count
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def grow_trees(logits, embedding, weight, roots, draft_ids, noise, words, limits, depths, k, cells, scores):
     """Grow dynamic trees and select their best nodes, as `grow_dynamic` and `select_nodes` of
     `eyas.drafters.tree_growth` do.
@@ -281,7 +281,7 @@ def grow_trees(logits, embedding, weight, roots, draft_ids, noise, words, limits
 NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _sort_matches(tokens, lengths, start, end, order):
     """The matches from `start` to `end` in the order of their tokens, a shorter one first: to order."""
     for m in range(start, end):
@@ -300,7 +300,7 @@ def _sort_matches(tokens, lengths, start, end, order):
         order[place] = m
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _build_trie(tokens, lengths, weights, classes, log_rates, order, depth, node_tokens, parents, scores):
     """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
 
@@ -338,7 +338,7 @@ def _build_trie(tokens, lengths, weights, classes, log_rates, order, depth, node
     return num
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _take_best(scores, num, limit, is_taken):
     """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
     is_taken[:num] = False
@@ -352,7 +352,7 @@ def _take_best(scores, num, limit, is_taken):
         is_taken[best] = True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def grow_matches(sessions, tokens, lengths, weights, classes, log_rates, limits, depths, cells, out):
     """The best nodes of a trie for each session, see `trees_of_matches`; the outputs are those of `grow_trees`."""
     start = 0
@@ -379,7 +379,7 @@ def grow_matches(sessions, tokens, lengths, weights, classes, log_rates, limits,
         start = end
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
     """Of each node of a session's trees the first one with the same path, its level, and its score, at most its parent's."""
     tree = 0
@@ -403,7 +403,7 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
         firsts[i] = first
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
     """The best nodes of each session's trees, see `merged_trees`; the outputs are those of `grow_trees`.
 

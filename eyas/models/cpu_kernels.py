@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numba import boolean, float32, float64, int64, njit
+from numba import boolean, float32, float64, int64
 
 from eyas.models.inputs import Segment
-from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, sum_of, top_k
+from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
 from eyas.tensors import Bools, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -66,7 +66,7 @@ class RowKeys:
         )
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
+@kernel(error_model="numpy", fastmath={"contract", "reassoc"})
 def _mean_square(x):
     total = np.float32(0.0)
     for c in range(len(x)):
@@ -74,7 +74,7 @@ def _mean_square(x):
     return total / np.float32(len(x))
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def norm(x, weight, eps, out):
     """Root-mean-square norm of rows x [R, C]; weight [C]."""
     for r in range(x.shape[0]):
@@ -83,7 +83,7 @@ def norm(x, weight, eps, out):
             out[r, c] = x[r, c] * inverse * weight[c]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
     """Add delta [R, C] times unscale to state [R, C] in place, and write the norm of the sum to out.
 
@@ -104,7 +104,7 @@ def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
             out[r, c] = state[r, c] * inverse * weight[c]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def gate(gate_up, unscale, is_silu, out):
     """Activated gates times the values beside them: gate_up [R, 2 I] times unscale, to out [R, I]."""
     width, by = out.shape[1], np.float32(unscale)
@@ -116,7 +116,7 @@ def gate(gate_up, unscale, is_silu, out):
             gated[i] = g * (ups[i] * by) / (np.float32(1.0) + exp(u if u < HIGHEST else HIGHEST))
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
     """Rotate queries and keys of qkv [R, H + 2 J, D] in place, times unscale; cos, sin [R, D].
 
@@ -144,7 +144,7 @@ def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
                 qkv[r, h, d] *= by
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def store(qkv, first, stride, keys, values, slots):
     """Write some heads of rows to their slots in keys, values [S, J, D]: J keys from head `first` of qkv [R, N, D] on, and
     J values `stride` heads behind them."""
@@ -155,7 +155,7 @@ def store(qkv, first, stride, keys, values, slots):
                 values[slots[r], j, d] = qkv[r, first + stride + j, d]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def multiply(left, right, out, first, width):
     """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
 
@@ -199,7 +199,7 @@ def multiply(left, right, out, first, width):
                     y[n] = y[n] + b0 * r0[n]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _softmax(scores):
     """Softmax of scores [n] in place."""
     highest = highest_of(scores)
@@ -211,7 +211,7 @@ def _softmax(scores):
         scores[i] *= inverse
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _weigh(scores, length, visible, positions, position, window, scaling, softcap, seen):
     """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
 
@@ -244,7 +244,7 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
         count += is_seen
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _attend_head(queries, keys, values, weights, visible, positions, first, length, window, scaling, softcap, out):
     """Attention of queries [Q, D] over keys and values [n, D] to out [Q, D].
 
@@ -272,7 +272,7 @@ def _attend_head(queries, keys, values, weights, visible, positions, first, leng
     multiply(weights, values, out, 0, out.shape[1])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _collect(slots, cache, j, own, head, out):
     """Copy head j of the cache [S, J, D] at the slots, then a head of a segment's own rows [n, H + 2 J, D], to out."""
     for i in range(len(slots)):
@@ -285,7 +285,7 @@ def _collect(slots, cache, j, own, head, out):
             copy[d] = vector[d]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def attend(
     qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, visible, positions, scaling, window, softcap, out
 ):  # fmt: skip

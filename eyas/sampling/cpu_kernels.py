@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,23 @@ LOCK = ".kernels.lock"
 log = logging.getLogger(__name__)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles a function with these options of numba.
+
+    The result is kept for later processes, unless numba finds no folder that it may write to: an installation that is read
+    only, for a user without a home.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, **options)(function)
+
+    return compiled
+
+
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
 def exp(x):
     """e to the power of x <= HIGHEST, to 2 units in the last place; e to LOWEST below that. Cephes' polynomial."""
     x = x if x > LOWEST else LOWEST
@@ -48,7 +64,7 @@ def exp(x):
     return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
 def ln(x):
     """The logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
     bits = np.float32(x).view(np.int32)
@@ -68,7 +84,7 @@ def ln(x):
     return f + y + np.float32(0.693359375) * whole
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def mixed(z):
     """The finaliser of SplitMix64, as `eyas.sampling.noise` has it; uint64."""
     z = (z ^ (z >> np.uint64(30))) * MIX_1
@@ -76,20 +92,20 @@ def mixed(z):
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def row_key(seed, position):
     """What the noise of a seed and a position, both int64, is hashed from; uint64."""
     return mixed(mixed(np.uint64(seed) + GOLDEN) + np.uint64(position) * GOLDEN)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def uniform(key, token):
     """A token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
     bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
     return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
 
 
-@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+@kernel(fastmath={"nnan", "nsz", "reassoc"})
 def highest_of(x):
     """The highest of x [n], which may hold infinities."""
     highest = x[0]
@@ -98,7 +114,7 @@ def highest_of(x):
     return highest
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@kernel(fastmath={"reassoc"})
 def sum_of(x):
     """The sum of x [n]."""
     total = np.float32(0.0)
@@ -107,7 +123,7 @@ def sum_of(x):
     return total
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def best_of(row, maxima, values, ids):
     """The k highest of row [V], best first, the lowest id on a tie: to values and ids [k]. maxima: scratch [V / BLOCK].
 
@@ -144,7 +160,7 @@ def best_of(row, maxima, values, ids):
             values[place], ids[place] = score, i
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def top_k(scores, values, ids):
     """The k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
     assert ids.shape[1] <= scores.shape[1], "fewer scores than candidates"
@@ -153,7 +169,7 @@ def top_k(scores, values, ids):
         best_of(scores[n], maxima, values[n], ids[n])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@kernel(error_model="numpy", fastmath={"contract"})
 def _lower_bounds(row, key, by, top, inverses, bounds):
     """Of each token of row [V] the inverse of its weight, and a lower bound of its noise over its weight."""
     for i in range(len(row)):
@@ -165,7 +181,7 @@ def _lower_bounds(row, key, by, top, inverses, bounds):
         bounds[i] *= inverses[i]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _race(row, key, by, top, inverses, bounds):
     """The token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
 
@@ -186,7 +202,7 @@ def _race(row, key, by, top, inverses, bounds):
     return winner
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def draw_rows(logits, seeds, positions, temperatures, tokens):
     """One token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
 
@@ -231,6 +247,6 @@ def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
 
                 fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder or not any(Path(folder).glob("*.nbi")):
-            log.info("compiling kernels for this processor, about 10 s")
+            log.info("compiling kernels for this processor, about half a minute")
         for kernel, types in kernels.items():
             kernel.compile(types)

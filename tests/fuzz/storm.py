@@ -14,12 +14,13 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from statistics import linear_regression, median
+from statistics import linear_regression
 from typing import Any
 
 import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
+from eyas.services.lifecycle import TRIM_INTERVAL_S
 from eyas.v1 import generation_pb2, worker_pb2
 from tests.fuzz.bodies import Route, malformed_request, routes_of
 from tests.fuzz.calls import (
@@ -37,6 +38,10 @@ from tests.fuzz.servers import Services
 from tests.fuzz.sockets import NO_ANSWER, HttpConnection, call_frames, damaged, exchange_frames
 
 MEMORY_SAMPLES, NUM_PROMPTS = 100, 8
+# Memory is judged from here on: before, torch's caches fill, which keep something for every shape of a pass.
+WARM_UP_MESSAGES, NUM_RESTS = 20_000, 10
+# Until a service that has nothing to do has given back what it freed.
+REST_S = TRIM_INTERVAL_S + 5
 SETTLED_TIMEOUT_S, PROBE_INTERVAL_S = 60.0, 0.5
 MAX_FINDINGS = 200
 FRAMES = "HTTP/2 frames"
@@ -90,6 +95,11 @@ class FuzzSettings:
     seed: int = 0
     only: str = ""
 
+    @property
+    def judges_memory(self) -> bool:
+        """Whether memory is measured at rest, now and then."""
+        return self.messages > 2 * WARM_UP_MESSAGES
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -106,9 +116,9 @@ class FuzzResult:
 
     counts: messages by method or route and status. findings: the first broken promises. num_probes, num_wrong: valid
     requests between the malformed ones, and those whose tokens differ from plain decoding. memory: samples of each
-    process as (messages, MiB). unreturned: requests, sequences and sessions left behind by role. tracebacks: exceptions in
-    the logs. standstill: the longest time in which this process itself did nothing, in seconds; what then gets no answer in
-    time says nothing about a service.
+    process under load as (messages, MiB); at_rest: the same while nothing was sent. unreturned: requests, sequences and
+    sessions left behind by role. tracebacks: exceptions in the logs. standstill: the longest time in which this process
+    itself did nothing, in seconds; what then gets no answer in time says nothing about a service.
     """
 
     seconds: float = 0.0
@@ -121,6 +131,7 @@ class FuzzResult:
     num_wrong: int = 0
     num_drafted: int = 0
     memory: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    at_rest: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     unreturned: dict[str, int] = field(default_factory=dict)
     tracebacks: list[str] = field(default_factory=list)
     log_bytes: int = 0
@@ -140,10 +151,10 @@ class FuzzResult:
             if len(self.findings) < MAX_FINDINGS:
                 self.findings.append(Finding(what, answer.status, answer.details[:2000]))
 
-    def add_memory(self, mibs: Mapping[str, float]) -> None:
+    def add_memory(self, mibs: Mapping[str, float], is_at_rest: bool = False) -> None:
         """Add a sample of each process."""
         for role, mib in mibs.items():
-            self.memory[role].append((self.num_messages, mib))
+            (self.at_rest if is_at_rest else self.memory)[role].append((self.num_messages, mib))
 
     def add_lag(self, seconds: float) -> None:
         """Note how much later than asked this process went on."""
@@ -151,11 +162,10 @@ class FuzzResult:
         if seconds > TIMEOUT_S / 2:
             self.stood_still_at = time.monotonic()
 
-    def growth(self, role: str, warm_up: int) -> float:
-        """MiB gained from `warm_up` messages on, between the medians of the first and last fifth; 0 if there are few."""
-        samples = [mib for messages, mib in self.memory[role] if messages > warm_up]
-        fifth = len(samples) // 5
-        return median(samples[-fifth:]) - median(samples[:fifth]) if fifth else 0.0
+    def growth(self, role: str) -> float:
+        """MiB gained at rest since the warm-up; 0 for runs without rests."""
+        samples = self.at_rest[role]
+        return samples[-1][1] - samples[0][1] if samples else 0.0
 
     def slope(self, role: str) -> float:
         """Growth in MiB for 100,000 messages, by least squares over the second half of the samples."""
@@ -242,7 +252,11 @@ async def storm(
     """Send malformed messages until there are enough, or an interrupt; between them, compare valid requests with plain
     decoding."""
     result, started, interrupted = FuzzResult(), time.monotonic(), asyncio.Event()
+    sending, may_send = set[int](), asyncio.Event()
+    may_send.set()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+    later = range(settings.messages // NUM_RESTS, settings.messages, settings.messages // NUM_RESTS)
+    rests = [WARM_UP_MESSAGES, *(at for at in later if at > WARM_UP_MESSAGES)] if settings.judges_memory else []
     async with connected(services, settings.only) as client:
         prompts = [[5 + number, 6, 7 + number] for number in range(NUM_PROMPTS)]
         plain = [(await client.generate("verifier", prompt, "none"))[0] for prompt in prompts]
@@ -251,7 +265,10 @@ async def storm(
             rng, connection = random.Random(settings.seed << 32 | number), HttpConnection(services.http)
             try:
                 while result.num_messages < settings.messages and not interrupted.is_set():
+                    await may_send.wait()
+                    sending.add(number)
                     await client.send(connection, rng, result)
+                    sending.discard(number)
             finally:
                 await connection.close()
 
@@ -262,6 +279,20 @@ async def storm(
                 services.check()
                 result.add_memory(services.memory())
                 update(result)
+
+        async def rest() -> None:
+            may_send.clear()
+            while sending:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(REST_S)
+            result.add_memory(services.memory(), is_at_rest=True)
+            may_send.set()
+
+        async def rest_at_times() -> None:
+            for at in rests:
+                while result.num_messages < at:
+                    await asyncio.sleep(0.02)
+                await rest()
 
         async def watch_lag() -> None:
             while True:
@@ -278,13 +309,15 @@ async def storm(
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
         async with asyncio.TaskGroup() as around:
-            beside = [around.create_task(work()) for work in (watch, watch_lag, compare)]
+            beside = [around.create_task(work()) for work in (watch, rest_at_times, watch_lag, compare)]
             async with asyncio.TaskGroup() as group:
                 for number in range(settings.at_once):
                     group.create_task(fire(number))
             for task in beside:
                 task.cancel()
         result.add_memory(services.memory())
+        if rests:
+            await rest()
         result.seconds = time.monotonic() - started
         result.unreturned = await _unreturned(client)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
