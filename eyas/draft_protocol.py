@@ -71,6 +71,7 @@ class Commit(Generic[FeaturesT]):
         vocabulary, the lowest id in the lowest bit of the first byte. Empty if all may be drawn.
     logit_biases: what the target will do to logits, as far as it is known now. A token may occur several times.
     tenant_key: sessions with equal keys may be drafted each other's outputs, all others must not.
+    has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget.
     """
 
     session: str
@@ -87,6 +88,7 @@ class Commit(Generic[FeaturesT]):
     allowed: bytes = b""
     logit_biases: tuple[KnownLogitBias, ...] = ()
     tenant_key: str = ""
+    has_tree: bool = False
 
     @property
     def committed_length(self) -> int:

@@ -127,6 +127,32 @@ class DraftTree:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
 
+    def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
+        """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.
+
+        path: of at least one token below the root. max_nodes: counts the new root. Ties go to the earlier node.
+        """
+        root: int | None = 0
+        for token in path:
+            root = None if root is None else self.child(root, token)
+        if root is None:
+            return None
+        inside, depths, scores = {root}, self.depths, self.log_probs
+        for node in range(root + 1, len(self)):
+            if self.parents[node] in inside and depths[node] - depths[root] <= max_depth:
+                inside.add(node)
+        best = sorted(inside - {root}, key=lambda node: (-scores[node], node))[: max_nodes - 1]
+        if not best:
+            return None
+        kept = [root, *sorted(best)]
+        numbers = {node: number for number, node in enumerate(kept)}
+        return DraftTree(
+            tokens=tuple(self.tokens[node] for node in kept),
+            parents=(0, *(numbers[self.parents[node]] for node in kept[1:])),
+            log_probs=tuple(min(scores[node] - scores[root], 0.0) for node in kept),
+            grown_ahead=True,
+        )
+
     def pruned(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes only, for a deterministic proposal.
 

@@ -38,7 +38,8 @@ class AcceptanceProfile:
     fresh: weights of steps that accept 0, 1, 2 ... drafted tokens, with trees drafted on demand. hit, miss: the same while
     drafting ahead, of trees grown in advance and of others. hit_rate: share of the former, measured where a drafter had the
     time to grow the share `grown` of its levels during a pass.
-    num_nodes, num_levels, top_k: of trees, the root counted as a node. ahead_top_k: rows of a level grown in advance.
+    num_nodes, num_levels, top_k: of trees, the root counted as a node. ahead_top_k: rows of a pass in
+    advance; of one-pass heads nodes with a block. one_pass: whether a pass drafts all levels.
     host_ms: of the verifier in each step. wire_ms: of a round trip besides the delay. draft_host_ms: of the drafter in a
     round. hit_ms: until a drafter answers with a tree that it has.
     """
@@ -56,6 +57,7 @@ class AcceptanceProfile:
     wire_ms: float = 0.0
     draft_host_ms: float = 0.0
     hit_ms: float = 0.0
+    one_pass: bool = False
 
     def __post_init__(self) -> None:
         require(sum(self.fresh) > 0 and min(self.fresh) >= 0, f"fresh is {self.fresh}; it must have a weight above 0")
@@ -67,6 +69,14 @@ class AcceptanceProfile:
     def tau(self) -> float:
         """Tokens of a step with a fresh tree, the bonus token included."""
         return 1 + sum(accepted * weight for accepted, weight in enumerate(self.fresh)) / sum(self.fresh)
+
+    def grown_s(self, costs: DeviceCosts, num_sessions: int) -> float:
+        """Seconds in which a drafter grows trees of sessions in advance: new tokens, and passes for all levels or one."""
+        if self.one_pass:
+            rows = num_sessions * (self.num_nodes + self.ahead_top_k * self.num_levels)
+            return costs.seconds("draft_extend", num_sessions) + costs.seconds("draft_round", rows)
+        levels_s = self.num_levels * costs.seconds("draft_level", num_sessions * self.ahead_top_k)
+        return costs.seconds("draft_round", num_sessions) + levels_s
 
     def with_host(self, scale: float, wire_ms: float | None = None) -> AcceptanceProfile:
         """The same acceptance on hosts whose times are multiplied: 0 for none. wire_ms: of another wire, as it is."""
@@ -196,8 +206,7 @@ class FleetSimulation:
         self._random = random.Random(settings.seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
-        drafters = [_Drafter() for _ in range(settings.num_drafters)]
-        self._drafters = drafters
+        self._drafters = drafters = [_Drafter() for _ in range(settings.num_drafters)]
         self._verifiers = [_Verifier(drafters[i % len(drafters)]) for i in range(settings.num_verifiers)]
         self._begin_s = WARM_UP * settings.seconds if self._is_closed else 0.0
         self._num_tokens = self._num_steps = 0
@@ -340,13 +349,9 @@ class FleetSimulation:
             self._at(verifier.ready_at, partial(self._step, verifier))
 
     def _share_grown(self, verifier: _Verifier, now: float, num_sessions: int) -> float:
-        """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first.
-
-        Counted in passes of levels; a block head grows all in one pass of many rows, which takes longer than this says."""
-        s, profile, drafter = self._settings, self._settings.profile, verifier.drafter
-        sharing = -(-s.num_verifiers // s.num_drafters)
-        level_s = s.drafter.seconds("draft_level", sharing * num_sessions * profile.ahead_top_k)
-        needed = s.drafter.seconds("draft_round", sharing * num_sessions) + profile.num_levels * level_s
+        """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first."""
+        s, drafter = self._settings, verifier.drafter
+        needed = s.profile.grown_s(s.drafter, -(-s.num_verifiers // s.num_drafters) * num_sessions)
         free = 0.0 if drafter.is_busy else now - max(drafter.idle_since, verifier.asked_at)
         return min(free / needed, 1.0) if needed else 1.0
 
@@ -396,9 +401,8 @@ def read_trace(file: Path) -> list[Arrival]:
     try:
         return [Arrival(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"cannot read arrivals from {file}: {error!r}; give at_s, prompt_tokens and output_tokens"
-        ) from error
+        reason = f"cannot read arrivals from {file}: {error!r}; give at_s, prompt_tokens and output_tokens"
+        raise ConfigError(reason) from error
 
 
 def every_mode(
@@ -419,10 +423,7 @@ def every_mode(
 
 
 def best_ratio(settings: FleetSettings, arrivals: Sequence[Arrival] | None = None) -> tuple[int, FleetResult]:
-    """The number of drafters, up to one per verifier, with the least dollars per token, and its result.
-
-    Tries powers of two and the number of verifiers: the price has one valley, as fewer drafters only wait longer.
-    """
+    """The number of drafters with the least dollars per token, of powers of two up to one per verifier; and its result."""
     sizes = sorted({min(2**power, settings.num_verifiers) for power in range(settings.num_verifiers.bit_length() + 1)})
     found = {size: FleetSimulation(replace(settings, num_drafters=size), arrivals).run() for size in sizes}
     best = min(found, key=lambda size: found[size].dollars or float("inf"))
@@ -466,10 +467,9 @@ def table_of(results: Mapping[str, FleetResult], settings: FleetSettings) -> Tab
 
 
 def draw_curves(profile: AcceptanceProfile, path: Path) -> None:
-    """Draw how drafting apart compares with drafting on the verifier's GPU, by cost of a level, delay and batch.
+    """Draw how drafting apart compares with drafting on the verifier's GPU, by cost of a level c, delay and batch.
 
-    The better of serial drafting and drafting ahead, for an 8B target on an H100 and one drafter for each verifier; a level
-    costs c verify passes on the drafter. Raises ConfigError without matplotlib.
+    The better of serial and ahead, for an 8B target on an H100 with a drafter each. Raises ConfigError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

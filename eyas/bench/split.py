@@ -38,6 +38,8 @@ COLOURS = {
 }
 NUM_DRAWN = 6
 DRAFT_KINDS: tuple[PassKind, PassKind] = ("draft_round", "draft_level")
+# Methods whose heads draft all levels in one pass and draft ahead.
+BLOCK_METHODS = ("dspark", "dflash")
 # Verify passes that a plan is simulated for.
 NUM_PLANNED = 2000
 
@@ -310,14 +312,12 @@ def profile_of(settings: SplitSettings, found: SplitResults, temperature: float)
     serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
     first, level = (partial(found.drafter.seconds, kind) for kind in DRAFT_KINDS)
     round_s = first(serial.batch * tree.num_steps) + (tree.num_steps - 1) * level(serial.batch * tree.top_k)
-    grown_s = first(serial.batch) + tree.num_steps * level(serial.batch * settings.ahead.top_k)
     verify_s = 1e-3 * serial.verify_ms
-    return AcceptanceProfile(
+    profile = AcceptanceProfile(
         fresh=serial.accepted_fresh,
         hit=ahead.accepted_hit if ahead else (),
         miss=ahead.accepted_fresh if ahead else (),
         hit_rate=ahead.hit_rate if ahead else 0.0,
-        grown=min(verify_s / grown_s, 1.0) if grown_s else 1.0,
         num_nodes=tree.num_draft_tokens,
         num_levels=tree.num_steps,
         top_k=tree.top_k,
@@ -326,7 +326,10 @@ def profile_of(settings: SplitSettings, found: SplitResults, temperature: float)
         wire_ms=max(serial.wire_ms - 2e3 * serial.delay * found.pass_s, 0.0),
         draft_host_ms=max(serial.draft_ms - 1e3 * round_s, 0.0),
         hit_ms=ahead.hit_draft_ms if ahead else 0.0,
+        one_pass=settings.methods[0].name in BLOCK_METHODS,
     )
+    grown_s = profile.grown_s(found.drafter, serial.batch)
+    return replace(profile, grown=min(verify_s / grown_s, 1.0) if grown_s else 1.0)
 
 
 def _planned(found: SplitResults) -> Table:

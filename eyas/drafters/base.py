@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -31,6 +31,49 @@ Path: TypeAlias = tuple[int, ...]
 # Starts to compute the bits of the tokens that may follow paths below the roots of sessions, and returns a function that
 # waits for them; None where they are not known.
 PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Callable[[], Mapping[str, Sequence[TokenBits | None]]]]
+
+
+@dataclass(frozen=True)
+class PreparedTree:
+    """A tree below the last token of a session's last commit that holds the next drafts of likely next commits.
+
+    committed_length: of the session at the tree's root.
+    """
+
+    session: str
+    epoch: int
+    committed_length: int
+    tree: DraftTree
+
+
+class PreparedTrees:
+    """A verifier's prepared trees by session. Next drafts are cut from them, without a round trip."""
+
+    # Fewer drafted nodes are not worth a verify pass; the drafter is asked for more.
+    MIN_DRAFTED = 8
+
+    def __init__(self) -> None:
+        self._trees: dict[str, PreparedTree] = {}
+
+    def put(self, prepared: PreparedTree) -> None:
+        """Keep a tree, in place of an earlier one of its session."""
+        self._trees[prepared.session] = prepared
+
+    def take(self, context: DraftContext) -> DraftTree | None:
+        """The tree for a commit that was foreseen, within its budget; None if there is none. Uses up the session's tree."""
+        found, budget = self._trees.pop(context.session, None), context.budget
+        if found is None or not budget.wants_tree or context.proposal != "deterministic":
+            return None
+        if (found.epoch, found.committed_length) != (context.epoch, context.start_position):
+            return None
+        tree = found.tree.below(context.tokens, budget.max_nodes, budget.max_depth)
+        tree = tree and without_banned(tree, context)
+        return tree if tree and tree.num_drafted >= min(self.MIN_DRAFTED, budget.max_nodes - 1) else None
+
+    def drop(self, sessions: Iterable[str]) -> None:
+        """Forget sessions; unknown ones are ignored."""
+        for session in sessions:
+            self._trees.pop(session, None)
 
 
 @dataclass(frozen=True)
@@ -144,6 +187,10 @@ class LocalDrafter(ABC):
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
+
+    def take_prepared(self) -> list[PreparedTree]:
+        """Trees to send before the commits that they are for, as far as they are new."""
+        return []
 
     @property
     def busy_s(self) -> float:

@@ -3,7 +3,7 @@
 An EAGLE tree keeps growing: when the committed path and the token behind it lie inside it, the subtree below is the answer,
 and it grows on from round to round. For one-pass heads, blocks are run behind the likeliest nodes of the tree under
 verification, all in one pass. Commits that were foreseen queue up and reach the drafter in one piece, when there is time or
-when a tree has to be grown on demand. Legend: E expanded nodes of a tree, C candidates of each, R rows of a pass, H hidden.
+when a tree has to be grown on demand.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, within, without_banned
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PreparedTree, within, without_banned
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.eagle import EagleDrafter, TreeRows
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.grown_tree import GrownTree, TreeRows
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Ints, download, upload
+from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
 
 BOOKKEEPING = TreeBudget(1, 0)
 # Passes of a tree after it has grown as deep as it may: its states come closer to those of a fresh tree.
 NUM_REPAIRS = 4
+# Nodes of prepared trees: of all sessions together, the fewest and the most of one.
+MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 1024, 128, 512
 # Rows of a pass, of all sessions together, and the fewest of a session.
 MAX_ROWS, MIN_ROWS = 512, 16
-
-Reals = npt.NDArray[np.float64]
 
 
 class Ahead(Protocol):
@@ -64,134 +64,13 @@ class Ahead(Protocol):
         """Commit contexts that were not foreseen to the drafter, and draft for them on demand."""
         ...
 
+    def take_prepared(self) -> list[PreparedTree]:
+        """See LocalDrafter."""
+        ...
+
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         ...
-
-
-class GrownTree:
-    """The tree of one session, as far as its nodes were run through the network.
-
-    Expanded nodes are numbered from the root, 0; parents come before their children. A candidate is a child of an expanded
-    node; some candidates are expanded themselves. States of nodes are predicted, and all but the root's become better with
-    every pass: a pass runs all of them again behind the latest states of their parents (Jacobi iteration).
-
-    tokens, parents, depths: of the expanded nodes, target token ids [E]. states [E, H]. candidates: token ids [E, C].
-    scores: their log-probabilities given their parents [E, C].
-    """
-
-    def __init__(self, token: int, state: Tensor, candidates: Ints, scores: Reals) -> None:
-        """token: of the root. state [H]; candidates, scores [C]: of the root."""
-        self.tokens, self.parents, self.depths = np.array([token]), np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self.states = state[None]
-        self.candidates, self.scores = candidates[None], scores[None]
-        self._rank()
-
-    def _rank(self) -> None:
-        """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
-        above = self.candidates[self.parents] == self.tokens[:, None]
-        above[0] = False
-        places = above.argmax(1)
-        is_known = above[np.arange(len(places)), places]
-        own = np.where(is_known, self.scores[self.parents, places], -np.inf)
-        own[0] = 0.0
-        self.cumulative = own.copy()
-        for depth in range(1, int(self.depths[-1]) + 1):
-            level = self.depths == depth
-            self.cumulative[level] += self.cumulative[self.parents[level]]
-        width = self.candidates.shape[1]
-        self.expanded = np.zeros(self.candidates.size, np.int64)  # by candidate: its number if it is expanded, else 0
-        known = np.flatnonzero(is_known)
-        self.expanded[self.parents[known] * width + places[known]] = known
-
-    def best(self, root: int, count: int, max_depth: int) -> Ints:
-        """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
-        inside = np.zeros(len(self.tokens), np.bool_)
-        inside[root] = True
-        for node in range(root + 1, len(inside)):
-            inside[node] = inside[self.parents[node]]
-        inside &= self.depths - self.depths[root] < max_depth
-        scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
-        chosen = np.argsort(-scores, kind="stable")[:count]
-        chosen = chosen[np.isfinite(scores[chosen])]
-        return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
-
-    def find(self, path: Sequence[int]) -> int | None:
-        """The expanded node at the end of a path of tokens below the root."""
-        node, width = 0, self.candidates.shape[1]
-        for token in path:
-            places = np.flatnonzero(self.candidates[node] == token)
-            node = int(self.expanded[node * width + places[0]]) if len(places) else 0
-            if not node:
-                return None
-        return node
-
-    def below(self, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
-        """The tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
-        root = self.find(path)
-        chosen = np.zeros(0, np.int64) if root is None else self.best(root, budget.max_nodes - 1, budget.max_depth)
-        if not len(chosen):
-            return None
-        assert root is not None
-        above, tokens = np.divmod(chosen, self.scores.shape[1])[0], self.candidates.ravel()[chosen]
-        scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
-        numbers = np.zeros(len(self.tokens), np.int64)
-        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
-        numbers[root] = 0
-        return DraftTree(
-            (int(self.tokens[root]), *tokens.tolist()),
-            (0, *numbers[above].tolist()),
-            (0.0, *np.minimum(scores, 0.0).tolist()),
-            grown_ahead=True,
-        )
-
-    def move_root(self, root: int) -> None:
-        """Keep only what stands below an expanded node, which becomes the root."""
-        kept = np.zeros(len(self.tokens), np.bool_)
-        kept[root] = True
-        for node in range(root + 1, len(kept)):
-            kept[node] = kept[self.parents[node]]
-        nodes = np.flatnonzero(kept)
-        numbers = np.zeros(len(kept), np.int64)
-        numbers[nodes] = np.arange(len(nodes))
-        self.tokens, self.parents = self.tokens[nodes], numbers[self.parents[nodes]]
-        self.parents[0] = 0
-        self.depths = self.depths[nodes] - self.depths[root]
-        self.states, self.candidates, self.scores = self.states[nodes], self.candidates[nodes], self.scores[nodes]
-        self._rank()
-
-    def set_root(self, state: Tensor, candidates: Ints, scores: Reals) -> None:
-        """Replace the predicted state of the root by the true one."""
-        self.states = torch.cat([state[None], self.states[1:]])
-        self.candidates[0], self.scores[0] = candidates, scores
-        self._rank()
-
-    def next_rows(self, count: int, max_depth: int) -> tuple[TreeRows, Ints]:
-        """The `count` best candidates above `max_depth` levels, as rows of a pass, with the numbers of their parents then.
-
-        The nodes that are expanded so far and are not among them will be given up.
-        """
-        chosen = self.best(0, count, max_depth - 1)
-        above = chosen // self.scores.shape[1]
-        numbers = np.zeros(len(self.tokens), np.int64)
-        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
-        numbers[0] = 0
-        parents, visible = numbers[above], np.eye(len(chosen), dtype=np.bool_)
-        for row, parent in enumerate(parents):
-            if parent:
-                visible[row] |= visible[parent - 1]
-        features = self.states[upload(above, self.states.device)]
-        return TreeRows(self.candidates.ravel()[chosen], self.depths[above] + 1, features, visible), parents
-
-    def apply(self, rows: TreeRows, parents: Ints, states: Tensor, candidates: Ints, scores: Reals) -> None:
-        """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]."""
-        self.tokens = np.concatenate([self.tokens[:1], rows.tokens])
-        self.parents = np.concatenate([self.parents[:1], parents])
-        self.depths = np.concatenate([self.depths[:1], rows.depths])
-        self.states = torch.cat([self.states[:1], states])
-        self.candidates = np.concatenate([self.candidates[:1], candidates])
-        self.scores = np.concatenate([self.scores[:1], scores])
-        self._rank()
 
 
 class AheadTrees:
@@ -205,6 +84,7 @@ class AheadTrees:
         self._num_left: dict[str, int] = {}  # by session, passes until it has converged
         self._running: list[tuple[str, GrownTree, TreeRows, Ints]] = []
         self._found: tuple[Tensor, Ranked] | None = None
+        self._changed: dict[str, None] = {}
 
     def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
         self.collect()
@@ -259,6 +139,19 @@ class AheadTrees:
             own = row, slice(len(rows.tokens))
             if self._trees.get(name) is tree:
                 tree.apply(rows, parents, states[own], candidates[own], scores[own])
+                self._changed[name] = None
+
+    def take_prepared(self) -> list[PreparedTree]:
+        names, self._changed = [name for name in self._changed if name in self._trees], {}
+        count = MAX_PREPARED_NODES // max(len(names), 1)
+        if count < MIN_PREPARED_NODES:
+            return []
+        budget, found = TreeBudget(min(count, MAX_SESSION_NODES), self._config.num_steps), list[PreparedTree]()
+        for name in names:
+            context, tree = self._contexts[name], self._trees[name].below((), budget)
+            if tree:
+                found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
+        return found
 
     def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
         found = list[DraftTree | None]()
@@ -287,13 +180,13 @@ class AheadTrees:
             self.collect()
         for i in grown:
             budget = within(contexts[i].budget, self._drafter.tree)
-            tree = self._trees[contexts[i].session].below((), budget)
-            drafts[i] = without_banned(replace(tree, grown_ahead=False), contexts[i]) if tree else drafts[i]
+            if tree := self._trees[contexts[i].session].below((), budget):
+                drafts[i] = without_banned(replace(tree, grown_ahead=False), contexts[i])
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
         for name in sessions:
-            for known in (self._trees, self._contexts, self._num_left):
+            for known in (self._trees, self._contexts, self._num_left, self._changed):
                 known.pop(name, None)
 
 
@@ -349,6 +242,9 @@ class AheadBlocks:
     def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts])
         return self._drafter.propose(contexts)
+
+    def take_prepared(self) -> list[PreparedTree]:
+        return []
 
     def release(self, sessions: Sequence[str]) -> None:
         for name in sessions:
@@ -415,12 +311,15 @@ class DraftAheadDrafter(LocalDrafter):
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         whole = {i: self._with_backlog(contexts[i]) for i in missing}
+        whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
         for make, is_sampled in ((self._ahead.draft, False), (self._drafter.propose, True)):
             places = [i for i in missing if (contexts[i].proposal == "sampled") == is_sampled]
             for i, made in zip(places, make([whole[i] for i in places]) if places else (), strict=True):
                 drafts[i] = made
         for context, draft in zip(contexts, drafts, strict=True):
-            if isinstance(draft, DraftTree) and draft.num_drafted and context.proposal == "deterministic":
+            if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
+                continue
+            if draft.num_drafted or context.has_tree:
                 self._sessions[context.session].tree = draft
                 self._due[context.session] = None
         return drafts
@@ -443,6 +342,9 @@ class DraftAheadDrafter(LocalDrafter):
             if not self.busy_s:
                 self._ahead.collect()
             return more
+
+    def take_prepared(self) -> list[PreparedTree]:
+        return self._ahead.take_prepared()
 
     @property
     def busy_s(self) -> float:

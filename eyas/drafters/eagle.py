@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.drafters.grown_tree import TreeRows
 from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, layer_slots, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, rank_children
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
@@ -32,7 +33,7 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import PackedInputs
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, Ints, moved, upload
+from eyas.tensors import Bools, moved, upload
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -113,8 +114,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         device, most, prefixes = self.draft_ids.device, max(len(own.tokens) for own in rows), self._prefix_slots(contexts)
         padded = [own.padded(most) for own in rows]
-        tokens, depths, visible = (upload(np.stack(column), device) for column in zip(*padded, strict=True))
-        features = torch.nn.utils.rnn.pad_sequence([on_host(own.features) for own in rows], batch_first=True)
+        tokens = upload(np.stack([own.tokens for own in padded]), device)
+        depths = upload(np.stack([own.depths for own in padded]), device)
+        visible = upload(np.stack([own.visible for own in padded]), device)
+        features = torch.stack([on_host(own.features) for own in padded])
         cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), device)
 
         def run() -> tuple[Tensor, Ranked]:
@@ -122,7 +125,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             own = buffer.rows(visible, depths)
             states = self._head.run(features.flatten(0, 1), tokens.flatten(), own.positions, own.attend)
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
-            placed = [(context, int(depth)) for context, own in zip(contexts, padded, strict=True) for depth in own[1]]
+            placed = [(context, int(depth)) for context, own in zip(contexts, padded, strict=True) for depth in own.depths]
             ends = [replace(context, start_position=context.start_position + depth) for context, depth in placed]
             scorer = make_scorer(ends, self.ranking, 1, self.draft_ids)
             best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
@@ -167,26 +170,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
         attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
         return head.finish(attended, rows.residual[ends])
-
-
-@dataclass(frozen=True)
-class TreeRows:
-    """Rows of a tree of one session: target token ids [R], depths from 1 [R], the states before them [R, H].
-
-    visible: which rows see each other [R, R].
-    """
-
-    tokens: Ints
-    depths: Ints
-    features: Tensor
-    visible: Bools
-
-    def padded(self, count: int) -> tuple[Ints, Ints, Bools]:
-        """tokens, depths and visible with `count` rows. A row of padding sees itself."""
-        tokens, depths, visible = np.zeros(count, np.int64), np.ones(count, np.int64), np.eye(count, dtype=np.bool_)
-        own = slice(len(self.tokens))
-        tokens[own], depths[own], visible[own, own] = self.tokens, self.depths, self.visible
-        return tokens, depths, visible
 
 
 class EagleExpansion:

@@ -197,9 +197,12 @@ class AdaptiveDraftBudget:
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
     time. When it is paid and no size seems worth its cost, acceptance and the drafter's speed are estimated from the start
     again: so a drafter that has become better is found, and retries take at most that share of all time.
+
+    Until the first MIN_TREES trees were verified, at most NUM_FIRST sequences get one: a guess must not cost all of a batch.
     """
 
     RETRY_SHARE = 0.03
+    NUM_FIRST, MIN_TREES = 4, 8
     SPEED_RATE = 0.1  # weight of a step in tokens_per_s
 
     def __init__(self, max_nodes: int, verify: CostModel, draft: CostModel) -> None:
@@ -215,17 +218,26 @@ class AdaptiveDraftBudget:
         self._sizes: dict[str, int] = {}
         self._drafter_is_current = False
         self._debt_s = 0.0
+        self._num_seen = 0  # trees verified since the estimates began
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
-        if decoding:
-            self.num_nodes = self._best_size(len(decoding), num_plain, most)
-            if self.num_nodes == 1 and self._debt_s == 0:
-                self._draft, self._acceptance = copy.copy(self._draft_at_start), AcceptanceModel(self._max_nodes)
-                self.num_nodes = self._best_size(len(decoding), num_plain, most)
-        before, self._sizes = self._sizes, dict.fromkeys(decoding, self.num_nodes)
+        chosen = self._sized(decoding, most, num_plain)
+        if decoding and self.num_nodes == 1 and self._debt_s == 0:
+            self._draft, self._acceptance = copy.copy(self._draft_at_start), AcceptanceModel(self._max_nodes)
+            self._num_seen = 0
+            chosen = self._sized(decoding, most, num_plain)
+        before, self._sizes = self._sizes, chosen
         # A drafter gets nothing of a sequence without trees, and has to catch up in its next round.
-        self._drafter_is_current = all(before.get(name, size) > 1 for name, size in self._sizes.items())
-        return self._sizes
+        self._drafter_is_current = all(before.get(name, size) > 1 for name, size in chosen.items() if size > 1)
+        return chosen
+
+    def _sized(self, decoding: Seq[str], most: int, num_plain: int) -> dict[str, int]:
+        """The best size by the present estimates, of as many sequences as may have trees; 1 of the others."""
+        num_first = len(decoding) if self._num_seen >= self.MIN_TREES else self.NUM_FIRST
+        drafted = decoding[:num_first]
+        if drafted:
+            self.num_nodes = self._best_size(len(drafted), num_plain + len(decoding) - len(drafted), most)
+        return dict.fromkeys(decoding, 1) | dict.fromkeys(drafted, self.num_nodes)
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         if not trees:
@@ -257,16 +269,19 @@ class AdaptiveDraftBudget:
         if num_requested:
             self._acceptance.forget()
             self._survival.forget()
+        num_of_drafted = 0
         for scheduled, output in zip(batch, outputs, strict=True):
             size = self._sizes.get(scheduled.sequence.request.id, 1)
             if scheduled.tree is not None and output.accepted is not None and size > 1:
                 self._acceptance.observe(size, scheduled.tree, output.accepted.path)
                 self._survival.observe(scheduled.tree, output.accepted.path)
+                self._num_seen += 1
+                num_of_drafted += len(output.accepted.tokens)
         if not num_requested:
             self._debt_s = max(self._debt_s - self.RETRY_SHARE * (wait_s + verify_s), 0.0)
         elif decode_only:
             num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
-            speed = num_tokens / max(wait_s + verify_s, 1e-9) / num_requested
+            speed = num_of_drafted / max(wait_s + verify_s, 1e-9) / num_requested
             self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
             plain_s = float(self._verify.at(len(batch))) * num_tokens / len(batch)
             self._debt_s = max(self._debt_s + wait_s + verify_s - plain_s, 0.0)

@@ -14,6 +14,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
+from eyas.models.emulation import EmulatedBackend
 from eyas.models.fused import MAX_KERNEL_ROWS, is_batch_invariant
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
@@ -52,7 +53,9 @@ class ModelRunner:
         return out.logits
 
     def features(self, slots: Slots) -> Tensor:
-        """Fused features [n, H] of slots; H is 0 without a head."""
+        """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
+        if isinstance(self.backend, EmulatedBackend):
+            self.backend.device.synchronize()
         return self.kv_cache.features[upload(slots, self.kv_cache.features.device)]
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:

@@ -282,6 +282,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         allowed_tokens=commit.allowed,
         tokens_per_second=commit.budget.tokens_per_s,
         tenant_key=commit.tenant_key,
+        has_tree=commit.has_tree,
         logit_biases=[draft_pb2.KnownLogitBias(**vars(bias)) for bias in commit.logit_biases],
     )
 
@@ -307,6 +308,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         wants_sources=message.wants_sources,
         allowed=message.allowed_tokens,
         tenant_key=message.tenant_key,
+        has_tree=message.has_tree,
         logit_biases=tuple(KnownLogitBias(**_values(bias)) for bias in message.logit_biases),
     )
 
@@ -318,15 +320,15 @@ def draft_response_to_proto(response: DraftResponse) -> draft_pb2.SpeculateRespo
         resyncs=[draft_pb2.ResyncRequired(**vars(resync)) for resync in response.resyncs],
         draft_ms=response.draft_ms,
         refusals=map(refusal_to_proto, response.refusals),
+        prepared=map(session_tree_to_proto, response.prepared),
     )
 
 
 def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResponse:
     resyncs = tuple(ResyncRequired(**_values(resync)) for resync in message.resyncs)
     refusals = tuple(map(refusal_from_proto, message.refusals))
-    return DraftResponse(
-        message.step, tuple(map(session_tree_from_proto, message.trees)), resyncs, message.draft_ms, refusals
-    )
+    trees, prepared = (tuple(map(session_tree_from_proto, found)) for found in (message.trees, message.prepared))
+    return DraftResponse(message.step, trees, resyncs, message.draft_ms, refusals, prepared)
 
 
 def refusal_to_proto(refusal: Refusal) -> draft_pb2.Refusal:

@@ -203,13 +203,17 @@ class SessionTree:
 
 @dataclass(frozen=True)
 class DraftResponse:
-    """The response to the DraftRequest with the same step. draft_ms: drafting time."""
+    """The response to the DraftRequest with the same step; with step 0 one that answers none. draft_ms: drafting time.
+
+    prepared: trees that hold the next drafts of likely next commits, see PreparedTree.
+    """
 
     step: int
     trees: tuple[SessionTree, ...] = ()
     resyncs: tuple[ResyncRequired, ...] = ()
     draft_ms: float = 0.0
     refusals: tuple[Refusal, ...] = ()
+    prepared: tuple[SessionTree, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ class Commit(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     LOGIT_BIASES_FIELD_NUMBER: _builtins.int
     TENANT_KEY_FIELD_NUMBER: _builtins.int
+    HAS_TREE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key, unique within the stream."""
     epoch: _builtins.int
@@ -190,6 +191,8 @@ class Commit(_message.Message):
     """
     tenant_key: _builtins.str
     """Sessions with equal keys may be drafted each other's outputs, all others must not. A digest of tenant and salt."""
+    has_tree: _builtins.bool
+    """The verifier has cut the session's next tree from a prepared one, within max_nodes and max_depth: none is returned."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the root of the next tree."""
@@ -231,10 +234,11 @@ class Commit(_message.Message):
         tokens_per_second: _builtins.float = ...,
         logit_biases: _abc.Iterable[Global___KnownLogitBias] | None = ...,
         tenant_key: _builtins.str = ...,
+        has_tree: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "has_tree", b"has_tree", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +285,7 @@ class SpeculateResponse(_message.Message):
     RESYNCS_FIELD_NUMBER: _builtins.int
     DRAFT_MS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step of the request."""
     draft_ms: _builtins.float
@@ -297,6 +302,12 @@ class SpeculateResponse(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
         """Commits that the drafter did not take; their sessions decode without drafts."""
 
+    @_builtins.property
+    def prepared(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tree]:
+        """Trees that hold the next drafts of likely next commits, before these arrive. In responses of step 0 only, which answer no
+        request. The root is the last token of the session's last commit. A later one replaces those of the same session.
+        """
+
     def __init__(
         self,
         *,
@@ -305,10 +316,11 @@ class SpeculateResponse(_message.Message):
         resyncs: _abc.Iterable[Global___ResyncRequired] | None = ...,
         draft_ms: _builtins.float = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        prepared: _abc.Iterable[Global___Tree] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "refusals", b"refusals", "resyncs", b"resyncs", "step", b"step", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "prepared", b"prepared", "refusals", b"refusals", "resyncs", b"resyncs", "step", b"step", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,7 +35,7 @@ class DraftStub:
     def __new__(cls, channel: _aio.Channel) -> DraftAsyncStub: ...
     Speculate: _grpc.StreamStreamMultiCallable[_draft_pb2.SpeculateRequest, _draft_pb2.SpeculateResponse]
     """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-    Every request with commits gets one response with the same step. A request with more commits than the service allows
+    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
     ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DescribeRequest, _draft_pb2.DescribeResponse]
@@ -48,7 +48,7 @@ class DraftAsyncStub(DraftStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Speculate: _aio.StreamStreamMultiCallable[_draft_pb2.SpeculateRequest, _draft_pb2.SpeculateResponse]  # type: ignore[assignment]
     """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-    Every request with commits gets one response with the same step. A request with more commits than the service allows
+    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
     ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_draft_pb2.DescribeRequest, _draft_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class DraftServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.SpeculateResponse], _abc.AsyncIterator[_draft_pb2.SpeculateResponse]]:
         """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-        Every request with commits gets one response with the same step. A request with more commits than the service allows
+        Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
         ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
         """
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eyas.config import DraftQueueConfig
 from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PreparedTree
 from eyas.errors import InvalidRequest
 from eyas.request import SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, SessionTree
@@ -210,12 +210,24 @@ class DraftWorker:
 
     def _draft_ahead(self) -> bool:
         try:
-            return self._drafter.draft_ahead()
+            more = self._drafter.draft_ahead()
+            self._deliver(self._drafter.take_prepared())
+            return more
         except Exception:
             names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]
             log.exception("the drafter failed while drafting ahead; %d sessions start again", len(names))
             self._drafter.release(names)
             return False
+
+    def _deliver(self, prepared: Sequence[PreparedTree]) -> None:
+        """Send prepared trees to the streams of their sessions, in responses of step 0."""
+        by_stream: dict[int, list[SessionTree]] = {}
+        for each in prepared:
+            number, _, session = each.session.partition("/")
+            by_stream.setdefault(int(number), []).append(SessionTree(session, each.epoch, each.committed_length, each.tree))
+        for stream_number, trees in by_stream.items():
+            if stream := self._streams.get(stream_number):
+                stream.deliver(DraftResponse(0, prepared=tuple(trees)))
 
     def _propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
         try:
@@ -312,7 +324,7 @@ class _Job:
 
     def add(self, row: _Row, draft: Draft) -> None:
         """Keep the answer to one of the commits."""
-        if isinstance(draft, DraftTree) and row.context.budget.wants_tree:
+        if isinstance(draft, DraftTree) and row.context.budget.wants_tree and not row.context.has_tree:
             self.trees.append(SessionTree(row.session, row.context.epoch, row.context.committed_length, draft))
         elif isinstance(draft, ResyncRequired):
             self.resyncs.append(ResyncRequired(row.session, row.context.epoch, draft.committed_length))
@@ -388,7 +400,8 @@ class _Batch:
                 stream.jobs.popleft()
             self.jobs[job] = None
             stream.num_pending -= stream.size(commit)
-            if job.timeout_s and commit.budget.wants_tree and now - job.queued > job.timeout_s:
+            awaited = commit.budget.wants_tree and not commit.has_tree
+            if job.timeout_s and awaited and now - job.queued > job.timeout_s:
                 self.num_stale += 1  # the verifier sends these tokens again with its next commit
                 continue
             touched.add(commit.session)

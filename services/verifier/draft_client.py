@@ -21,8 +21,8 @@ import torch
 
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
-from eyas.errors import ConfigError
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
+from eyas.errors import ConfigError, InvalidTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
@@ -39,6 +39,8 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
 # A drafter with more unsent messages than this counts as down.
 _MAX_UNSENT = 256
+# Nodes of a prepared tree.
+MAX_PREPARED_NODES = 1024
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
 _NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
@@ -133,6 +135,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
+        self._prepared, self._prepared_for = PreparedTrees(), dict[str, None]()  # the latter: sessions that may have one
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
@@ -171,9 +174,7 @@ class RemoteDrafter:
         if stream is None or stream.outbox.qsize() > _MAX_UNSENT or not self.breaker.admits(wants_trees):
             return pending
         pending.stream, pending.sent_at = stream, time.perf_counter()
-        for i, context in enumerate(contexts):
-            if not context.budget.wants_tree:
-                pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
+        contexts = self._use_prepared(contexts, pending)
         if not stream.info.needs_features:
             contexts = [replace(context, features=None) for context in contexts]
         if not stream.info.needs_samples:
@@ -181,12 +182,24 @@ class RemoteDrafter:
         messages = split_commits(contexts, self._config.max_message_tokens)
         timeout_s = self._config.draft_timeout_s
         requests = [DraftRequest(next(self._steps), tuple(commits), timeout_s=timeout_s) for commits in messages]
-        pending.awaited = {r.step for r in requests if any(commit.budget.wants_tree for commit in r.commits)}
+        pending.awaited = {r.step for r in requests if any(c.budget.wants_tree and not c.has_tree for c in r.commits)}
         with self._changed:
             self._pending = pending
         for request in requests:
             stream.send(request)
         return pending
+
+    def _use_prepared(self, contexts: Sequence[DraftContext], pending: PendingDrafts) -> list[DraftContext]:
+        """Answer commits that want no tree, and those whose tree is prepared. Returns the contexts to send."""
+        sent = list(contexts)
+        with self._changed:
+            for i, context in enumerate(contexts):
+                self._prepared_for[context.session] = None
+                if not context.budget.wants_tree:
+                    pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
+                elif tree := self._prepared.take(context):
+                    pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
+        return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
         """Wait for the answers until `deadline` of time.monotonic(), by default draft_timeout_s from now.
@@ -213,8 +226,10 @@ class RemoteDrafter:
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
         with self._changed:
+            self._prepared.drop(sessions)
             for session in sessions:
                 self._refused.pop(session, None)
+                self._prepared_for.pop(session, None)
             if self._pending is not None:
                 self._pending.released.update(sessions)
         if stream := self._stream:
@@ -296,11 +311,14 @@ class RemoteDrafter:
             stream.outbox.put(None)
             with self._changed:
                 self._stream = None
+                self._prepared.drop(self._prepared_for)
                 self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
         with self._changed:
+            for each in reply.prepared:
+                self._keep_prepared(each)
             pending = self._pending
             if pending is None:
                 return
@@ -312,6 +330,20 @@ class RemoteDrafter:
             pending.answered_at = time.perf_counter()
             pending.awaited.discard(reply.step)
             self._changed.notify()
+
+    def _keep_prepared(self, prepared: SessionTree) -> None:
+        """Keep a tree of a session that the drafter has, if it is valid."""
+        if prepared.session not in self._prepared_for or self._stream is None:
+            return
+        tree, vocab_size = prepared.tree, self._stream.info.model.vocab_size
+        try:
+            if not tree.tokens or tree.sampled is not None:
+                raise InvalidTree(f"a prepared tree of {len(tree.tokens)} nodes; it must have some, and none that are drawn")
+            tree.validate(tree.tokens[0], vocab_size, MAX_PREPARED_NODES, MAX_PREPARED_NODES)
+        except InvalidTree as error:
+            log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
+            return
+        self._prepared.put(PreparedTree(prepared.session, prepared.epoch, prepared.committed_length, tree))
 
     def _note_refusals(self, pending: PendingDrafts, reply: DraftResponse) -> None:
         if not reply.refusals:
@@ -441,4 +473,5 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             allowed=context.allowed if is_last else b"",
             logit_biases=context.logit_biases if is_last else (),
             tenant_key=context.tenant_key,
+            has_tree=context.has_tree and is_last,
         )

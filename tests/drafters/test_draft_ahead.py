@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
-from eyas.drafters.base import LocalDrafter
+from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.draft_ahead import DraftAheadDrafter, GrownTree
+from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.grown_tree import GrownTree
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
@@ -182,6 +183,30 @@ def test_a_miss_gets_a_tree_of_true_features(tiny_target: str, tiny_head: str) -
         (late,), (expected,) = last_of(drafter, [first]), last_of(plain, [first])
         assert not late.grown_ahead
         assert_equal_trees(late, expected)
+
+
+def test_commits_with_prepared_trees_keep_the_session_in_step(tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
+    first, store = session("a", 9), PreparedTrees()
+    trees = [last_of(each, [first])[0] for each in (drafter, plain)]
+    unknown = next(token for token in range(48) if token not in plain.draft_ids)
+    for number in range(3):
+        work(drafter)
+        for prepared in drafter.take_prepared():
+            store.put(prepared)
+        first = going_on(first, likeliest(trees[1]))
+        cut = store.take(first)
+        assert cut is not None
+        assert cut.grown_ahead
+        assert cut.num_drafted == BUDGET.max_nodes - 1
+        cut.validate(first.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
+        if number == 2:  # the drafter does not foresee any longer what it has sent
+            first = replace(first, tokens=(unknown,))
+        last_of(drafter, [replace(first, has_tree=True)])
+        trees = [trees[0], *last_of(plain, [first])]
+    assert not drafter._sessions["a"].backlog
+    first = going_on(first, [unknown])
+    assert_equal_trees(last_of(drafter, [first])[0], last_of(plain, [first])[0])
 
 
 def test_gaps_epochs_and_releases_match_the_wrapped_drafter(tiny_target: str, tiny_head: str) -> None:

@@ -1,6 +1,7 @@
 """Properties of draft trees and of the acceptance walk over them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -75,3 +76,30 @@ def test_a_chain_accepts_up_to_the_first_mismatch() -> None:
     outcome = accept(DraftTree.chain([1, 2, 3, 4]), [2, 3, 9, 9])
     assert outcome.tokens == (2, 3, 9)
     assert outcome.path == (0, 1, 2)
+
+
+@given(trees(), st.data())
+def test_a_tree_below_a_path_has_its_best_descendants(tree: DraftTree, data: st.DataObject) -> None:
+    scores = [0.0]
+    for node in range(1, len(tree)):
+        scores.append(scores[tree.parents[node]] - data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    tree = replace(tree, log_probs=tuple(scores))
+    path = [tree.tokens[node] for node in tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]]
+    root: int | None = 0
+    for token in path:
+        root = None if root is None else tree.child(root, token)
+    if root is None:  # an earlier sibling has the same token
+        assert tree.below(path, 6, 3) is None
+        return
+    max_nodes, max_depth = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
+    below = [
+        n for n in range(len(tree)) if root in tree.path(n)[:-1] and len(tree.path(n)) - len(tree.path(root)) <= max_depth
+    ]
+    best = sorted(sorted(below, key=lambda node: -scores[node])[: max_nodes - 1])
+    cut = tree.below(path, max_nodes, max_depth)
+    assert (cut is None) == (not best)
+    if cut is not None:
+        cut.validate(tree.tokens[root], 8, max_nodes, max_depth)
+        assert cut.tokens[1:] == tuple(tree.tokens[node] for node in best)
+        assert cut.log_probs[1:] == tuple(scores[node] - scores[root] for node in best)
+    assert tree.below([*path, 99], max_nodes, max_depth) is None

@@ -56,7 +56,10 @@ class Simulation:
             budget.observe(batch, outputs, wait_s, verify_s)
             self.now += wait_s + verify_s
             chosen.append(budget.choose(names, most, self.others))
-        assert all(len(set(sizes.values())) == 1 for sizes in chosen)
+        for sizes in chosen:  # the same size for all, or for the first ones while little is known
+            first = list(sizes.values())[: AdaptiveDraftBudget.NUM_FIRST]
+            assert len(set(first)) == 1
+            assert set(sizes.values()) <= {first[0], 1}
         return [next(iter(sizes.values())) for sizes in chosen]
 
     def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:

@@ -22,17 +22,19 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6))
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
-    first, replies, idle = session("a", 9), list[DraftResponse](), list[int]()
+    first, replies, idle, prepared = session("a", 9), list[DraftResponse](), list[int](), list[DraftResponse]()
     work = drafter.draft_ahead
     drafter.draft_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
     with DraftWorker(drafter, info) as worker:
-        stream = worker.open(lambda reply: replies.append(reply) if reply else None)
+        stream = worker.open(lambda reply: (replies if reply.step else prepared).append(reply) if reply else None)
         worker.submit(stream, DraftRequest(1, (sent(first),)))
         eventually(lambda: 1 in idle)
         assert not replies[0].trees[0].tree.grown_ahead
         worker.submit(stream, DraftRequest(2, (sent(going_on(first, outcome(replies[0].trees[0].tree))),)))
         eventually(lambda: len(replies) == 2)
     assert replies[1].trees[0].tree.grown_ahead
+    assert prepared[0].prepared[0].session == "a"
+    assert prepared[0].prepared[0].committed_length == 9
 
 
 def test_a_draft_ahead_failure_loses_only_the_session() -> None:
