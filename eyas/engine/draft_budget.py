@@ -202,7 +202,7 @@ class AdaptiveDraftBudget:
     """
 
     RETRY_SHARE = 0.03
-    NUM_FIRST, MIN_TREES = 4, 8
+    NUM_FIRST, MIN_TREES = 2, 8
     SPEED_RATE = 0.1  # weight of a step in tokens_per_s
 
     def __init__(self, max_nodes: int, verify: CostModel, draft: CostModel) -> None:
