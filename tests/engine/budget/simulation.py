@@ -45,7 +45,7 @@ class Simulation:
         return AdaptiveDraftBudget(NODES, verify, draft)
 
     def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
-        """The sizes that were chosen, step by step."""
+        """The sizes that all requests got, step by step; 1 where only the first ones have trees."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
         without = {f"other {number}": 1 for number in range(self.others)}
         chosen = [budget.choose(names, most, self.others)]
@@ -60,7 +60,7 @@ class Simulation:
             first = list(sizes.values())[: AdaptiveDraftBudget.NUM_FIRST]
             assert len(set(first)) == 1
             assert set(sizes.values()) <= {first[0], 1}
-        return [next(iter(sizes.values())) for sizes in chosen]
+        return [list(sizes.values())[-1] for sizes in chosen]
 
     def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:
         """Seconds per token of the next steps."""
