@@ -1,6 +1,7 @@
 """Cuts a loaded model to one rank's part, as the tensor-parallel plan of transformers says.
 
 Ranks exchange values in two places: they sum the output of a layer split by rows, and gather an output split by columns.
+Rank 0 alone gathers the logits.
 A rank reads its part of plain weights from their files, straight to its device; others are loaded whole and cut.
 """
 
@@ -153,6 +154,7 @@ def shard_model(
             f"the tensor-parallel plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas does not support; set "
             "engine.tensor_parallel_size to 1"
         )
+    head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         style = _style(plan, path)
         if style in GATHERED and int(cast(Any, module).out_features) % shard.size:
@@ -162,7 +164,7 @@ def shard_model(
             own_style, own_shard = _style(plan, f"{path}.{key}") or style, _layer_shard(path, style, shard, kv_heads)
             if (part := _cut_parameter(whole, own_style, own_shard)) is not None:
                 setattr(module, key, nn.Parameter(part, requires_grad=False))
-        _add_exchange(module, style, shard)
+        _add_exchange(module, style, shard, to_all=module is not head)
 
 
 def splits_heads(model: Any) -> bool:
@@ -195,7 +197,9 @@ def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard
     return whole.narrow(0, 0, whole.shape[0]) if isinstance(whole, StoredTensor) else None
 
 
-def _add_exchange(module: nn.Module, style: str | None, shard: Shard) -> None:
+def _add_exchange(module: nn.Module, style: str | None, shard: Shard, to_all: bool) -> None:
+    """Let ranks sum or gather the module's output. to_all: whether all ranks need a gathered one, or rank 0 alone."""
+
     def split_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].chunk(shard.size, -1)[shard.rank], *args[1:])
 
@@ -208,9 +212,14 @@ def _add_exchange(module: nn.Module, style: str | None, shard: Shard) -> None:
         dist.all_gather(parts, output.contiguous())
         return torch.cat(parts, -1)
 
+    def gather_at_driver(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        parts = [torch.empty_like(output) for _ in range(shard.size)] if shard.rank == 0 else None
+        dist.gather(output.contiguous(), parts)
+        return output if parts is None else torch.cat(parts, -1)
+
     if style == "rowwise_split_input":
         module.register_forward_pre_hook(split_input)
     if style in ROWS | SUMMED:
         module.register_forward_hook(sum_output)
     elif style in GATHERED:
-        module.register_forward_hook(gather_output)
+        module.register_forward_hook(gather_output if to_all else gather_at_driver)
