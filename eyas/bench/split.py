@@ -60,7 +60,7 @@ class SplitSettings(MethodsSettings):
     batches: tuple[int, ...] = (1,)
     delays: tuple[float, ...] = (0.0,)
     modes: tuple[Mode, ...] = MODES
-    ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=16))
+    ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=64))
     plain_tokens: int = 0
 
     def __post_init__(self) -> None:
