@@ -15,7 +15,7 @@ Legend: S sessions, W rows of a session in a pass, R rows of a session in all pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -127,7 +127,7 @@ class RowLayout:
     def shape(self, sessions: int, number: int) -> MetadataShape:
         """The shape of a pass."""
         rows, tiles = sessions * self.widths[number], sessions * self._num_tiles(self.widths[number])
-        return self.tiling.shape(rows, rows, tiles, self.tile_rows)
+        return replace(self.tiling, longest=self.max_model_len).shape(rows, rows, tiles, self.tile_rows)
 
     def build_words(self, slots: Sequence[Slots], scratch: Sequence[Slots] | Ints, sessions: int) -> Words:
         """The words of a round, padded to `sessions`. slots: of the prefixes. scratch: R slots of each session, padding too.

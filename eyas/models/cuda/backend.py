@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -88,6 +88,7 @@ def build_backend(
     if reason := why_no_kernel(target):
         raise ConfigError(f"rank 0 takes the kernel for attention, but here {reason}; install the same on every rank")
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
+    tiling = replace(tiling, longest=target.max_model_len)
     launched = KernelBackend(target, tiling, kv_cache.scratch)
     if plan.kind is BackendKind.KERNEL:
         return launched

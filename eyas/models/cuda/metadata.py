@@ -40,12 +40,14 @@ class Tiling:
 
     heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
     num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
+    longest: the most keys that a row may see.
     """
 
     heads_per_kv: int
     num_kv: int
     num_processors: int
     max_rows: int = 64
+    longest: int = 1 << 30
 
     def tile_rows(self, longest: int) -> int:
         """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
@@ -56,7 +58,7 @@ class Tiling:
         """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
         default."""
         even = min(MAX_SPLITS, max(1, 2 * self.num_processors // ((filled or max(tiles, 1)) * self.num_kv)))
-        long = min(LONG_SPLITS, MAX_PART_ROWS // max(rows, 1))
+        long = min(LONG_SPLITS, MAX_PART_ROWS // max(rows, 1), self.longest // LONG_PART)
         return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
 
 
