@@ -155,10 +155,12 @@ class CompiledBackbone:
 
         whole = cpu_kernels.RowKeys.of(blocks, len(embedded))
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
-        causal = cpu_kernels.RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
+        causal = whole
+        if self._config.causal_windows:
+            causal = cpu_kernels.RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
         rows.start(cpu_kernels, self._first)
         for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
-            rows.keys = causal if layer.window is not None and self._config.causal_windows else whole
+            rows.keys = whole if layer.window is None else causal
             layer.run(cpu_kernels, rows, rotary, keys, values)
         return rows.normed
 
