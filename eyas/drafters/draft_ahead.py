@@ -22,7 +22,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PreparedTree, within, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.grown_tree import GrownTree, TreeRows
+from eyas.drafters.grown_tree import GrownTree, GrownRows
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
@@ -82,7 +82,7 @@ class AheadTrees:
         self._trees: dict[str, GrownTree] = {}
         self._contexts: dict[str, DraftContext] = {}
         self._num_left: dict[str, int] = {}  # by session, passes until it has converged
-        self._running: list[tuple[str, GrownTree, TreeRows, Ints]] = []
+        self._running: list[tuple[str, GrownTree, GrownRows, Ints]] = []
         self._found: tuple[Tensor, Ranked] | None = None
         self._changed: dict[str, None] = {}
 

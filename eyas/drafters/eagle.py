@@ -19,7 +19,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
-from eyas.drafters.grown_tree import TreeRows
+from eyas.drafters.grown_tree import GrownRows
 from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, layer_slots, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, rank_children
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
@@ -105,7 +105,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     @torch.inference_mode()
     def run_rows(
-        self, contexts: Sequence[DraftContext], rows: Sequence[TreeRows], num_candidates: int
+        self, contexts: Sequence[DraftContext], rows: Sequence[GrownRows], num_candidates: int
     ) -> tuple[Tensor, Ranked]:
         """Run rows of trees below the sessions' last commits, of any depths, in one pass.
 

@@ -26,7 +26,7 @@ Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class TreeRows:
+class GrownRows:
     """Rows of a tree of one session: target token ids [R], depths from 1 [R], the states before them [R, H].
 
     visible: which rows see each other [R, R].
@@ -37,12 +37,12 @@ class TreeRows:
     features: Tensor
     visible: Bools
 
-    def padded(self, count: int) -> TreeRows:
+    def padded(self, count: int) -> GrownRows:
         """The same with `count` rows. A row of padding sees itself."""
         tokens, depths, visible = np.zeros(count, np.int64), np.ones(count, np.int64), np.eye(count, dtype=np.bool_)
         own = slice(len(self.tokens))
         tokens[own], depths[own], visible[own, own] = self.tokens, self.depths, self.visible
-        return TreeRows(tokens, depths, F.pad(self.features, (0, 0, 0, count - len(self.tokens))), visible)
+        return GrownRows(tokens, depths, F.pad(self.features, (0, 0, 0, count - len(self.tokens))), visible)
 
 
 class GrownTree:
@@ -141,7 +141,7 @@ class GrownTree:
         self.candidates[0], self.scores[0] = candidates, scores
         self._rank()
 
-    def next_rows(self, count: int, max_depth: int) -> tuple[TreeRows, Ints]:
+    def next_rows(self, count: int, max_depth: int) -> tuple[GrownRows, Ints]:
         """The `count` best candidates above `max_depth` levels, as rows of a pass, with the numbers of their parents then.
 
         The nodes that are expanded so far and are not among them will be given up.
@@ -156,9 +156,9 @@ class GrownTree:
             if parent:
                 visible[row] |= visible[parent - 1]
         features = self.states[upload(above, self.states.device)]
-        return TreeRows(self.candidates.ravel()[chosen], self.depths[above] + 1, features, visible), parents
+        return GrownRows(self.candidates.ravel()[chosen], self.depths[above] + 1, features, visible), parents
 
-    def apply(self, rows: TreeRows, parents: Ints, states: Tensor, candidates: Ints, scores: Reals) -> None:
+    def apply(self, rows: GrownRows, parents: Ints, states: Tensor, candidates: Ints, scores: Reals) -> None:
         """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]."""
         self.tokens = np.concatenate([self.tokens[:1], rows.tokens])
         self.parents = np.concatenate([self.parents[:1], parents])

@@ -127,7 +127,7 @@ def memory_tables(result: FuzzResult) -> list[Table]:
         return [loaded]
     counts = [f"{count:,}" for count, _ in next(iter(result.at_rest.values()))]
     rested = tuple((role, *(f"{mib:.0f}" for _, mib in samples)) for role, samples in result.at_rest.items())
-    note = f"Anonymous memory in MiB after so many messages, when nothing was sent for {REST_S:g} s."
+    note = f"Anonymous memory in MiB by number of messages, when nothing was sent for {REST_S:g} s."
     return [loaded, Table("Memory at rest", ("service", *counts), rested, note)]
 
 
