@@ -22,7 +22,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PreparedTree, within, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.grown_tree import GrownTree, GrownRows
+from eyas.drafters.grown_tree import GrownRows, GrownTree
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
