@@ -26,7 +26,7 @@ from tests.tiny import build_engine
 
 Out = TypeVar("Out")
 
-SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=4)
+SHAPE = TreeConfig(num_draft_tokens=11, num_steps=3, top_k=3)
 CONFIG = DraftingConfig(max_kv_tokens=2048)
 GREEDY, NOISED, FILTERED = NoiseKey(0), NoiseKey(2**64 - 9, 0.8), NoiseKey(5, 1.2, top_k=9, top_p=0.9, min_p=0.01)
 BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20, 1))
@@ -56,8 +56,8 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
     plain = make(method, tiny_target, tiny_head, SHAPE, CONFIG, None)
     rounds = {
         "alone": ([9], [GREEDY]),
-        "three": ([12, 40, 4], [GREEDY, NOISED, FILTERED]),
-        "again": ([17, 12, 3, 1], [NOISED, GREEDY, FILTERED, NOISED]),
+        "three": ([7, 20, 4], [GREEDY, NOISED, FILTERED]),
+        "again": ([9, 7, 3, 1], [NOISED, GREEDY, FILTERED, NOISED]),
     }
     for name, (lengths, noises) in rounds.items():
         contexts = []

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eyas.bench.report import Report, Table, number
 from tests.fuzz.servers import running_services
-from tests.fuzz.storm import REST_S, WARM_UP_MESSAGES, FuzzResult, FuzzSettings, storm
+from tests.fuzz.storm import REST_S, WARM_UP_SHARE, FuzzResult, FuzzSettings, storm
 from tests.memory import FEW_PRODUCTS
 
 MAX_GROWTH_MIB = 32.0
@@ -86,7 +86,7 @@ def promises_table(result: FuzzResult) -> Table:
         ("valid requests with wrong tokens", "0", f"{result.num_wrong} of {result.num_probes}"),
         ("requests, sequences and sessions left behind", "0", f"{sum(result.unreturned.values())}"),
         (
-            f"growth of memory at rest after {WARM_UP_MESSAGES:,} messages",
+            f"growth of memory at rest after {WARM_UP_SHARE:.0%} of the messages",
             f"<= {MAX_GROWTH_MIB:g} MiB",
             "not judged" if growth is None else f"{growth:.1f} MiB",
         ),
