@@ -130,26 +130,27 @@ class DraftTree:
     def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
         """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.
 
-        path: of at least one token below the root. max_nodes: counts the new root. Ties go to the earlier node.
+        path: of at least one token below the root. max_nodes: counts the new root. Ties go to the earlier node. A node ranks
+        no higher than its parent, whatever an untrusted drafter says; without a score that is a number it is left out.
         """
         root: int | None = 0
         for token in path:
             root = None if root is None else self.child(root, token)
         if root is None:
             return None
-        inside, depths, scores = {root}, self.depths, self.log_probs
+        depths, scores = self.depths, {root: 0.0}
         for node in range(root + 1, len(self)):
-            if self.parents[node] in inside and depths[node] - depths[root] <= max_depth:
-                inside.add(node)
-        best = sorted(inside - {root}, key=lambda node: (-scores[node], node))[: max_nodes - 1]
-        if not best:
+            score = self.log_probs[node] - self.log_probs[root]
+            if self.parents[node] in scores and depths[node] - depths[root] <= max_depth and score > -math.inf:
+                scores[node] = min(score, scores[self.parents[node]])
+        kept = sorted(sorted(scores, key=lambda node: (-scores[node], node))[:max_nodes])
+        if len(kept) == 1:
             return None
-        kept = [root, *sorted(best)]
         numbers = {node: number for number, node in enumerate(kept)}
         return DraftTree(
             tokens=tuple(self.tokens[node] for node in kept),
             parents=(0, *(numbers[self.parents[node]] for node in kept[1:])),
-            log_probs=tuple(min(scores[node] - scores[root], 0.0) for node in kept),
+            log_probs=tuple(scores[node] for node in kept),
             grown_ahead=True,
         )
 

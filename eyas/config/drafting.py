@@ -60,7 +60,8 @@ class DraftAheadConfig:
     def __post_init__(self) -> None:
         at_least(0, top_k=self.top_k)
         at_least(1, num_candidates=self.num_candidates)
-        at_least(1, num_steps=self.num_steps, miss_steps=self.miss_steps)
+        at_least(1, miss_steps=self.miss_steps)
+        at_least(2, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Callable[[], Map
 
 @dataclass(frozen=True)
 class PreparedTree:
-    """A tree below the last token of a session's last commit that holds the next drafts of likely next commits.
+    """A tree that holds the next drafts of likely next commits. Its root is the committed token before `committed_length`.
 
-    committed_length: of the session at the tree's root.
+    committed_length: tokens of the session up to the root; later commits may have been foreseen since.
     """
 
     session: str
@@ -228,12 +228,11 @@ def drawable(context: DraftContext) -> Callable[[int, int], bool]:
 
 def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
     """The deterministic tree without nodes that the target cannot draw, and without what stands below them."""
-    if not any(bias.bias == -math.inf for bias in context.logit_biases):
+    if not context.allowed and not any(bias.bias == -math.inf for bias in context.logit_biases):
         return tree
-    banned = [banned_at(context, level) for level in range(tree.depth)]
-    kept = {0: None}
+    can_draw, kept = drawable(context), {0: None}
     for node in range(1, len(tree)):
-        if tree.parents[node] in kept and tree.tokens[node] not in banned[tree.depths[node] - 1]:
+        if tree.parents[node] in kept and can_draw(tree.tokens[node], tree.depths[node] - 1):
             kept[node] = None
     return tree if len(kept) == len(tree) else tree.pruned(list(kept))
 

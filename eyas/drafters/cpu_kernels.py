@@ -390,7 +390,8 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
             firsts[i], levels[i], better[i] = 0, 0, values[i]
             continue
         parent = starts[tree] + parents[i]
-        levels[i], better[i] = levels[parent] + 1, min(values[i], better[parent])
+        value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
+        levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
         first = i
         for j in range(1, i):
             if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:

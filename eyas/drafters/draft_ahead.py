@@ -123,10 +123,11 @@ class AheadTrees:
         for name in names:
             self._num_left[name] -= 1
         most = min(self._config.top_k, max(MAX_ROWS // len(names), MIN_ROWS))
-        planned = [self._trees[name].next_rows(most, self._config.num_steps) for name in names]
-        self._running = [(name, self._trees[name], *own) for name, own in zip(names, planned, strict=True)]
-        contexts, rows = [self._contexts[name] for name in names], [rows for rows, _ in planned]
-        self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
+        planned = [(name, self._trees[name], *self._trees[name].next_rows(most, self._config.num_steps)) for name in names]
+        self._running = [each for each in planned if len(each[2].tokens)]  # without numbers for scores there is no next row
+        if self._running:
+            contexts, rows = [self._contexts[name] for name, *_ in self._running], [rows for *_, rows, _ in self._running]
+            self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
 
     def collect(self) -> None:
         if self._found is None:
@@ -284,7 +285,7 @@ class DraftAheadDrafter(LocalDrafter):
 
     def __init__(self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig) -> None:
         """Raises ConfigError for more candidates than the draft vocabulary has tokens."""
-        if config.num_candidates > len(drafter.draft_ids):
+        if isinstance(drafter, EagleDrafter) and config.num_candidates > len(drafter.draft_ids):
             raise ConfigError(
                 f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
                 f"{len(drafter.draft_ids)} tokens; set at most these"

@@ -195,8 +195,9 @@ class WeightFiles:
         """Raises CheckpointError for a file that cannot be read."""
         file = self._map[name]
         try:
-            handle = self._open.setdefault(file, safe_open(file, framework="pt", device=self.device))
-            return StoredTensor(self, handle.get_slice(name))
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt", device=self.device)
+            return StoredTensor(self, self._open[file].get_slice(name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read weights {file}: {error}") from error
 

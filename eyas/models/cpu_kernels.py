@@ -332,7 +332,7 @@ def attend(
 
 @cache
 def compile_kernels() -> None:
-    """Compile all kernels of the CPU, once for each installation; other processes and later ones load the result."""
+    """Compile the kernels of passes and draws, once for each installation; other processes load the result."""
     row, rows, heads, ids = float32[::1], float32[:, ::1], float32[:, :, ::1], int64[::1]
     compile_all(
         {

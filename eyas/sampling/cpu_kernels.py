@@ -130,6 +130,8 @@ def best_of(row, maxima, values, ids):
     The k-th highest of the blocks' highest scores is at most the k-th highest score.
     """
     k, width, least = len(ids), len(row), -np.float32(np.inf)
+    if k == 0:
+        return
     blocks, count = (width + BLOCK - 1) // BLOCK, 0
     for b in range(blocks):
         highest = highest_of(row[b * BLOCK : (b + 1) * BLOCK])

@@ -82,9 +82,7 @@ def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     heats = np.array([max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys], np.float32)
     tokens = torch.empty(len(draws), dtype=torch.int64)
     draw_rows(logits.contiguous().numpy(), seeds, positions, heats, tokens.numpy())
-    filtered = [
-        row for row, key in enumerate(keys) if key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
-    ]
+    filtered = [row for row, key in enumerate(keys) if has_filters(key)]
     if filtered:
         rows, drawn = torch.tensor(filtered), [draws[row] for row in filtered]
         tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)

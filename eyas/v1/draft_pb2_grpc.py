@@ -53,8 +53,8 @@ class DraftServicer:
 
     def Speculate(self, request_iterator, context):
         """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-        Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
-        ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
+        Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with
+        more commits than the service allows ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

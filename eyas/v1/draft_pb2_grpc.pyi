@@ -35,8 +35,8 @@ class DraftStub:
     def __new__(cls, channel: _aio.Channel) -> DraftAsyncStub: ...
     Speculate: _grpc.StreamStreamMultiCallable[_draft_pb2.SpeculateRequest, _draft_pb2.SpeculateResponse]
     """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
-    ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
+    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with
+    more commits than the service allows ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DescribeRequest, _draft_pb2.DescribeResponse]
     """Returns the drafter's target and method."""
@@ -48,8 +48,8 @@ class DraftAsyncStub(DraftStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Speculate: _aio.StreamStreamMultiCallable[_draft_pb2.SpeculateRequest, _draft_pb2.SpeculateResponse]  # type: ignore[assignment]
     """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
-    ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
+    Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with
+    more commits than the service allows ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_draft_pb2.DescribeRequest, _draft_pb2.DescribeResponse]  # type: ignore[assignment]
     """Returns the drafter's target and method."""
@@ -64,8 +64,8 @@ class DraftServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.SpeculateResponse], _abc.AsyncIterator[_draft_pb2.SpeculateResponse]]:
         """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
-        Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with more commits than the service allows
-        ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
+        Every request with commits gets one response with the same step. Responses of step 0 may come at any time. A request with
+        more commits than the service allows ends the stream with RESOURCE_EXHAUSTED. The end of the stream ends its sessions.
         """
 
     @_abc_1.abstractmethod

@@ -316,9 +316,11 @@ class RemoteDrafter:
 
     def _receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
+        prepared = [each for each in reply.prepared if self._is_valid(each)]
         with self._changed:
-            for each in reply.prepared:
-                self._keep_prepared(each)
+            for each in prepared:
+                if each.session in self._prepared_for:
+                    self._prepared.put(PreparedTree(each.session, each.epoch, each.committed_length, each.tree))
             pending = self._pending
             if pending is None:
                 return
@@ -331,19 +333,22 @@ class RemoteDrafter:
             pending.awaited.discard(reply.step)
             self._changed.notify()
 
-    def _keep_prepared(self, prepared: SessionTree) -> None:
-        """Keep a tree of a session that the drafter has, if it is valid."""
-        if prepared.session not in self._prepared_for or self._stream is None:
-            return
-        tree, vocab_size = prepared.tree, self._stream.info.model.vocab_size
+    def _is_valid(self, prepared: SessionTree) -> bool:
+        """Whether a prepared tree may be kept. An invalid one counts as a failure of the drafter."""
+        stream, tree = self._stream, prepared.tree
+        if stream is None:
+            return False
+        vocab_size = stream.info.model.vocab_size
         try:
             if not tree.tokens or tree.sampled is not None:
                 raise InvalidTree(f"a prepared tree of {len(tree.tokens)} nodes; it must have some, and none that are drawn")
             tree.validate(tree.tokens[0], vocab_size, MAX_PREPARED_NODES, MAX_PREPARED_NODES)
         except InvalidTree as error:
             log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
-            return
-        self._prepared.put(PreparedTree(prepared.session, prepared.epoch, prepared.committed_length, tree))
+            with self._changed:
+                self.breaker.failed()
+            return False
+        return True
 
     def _note_refusals(self, pending: PendingDrafts, reply: DraftResponse) -> None:
         if not reply.refusals:

@@ -119,6 +119,16 @@ def test_a_block_is_no_deeper_than_its_head(tiny_target: str) -> None:
     assert drafter.tree.num_steps == head.config.num_drafted == 4
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_small_trees_have_as_many_nodes_as_configured(num_nodes: int, tiny_target: str) -> None:
+    head = serve(load_block_head(tiny_block_head("dspark", tiny_target), tiny_target))
+    drafter = BlockDrafter(head, replace(SHAPE, num_draft_tokens=num_nodes), DraftingConfig())
+    tokens, features = session(1, 9)
+    (tree,) = drafter.propose([commit("a", tokens, features, 0, 9, GREEDY, TreeBudget(14, 4))])
+    assert isinstance(tree, DraftTree)
+    assert len(tree) == num_nodes
+
+
 def test_sessions_near_the_end_of_the_context_get_trees(tiny_target: str, tiny_head: str) -> None:
     drafter = make("dspark", tiny_target, tiny_head)
     tokens, features = session(1, 256)

@@ -1,6 +1,7 @@
 """Properties of draft trees and of the acceptance walk over them."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,17 @@ def test_a_chain_accepts_up_to_the_first_mismatch() -> None:
     outcome = accept(DraftTree.chain([1, 2, 3, 4]), [2, 3, 9, 9])
     assert outcome.tokens == (2, 3, 9)
     assert outcome.path == (0, 1, 2)
+
+
+@given(trees(), st.data())
+def test_a_tree_with_any_scores_is_cut_to_a_valid_one(tree: DraftTree, data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.floats(width=32), min_size=len(tree), max_size=len(tree)))
+    path = [tree.tokens[node] for node in tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]]
+    max_nodes, max_depth = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
+    cut = replace(tree, log_probs=tuple(scores)).below(path, max_nodes, max_depth)
+    if cut is not None:
+        cut.validate(cut.tokens[0], 8, max_nodes, max_depth)
+        assert all(-math.inf < score <= cut.log_probs[cut.parents[node]] for node, score in enumerate(cut.log_probs))
 
 
 @given(trees(), st.data())

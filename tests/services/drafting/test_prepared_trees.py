@@ -61,7 +61,7 @@ def test_a_foreseen_commit_needs_no_answer_of_the_drafter() -> None:
             remote.close()
 
 
-def test_prepared_trees_that_are_invalid_are_dropped() -> None:
+def test_prepared_trees_that_are_invalid_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     free = threading.Event()
     free.set()
     drafter = PreparingDrafter(free)
@@ -75,8 +75,9 @@ def test_prepared_trees_that_are_invalid_are_dropped() -> None:
                 (found,) = remote.request([context("a", TOKENS[:length], base=base)])()
                 assert isinstance(found, DraftTree)
                 assert not found.grown_ahead
-            eventually(lambda: len(drafter.sent) == 3)
+            eventually(lambda: caplog.text.count("dropped a prepared tree") == 3)
             assert not remote._prepared._trees
+            assert remote.breaker._num_failures
         finally:
             remote.close()
 
