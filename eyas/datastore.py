@@ -181,8 +181,9 @@ def corpus_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Pat
     if missing:
         raise ConfigError(f"no such file or folder: {missing[0]}")
     ends = excluded_ends(exclude)
-    found = [file for path in paths for file in ([path] if path.is_file() else _texts_below(path))]
-    files = [file for file in found if not str(file.absolute()).endswith(ends)]
+    found = [file for path in paths for file in ([path] if path.is_file() else _files_below(path))]
+    kept = [file for file in found if not str(file.absolute()).endswith(ends)]
+    files = [file for file in kept if file in paths or _is_text(file)]
     if not files:
         raise ConfigError(f"{', '.join(map(str, paths))} holds no texts; name text or JSON Lines files, or folders of them")
     return files
@@ -201,8 +202,8 @@ def excluded_ends(exclude: Path | None) -> tuple[str, ...]:
     return tuple(f"/{name}" for name in names)
 
 
-def _texts_below(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file() and _is_text(file))
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def _is_text(file: Path) -> bool:

@@ -151,9 +151,11 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
+        is_ruled = any(context.allowed or context.logit_biases for context in contexts)
+        if self._growth is None or not self._is_compiled() or is_ruled:
+            return super()._grow(contexts, states)
         words = noise_words(contexts, self.ranking, len(contexts))
-        kind, is_ruled = scorer_kind(words), any(context.allowed or context.logit_biases for context in contexts)
-        if self._growth is None or not self._is_compiled() or kind == "filtered" or is_ruled:
+        if (kind := scorer_kind(words)) == "filtered":
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
         blocks = compiled_states(self._head, self._kv, tokens, self._prefix_slots(contexts))

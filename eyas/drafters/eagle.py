@@ -99,9 +99,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Of sessions that can grow, the states [S, H] behind their last commits, and the best next tokens [S, C]."""
         states = [self.sessions[context.session].state for context in contexts]
         stacked = torch.stack([state for state in states if state is not None])
+        return stacked, self._best_next(contexts, stacked, num_candidates)
+
+    def _best_next(self, contexts: Sequence[DraftContext], states: Tensor, num_candidates: int) -> Ranked:
+        """The best next tokens [S, C] by the states [S, H] behind the contexts' last tokens."""
         scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
-        best = rank_children(scorer(self._head.raw_logits(stacked[:, None]), 0), num_candidates)
-        return stacked, Ranked(*(column[:, 0] for column in best))
+        best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
+        return Ranked(*(column[:, 0] for column in best))
 
     @torch.inference_mode()
     def run_rows(
@@ -127,8 +131,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
             placed = [(context, int(depth)) for context, own in zip(contexts, padded, strict=True) for depth in own.depths]
             ends = [replace(context, start_position=context.start_position + depth) for context, depth in placed]
-            scorer = make_scorer(ends, self.ranking, 1, self.draft_ids)
-            best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
+            best = self._best_next(ends, states, num_candidates)
             return states.view(*tokens.shape, -1), Ranked(*(column.view(*tokens.shape, -1) for column in best))
 
         if self.device is None:

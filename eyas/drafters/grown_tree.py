@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.draft_protocol import TreeBudget
+from eyas.drafters.tree_growth import Reals
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
-
-Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,26 @@ class GrownTree:
 
     def best(self, root: int, count: int, max_depth: int) -> Ints:
         """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
-        inside = np.zeros(len(self.tokens), np.bool_)
-        inside[root] = True
-        for node in range(root + 1, len(inside)):
-            inside[node] = inside[self.parents[node]]
-        inside &= self.depths - self.depths[root] < max_depth
+        inside = self._within(root) & (self.depths - self.depths[root] < max_depth)
         scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
         chosen = np.argsort(-scores, kind="stable")[:count]
         chosen = chosen[np.isfinite(scores[chosen])]
         return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
+
+    def _within(self, root: int) -> Bools:
+        """Which expanded nodes are `root`, or stand below it [E]."""
+        inside = np.zeros(len(self.tokens), np.bool_)
+        inside[root] = True
+        for node in range(root + 1, len(inside)):
+            inside[node] = inside[self.parents[node]]
+        return inside
+
+    def _parents_among(self, chosen: Ints, root: int) -> tuple[Ints, Ints]:
+        """Of candidates from `best` the nodes above, and the numbers of these in the tree of root and candidates."""
+        above, numbers = chosen // self.scores.shape[1], np.zeros(len(self.tokens), np.int64)
+        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
+        numbers[root] = 0
+        return above, numbers[above]
 
     def find(self, path: Sequence[int]) -> int | None:
         """The expanded node at the end of a path of tokens below the root."""
@@ -108,26 +117,18 @@ class GrownTree:
         if not len(chosen):
             return None
         assert root is not None
-        above, tokens = np.divmod(chosen, self.scores.shape[1])[0], self.candidates.ravel()[chosen]
+        above, parents = self._parents_among(chosen, root)
         scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
-        numbers = np.zeros(len(self.tokens), np.int64)
-        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
-        numbers[root] = 0
         return DraftTree(
-            (int(self.tokens[root]), *tokens.tolist()),
-            (0, *numbers[above].tolist()),
+            (int(self.tokens[root]), *self.candidates.ravel()[chosen].tolist()),
+            (0, *parents.tolist()),
             (0.0, *np.minimum(scores, 0.0).tolist()),
             grown_ahead=True,
         )
 
     def move_root(self, root: int) -> None:
         """Keep only what stands below an expanded node, which becomes the root."""
-        kept = np.zeros(len(self.tokens), np.bool_)
-        kept[root] = True
-        for node in range(root + 1, len(kept)):
-            kept[node] = kept[self.parents[node]]
-        nodes = np.flatnonzero(kept)
-        numbers = np.zeros(len(kept), np.int64)
+        nodes, numbers = np.flatnonzero(self._within(root)), np.zeros(len(self.tokens), np.int64)
         numbers[nodes] = np.arange(len(nodes))
         self.tokens, self.parents = self.tokens[nodes], numbers[self.parents[nodes]]
         self.parents[0] = 0
@@ -147,11 +148,8 @@ class GrownTree:
         The nodes that are expanded so far and are not among them will be given up.
         """
         chosen = self.best(0, count, max_depth - 1)
-        above = chosen // self.scores.shape[1]
-        numbers = np.zeros(len(self.tokens), np.int64)
-        numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
-        numbers[0] = 0
-        parents, visible = numbers[above], np.eye(len(chosen), dtype=np.bool_)
+        above, parents = self._parents_among(chosen, 0)
+        visible = np.eye(len(chosen), dtype=np.bool_)
         for row, parent in enumerate(parents):
             if parent:
                 visible[row] |= visible[parent - 1]
