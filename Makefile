@@ -8,7 +8,7 @@ READY   := $(VENV)/.ready
 KERNELS := eyas/models/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
-WORKERS ?= 3
+WORKERS ?= 4
 SHARED  := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -72,7 +72,8 @@ $(CORPUS)/datastore.json: $(READY)
 methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
-		--method dspark=models/demo/dspark --method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
+		--method dspark=models/demo/dspark --method peagle=models/demo/peagle --method medusa=models/demo/medusa \
+		--method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method rest=$(CORPUS) --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full \
 		--method dspark+prompt_lookup=models/demo/dspark $(METHODS)
 

@@ -1,5 +1,6 @@
 """Settings of every test run: one torch thread, fixed hypothesis examples, default Ctrl-C; and models that tests share."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -85,7 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Quicken Triton's interpreter, if tests may use it."""
+    """Let garbage collections pass over what imports have made, and quicken Triton's interpreter, if tests may use it."""
+    gc.freeze()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
         from tests.interpreter import patch_once_a_launch
 

@@ -177,7 +177,9 @@ def _nbytes(x: Tensor) -> int:
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a launch. shared: bytes of shared memory. residents: programs that a processor holds, by
-    registers and shared memory. matrix: kind of matrix instructions, or ''."""
+    registers and shared memory. matrix: kind of matrix instructions, or ''. loads_ahead: whether keys and values are loaded
+    while earlier ones are used. slots_ahead: loads of int32 slots that are under way as well.
+    """
 
     name: str
     sm: int
@@ -187,6 +189,7 @@ class Compiled:
     residents: int
     matrix: str
     loads_ahead: bool
+    slots_ahead: int
 
 
 def compiled(launch: Launch, sm: int) -> Compiled:
@@ -224,7 +227,8 @@ def compiled(launch: Launch, sm: int) -> Compiled:
     matrix = next((kind for kind in ("wgmma", "tcgen05.mma", "mma.sync") if kind in ptx), "")
     shared, warps = made.metadata.shared, made.metadata.num_warps
     residents = min(65536 // (-(-registers // 8) * 256 * warps), (SHARED_KIB[sm] + 1) * 1024 // (shared + 1024))
-    return Compiled(function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx)
+    slots = len(re.findall(r"async_copy_global_to_local .*tensor<\d+x!tt\.ptr<i32>", made.asm["ttgir"]))
+    return Compiled(function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots)
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -273,12 +277,14 @@ def layer_calls(sm: int) -> None:
 def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
     from eyas.request import NoiseKey
-    from eyas.sampling.kernels import draw_rows, top_k
+    from eyas.sampling.kernels import best_of_races, draw_rows, race, top_k
     from eyas.sampling.sampler import Draw
 
     keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
     for key in keys[: 2 if sm == min(SHARED_KIB) else 1]:
         draw_rows(torch.zeros(64, 128256, device=META), [Draw(key, 0)] * 64)
+    found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
+    best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
     top_k(torch.zeros(10, 32000, device=META), 10)
 
 

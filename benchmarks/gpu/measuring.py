@@ -94,13 +94,14 @@ def measure_rates(device: torch.device, scale: Scale) -> Rates:
 def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median in ms until the device is done."""
     times = []
-    for _ in range(NUM_WARM_UPS + repeats):
+    warm_ups = min(NUM_WARM_UPS, repeats)
+    for _ in range(warm_ups + repeats):
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(1e3 * (time.perf_counter() - started))
-    return median(times[NUM_WARM_UPS:])
+    return median(times[warm_ups:])
 
 
 def llama(shape: Shape, ranks: int = 1) -> LlamaConfig:

@@ -1,7 +1,7 @@
 """Measures tree sizes by `engine.draft_budget` against plain decoding, by batch size, on emulated GPUs in virtual time.
 
 Acceptance is real, passes take the times of a table, host work takes none, and no machine is too busy. Writes a dated
-report: `python -m benchmarks.scripts.adaptive_batches`.
+report and a picture: `python -m benchmarks.scripts.adaptive_batches`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.target import TargetModel, load_target
 
 POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
+# Published speedups by batch, of other models on other machines: SGLang with EAGLE-3, and vLLM with adaptive DSpark.
+PUBLISHED = {"SGLang, EAGLE-3": {2: 1.81, 64: 1.38}, "vLLM, adaptive DSpark": {4: 2.37, 16: 2.07, 64: 1.74, 256: 1.5}}
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Settings:
     max_tokens: int
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
+    max_fixed: int
 
 
 def main(
@@ -65,13 +68,14 @@ def main(
     prompts: Annotated[Path, typer.Option(help="JSON Lines.")] = Path("models/demo/prompts.jsonl"),
     verifier: Annotated[str, typer.Option(help="Cost table of the target.")] = "llama-3.1-8b@h200",
     drafter: Annotated[str, typer.Option(help="Cost table of the drafter.")] = "eagle3-8b@h200",
-    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 8, 64],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 4, 16, 64, 256],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 48,
+    max_fixed: Annotated[int, typer.Option(help="Largest batch with the largest trees: these take long to compute.")] = 16,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure plain decoding, the largest trees and adaptive trees at each batch size."""
-    settings = Settings(model, draft_model, verifier, drafter, max_tokens, tuple(batch), tuple(temperature))
+    settings = Settings(model, draft_model, verifier, drafter, max_tokens, tuple(batch), tuple(temperature), max_fixed)
     try:
         with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
             rates = measure(settings, prompts, progress)
@@ -80,7 +84,8 @@ def main(
         raise typer.Exit(1) from error
     program = "python -m benchmarks.scripts.adaptive_batches"
     rows = [replace(rate, outputs=()) for rate in rates]
-    Report.here("adaptive-batches", program, "cpu", settings, rows, [table(rates)]).publish(out)
+    page = Report.here("adaptive-batches", program, "cpu", settings, rows, [table(rates)]).publish(out)
+    draw(rates, page.with_suffix(".png"))
 
 
 def measure(settings: Settings, file: Path, progress: Progress) -> list[Rate]:
@@ -97,6 +102,8 @@ def measure(settings: Settings, file: Path, progress: Progress) -> list[Rate]:
         (group, *_) = groups(prompts, batch, 1)
         plain = 0.0
         for policy in POLICIES:
+            if policy == "fixed" and batch > settings.max_fixed:
+                continue
             clock = VirtualClock()
             tree = resolve_tree(TreeConfig(), method, settings.draft_model)
             longest = max(map(len, group)) + settings.max_tokens + tree.num_draft_tokens
@@ -148,6 +155,28 @@ def table(rates: Sequence[Rate]) -> Table:
         "verify step; outputs equal to plain decoding."
     )
     return Table("Rates", ("temperature", "batch", "policy", "tokens/s", "relative", "tau", "as plain"), rows, note)
+
+
+def draw(rates: Sequence[Rate], file: Path) -> None:
+    """Rates over plain decoding by batch, beside published ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2))
+    axes = figure.subplots()
+    for temperature in sorted({rate.temperature for rate in rates}):
+        for policy, style in (("adaptive", "o-"), ("fixed", "s:")):
+            own = [rate for rate in rates if (rate.temperature, rate.policy) == (temperature, policy)]
+            label = f"Eyas, {policy}, temperature {temperature:g}"
+            axes.plot([rate.batch for rate in own], [rate.relative for rate in own], style, label=label)
+    for name, points in PUBLISHED.items():
+        axes.plot(list(points), list(points.values()), "x--", color="0.5" if "vLLM" in name else "0.7", label=name)
+    axes.axhline(1, color="0.8", zorder=0)
+    axes.set(xscale="log", xlabel="sequences at a time", ylabel="rate over plain decoding", ylim=(0, None))
+    batches = sorted({rate.batch for rate in rates})
+    axes.set_xticks(batches, [f"{batch}" for batch in batches])
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":

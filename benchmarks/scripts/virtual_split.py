@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,20 +18,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eyas.bench.report import Report, Table
-from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, groups, load_tasks
+from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts, flat
-from eyas.draft_protocol import Commit
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Pending, PreparedTree, PreparedTrees
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTree, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.on_demand import StepWait
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import EyasError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.layers import FeatureFuser
-from eyas.models.target import TargetModel, load_target
-from eyas.request import Request, VerifyStep
+from eyas.models.target import load_target
+from eyas.request import NoiseKey, Request, SamplingParams
+from eyas.tree import DraftTree
 
 MARKOV_SHARE = 1 / 24  # a level of a one-pass head after the first, in passes of the head
 LAYERS = {"dspark": 2.0}  # a pass of the head in levels of EAGLE, as in the report of the services
@@ -46,6 +48,7 @@ class VirtualDraftService:
         self.num_prepared = 0
         self._drafter, self._clock, self._own, self._delay_s = drafter, clock, own, delay_s
         self._trees, self._sent = PreparedTrees(), list[tuple[float, PreparedTree]]()
+        self._wait, self._has_prepared = StepWait(clock), False
 
     def can_draft(self, session: str) -> bool:
         """See Drafter."""
@@ -70,11 +73,19 @@ class VirtualDraftService:
         self._sent = [(arrived, prepared) for arrived, prepared in self._sent if arrived > self._clock()]
         local = {context.session: tree for context in contexts if (tree := self._trees.take(context))}
         self.num_prepared += len(local)
+        missing = {context.session for context in contexts} - local.keys()
+        self._has_prepared |= bool(local)
+        lengths = {context.session: len(context.tokens) for context in contexts}
+        is_timed = self._has_prepared and self._wait.waits(lengths, missing)
+        if self._has_prepared and not is_timed:  # as the client of draft services does
+            local |= {c.session: DraftTree.root_only(c.tokens[-1]) for c in contexts if c.session in missing}
         self._own.now = max(self._own.now, arrival)
         sent: list[Commit[torch.Tensor]] = [replace(c, has_tree=c.session in local) for c in contexts]
         answers = self._drafter.propose(sent)
         is_awaited = any(context.budget.wants_tree and not context.has_tree for context in sent)
         ready = self._own.now + self._delay_s if is_awaited else self._clock()
+        if is_timed:
+            self._wait.waited(ready - self._clock())
 
         def collect() -> list[Draft]:
             self._clock.now = max(self._clock.now, ready)
@@ -102,12 +113,12 @@ class Cell:
     c: float
     delay: float
     mode: str
-    eta: float
-    speedup: float
-    tau: float
-    hits: float
-    prepared: float
-    num_steps: int
+    eta: float = 0.0
+    speedup: float = 0.0
+    tau: float = 0.0
+    hits: float = 0.0
+    prepared: float = 0.0
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,67 +134,162 @@ class Settings:
     num_prompts: int
     max_tokens: int
     ahead: DraftAheadConfig
+    max_ahead: int
+
+
+class Recorder:
+    """Implements Drafter: proposes nothing, and keeps the commits of plain decoding, which any drafter would get."""
+
+    can_sample = False
+
+    def __init__(self, needs: DrafterNeeds) -> None:
+        self.needs = needs
+        self.commits: dict[str, list[DraftContext]] = {}
+
+    def can_draft(self, session: str) -> bool:
+        """See Drafter."""
+        return True
+
+    def release(self, sessions: Sequence[str]) -> None:
+        """See Drafter."""
+
+    def reject(self, sessions: Sequence[str]) -> None:
+        """See Drafter."""
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        """See Drafter."""
+        for context in contexts:
+            self.commits.setdefault(context.session, []).append(context)
+        return lambda: [DraftTree.root_only(context.tokens[-1]) for context in contexts]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A prompt and the tokens behind it, by plain decoding, with the features of all but the last one."""
+
+    tokens: tuple[int, ...]
+    num_prompt: int
+    features: torch.Tensor
+    noise: NoiseKey
+
+    def commit(self, session: str, start: int, end: int, budget: TreeBudget) -> DraftContext:
+        """The commit of the tokens from `start` to `end`."""
+        features = self.features[max(start - 1, 0) : end - 1]
+        return Commit(session, 0, start, self.tokens[start:end], features, self.noise, budget)
+
+    def num_accepted(self, tree: DraftTree, length: int) -> int:
+        """The drafted tokens that the target accepts of a tree below the first `length` tokens."""
+        node = 0
+        for count, token in enumerate(self.tokens[length:]):
+            child = tree.child(node, token)
+            if child is None:
+                return count
+            node = child
+        raise AssertionError("the recording is too short")
+
+
+@dataclass
+class Replayed:
+    """Decoding of some prompts. seconds: of all requests. num_prepared: trees that were there before the commit."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_prepared: int = 0
+    accepted: list[int] = field(default_factory=list)
+    grown_ahead: list[bool] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens of a verify step."""
+        return sum(self.accepted) / len(self.accepted) + 1
 
 
 class VirtualSplit:
-    """Decodes prompts with one head. A verify pass takes a second, whatever its rows."""
+    """Decodes prompts with one head. A verify pass takes a second, whatever its rows.
+
+    The output of the target does not depend on drafts. So it is decoded once, plainly, and each cell replays it.
+    """
 
     def __init__(self, settings: Settings, head: str, prompts: Sequence[Prompt]) -> None:
-        self.settings, self.head, self._prompts = settings, head, prompts
+        self.settings, self.head, self.name, self._prompts = settings, head, Path(head).name, prompts
         self.method = default_method("", head)
         fuser = build_fuser(self.method, head, settings.model, "float32", "cpu")
         assert fuser is not None
         self._fuser: FeatureFuser = fuser
-        self._target = load_target(settings.model, "float32", "cpu", fuser.aux_hidden_state_layers)
         self._tree = resolve_tree(TreeConfig(), self.method, head)
 
-    def cell(self, temperature: float, batch: int, c: float, delay: float, mode: str, free: float) -> Cell:
-        """Decode all prompts. free: tau of serial drafting; 0 takes that of this run."""
-        tokens, seconds, num_prepared, steps = 0, 0.0, 0, list[VerifyStep]()
-        for group in groups(self._prompts, batch, 1):
-            found = self._decode(group, temperature, c, delay, mode)
-            tokens, seconds = tokens + found[0], seconds + found[1]
-            num_prepared += found[3]
-            steps += found[2]
-        rate, tau = batch * tokens / seconds, sum(step.accepted + 1 for step in steps) / len(steps)
-        hits = sum(step.grown_ahead for step in steps) / len(steps)
-        name = Path(self.head).name
-        return Cell(
-            name, temperature, batch, c, delay, mode, rate / batch / (free or tau), rate / batch, tau, hits,
-            num_prepared / len(steps), len(steps),
+    def record(self, temperature: float, count: int) -> list[Recording]:
+        """`count` requests, plainly decoded."""
+        s, config = self.settings, DraftingConfig()
+        drafter = build_drafter(self.method, s.model, self.head, "float32", "cpu", self._tree, config)
+        recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + self._tree.num_steps + 4
+        prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
+        num_slots = sum(map(len, prompts)) + count * num_tokens
+        engine_config = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=count, prefix_cache=False)
+        target = load_target(s.model, "float32", "cpu", self._fuser.aux_hidden_state_layers)
+        engine = assemble_engine(target, self._fuser, engine_config, self._tree, recorder)
+        sampling = SamplingParams(num_tokens, temperature, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
+        while engine.has_work:
+            engine.step()
+        found = list[Recording]()
+        for index, prompt in enumerate(prompts):
+            commits = recorder.commits[f"{index}"]
+            tokens = tuple(token for commit in commits for token in commit.tokens)
+            features = torch.cat([commit.features for commit in commits if commit.features is not None])
+            found.append(Recording(tokens, len(prompt), features, commits[0].noise))
+        return found
+
+    def cell(self, recordings: Sequence[Recording], cell: Cell, free: float) -> Cell:
+        """Decode all recordings. free: tau of serial drafting; 0 takes that of this run."""
+        found, clock = Replayed(), VirtualClock()
+        service = self._service(cell, clock)
+        for start in range(0, len(recordings), cell.batch):
+            self._replay(recordings[start : start + cell.batch], service, clock, found)
+        found.num_prepared = service.num_prepared
+        rate, num_steps = found.num_tokens / found.seconds, len(found.accepted)
+        return replace(
+            cell, eta=rate / (free or found.tau), speedup=rate, tau=found.tau, num_steps=num_steps,
+            hits=sum(found.grown_ahead) / num_steps, prepared=found.num_prepared / num_steps,
         )  # fmt: skip
 
-    def _decode(
-        self, group: Sequence[Prompt], temperature: float, c: float, delay: float, mode: str
-    ) -> tuple[int, float, list[VerifyStep], int]:
-        """Tokens after the first ones, seconds of all requests for them, verify steps, and trees that were prepared."""
-        s, clock, own = self.settings, VirtualClock(), VirtualClock()
-        ahead = s.ahead if mode == "ahead" else DraftAheadConfig()
-        config = DraftingConfig(draft_ahead=ahead)
+    def serial(self, cell: Cell) -> Cell:
+        """A cell of serial drafting with other times: each of its steps takes all passes and a round trip."""
+        times, num_levels = costs(self.method, cell.c), self._tree.num_steps - 1
+        step_s = 1 + 2 * cell.delay + times.seconds("draft_round", 1) + num_levels * times.seconds("draft_level", 1)
+        return replace(cell, eta=1 / step_s, speedup=cell.tau / step_s)
+
+    def _service(self, cell: Cell, clock: VirtualClock) -> VirtualDraftService:
+        s, own = self.settings, VirtualClock()
+        config = DraftingConfig(draft_ahead=s.ahead if cell.mode == "ahead" else DraftAheadConfig())
         drafter = build_drafter(self.method, s.model, self.head, "float32", "cpu", self._tree, config)
         inner = drafter._drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
-        inner.emulate(EmulatedDevice(costs(self.method, c), own))
-        service = VirtualDraftService(drafter, clock, own, delay)
-        longest = max(map(len, group)) + s.max_tokens + self._tree.num_draft_tokens
-        engine_config = EngineConfig(
-            max_kv_tokens=len(group) * longest, max_num_seqs=len(group), prefix_cache=False, emulated_device="1000ms"
-        )
-        target = TargetModel(self._target.model, self._fuser.aux_hidden_state_layers)
-        engine = assemble_engine(target, self._fuser, engine_config, self._tree, service, clock=clock)
-        sampling = MethodsSettings(
-            model=s.model, methods=(MethodSpec(self.method),), prompts=Path(), max_tokens=s.max_tokens
-        ).sampling(temperature)
-        for index, prompt in enumerate(group):
-            engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
-        first, last, count, steps = dict[str, float](), dict[str, float](), 0, list[VerifyStep]()
-        while engine.has_work:
-            for chunk in engine.step():
-                count += len(chunk.token_ids) - (chunk.request_id not in first)
-                first.setdefault(chunk.request_id, clock())
-                last[chunk.request_id] = clock()
-                steps += [chunk.verify_step] if chunk.verify_step else []
-        return count, sum(last[name] - first[name] for name in last), steps, service.num_prepared
+        inner.emulate(EmulatedDevice(costs(self.method, cell.c), own))
+        return VirtualDraftService(drafter, clock, own, cell.delay)
+
+    def _replay(
+        self, group: Sequence[Recording], service: VirtualDraftService, clock: VirtualClock, found: Replayed
+    ) -> None:
+        """Decode requests that begin together, `max_tokens` behind the first token of each."""
+        began, lengths = clock.now, [recording.num_prompt + 1 for recording in group]
+        starts, budget = [0] * len(group), TreeBudget(self._tree.num_draft_tokens, self._tree.num_steps)
+        running = list(range(len(group)))
+        while running:
+            contexts = [group[i].commit(f"{i}", starts[i], lengths[i], budget) for i in running]
+            for i, tree in zip(running, service.request(contexts)(), strict=True):
+                assert isinstance(tree, DraftTree)
+                accepted = group[i].num_accepted(tree, lengths[i])
+                starts[i], lengths[i] = lengths[i], lengths[i] + accepted + 1
+                found.accepted.append(accepted)
+                found.grown_ahead.append(tree.grown_ahead)
+            clock.now += 1.0
+            ended = [i for i in running if lengths[i] - group[i].num_prompt > self.settings.max_tokens]
+            found.num_tokens += sum(lengths[i] - group[i].num_prompt - 1 for i in ended)
+            found.seconds += len(ended) * (clock.now - began)
+            service.release([f"{i}" for i in ended])
+            running = [i for i in running if i not in ended]
 
 
 def costs(method: str, c: float) -> DeviceCosts:
@@ -202,18 +308,22 @@ def main(
     ],
     prompts: Annotated[Path, typer.Option(help="JSON Lines.")] = Path("models/demo/prompts.jsonl"),
     c: Annotated[list[float], typer.Option(help="Cost of a level in verify passes; may be repeated.")] = [0.03, 0.1, 0.27],  # noqa: B006
-    delay: Annotated[list[float], typer.Option(help="Of each way, in verify passes; may be repeated.")] = [0.0, 0.03, 0.1],  # noqa: B006
+    delay: Annotated[list[float], typer.Option(help="Of each way, in verify passes. Repeatable.")] = [0.0, 0.01, 0.03, 0.1],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 8, 64],  # noqa: B006
     num_prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 40,
-    ahead_top_k: Annotated[int, typer.Option(help="Rows of a session in a pass ahead.")] = 64,
+    ahead_top_k: Annotated[int, typer.Option(help="Rows of a session in a pass ahead.")] = 128,
+    max_ahead: Annotated[int, typer.Option(help="Largest batch that drafts ahead; larger ones draft serially.")] = 8,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
-    """Measure serial drafting and drafting ahead at every cost, delay, temperature and batch."""
+    """Measure serial drafting and drafting ahead at every cost, delay, temperature and batch.
+
+    Serial trees do not depend on time: they are made once for each head, temperature and batch.
+    """
     ahead = DraftAheadConfig(top_k=ahead_top_k)
     axes = tuple(head), tuple(c), tuple(delay), tuple(temperature), tuple(batch)
-    settings = Settings(model, *axes, num_prompts, max_tokens, ahead)
+    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead)
     tasks = MethodsSettings(model=model, methods=(MethodSpec("eagle3"),), prompts=prompts, num_prompts=num_prompts)
     try:
         loaded = [task.token_ids for task in load_tasks(tasks)]
@@ -222,22 +332,52 @@ def main(
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    Report.here(
-        "virtual-split", "python -m benchmarks.scripts.virtual_split", "cpu", settings, cells, [table(cells)]
-    ).publish(out)
+    command = "python -m benchmarks.scripts.virtual_split"
+    page = Report.here("virtual-split", command, "cpu", settings, cells, [table(cells)]).publish(out)
+    draw(cells, page.with_suffix(".png"))
 
 
 def measure(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -> list[Cell]:
     """All cells; trees of serial drafting do not depend on time, so that their tau is that of free drafting."""
     s, cells = settings, list[Cell]()
-    kinds = [(head, t, b) for head in s.heads for t in s.temperatures for b in s.batches]
-    for head, t, b in progress.track(kinds, description="heads, temperatures and batches"):
+    for head in s.heads:
         split = VirtualSplit(s, head, prompts)
-        for c in s.costs:
-            for delay in s.delays:
-                serial = split.cell(t, b, c, delay, "serial", 0.0)
-                cells += [serial, split.cell(t, b, c, delay, "ahead", serial.tau)]
+        for t in s.temperatures:
+            most = max(len(prompts), *s.batches)
+            recordings = split.record(t, most)
+            for b in s.batches:
+                own = recordings[: max(len(prompts), b)]
+                plain = split.cell(own, Cell(split.name, t, b, s.costs[0], s.delays[0], "serial"), 0.0)
+                kinds = [(c, delay) for c in s.costs for delay in s.delays]
+                for c, delay in progress.track(kinds, description=f"{split.name}, temperature {t:g}, batch {b}"):
+                    serial = split.serial(replace(plain, c=c, delay=delay))
+                    is_ahead = b <= s.max_ahead
+                    ahead = (
+                        replace(serial, mode="ahead")
+                        if not is_ahead
+                        else split.cell(own, Cell(split.name, t, b, c, delay, "ahead"), serial.tau)
+                    )
+                    cells += [serial, ahead]
     return cells
+
+
+def draw(cells: Sequence[Cell], file: Path) -> None:
+    """Draw eta over the delay at batch 1: a panel for each head and temperature, a colour for each cost."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((cell.head, cell.temperature) for cell in cells))
+    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
+    for place, (head, temperature) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1, ylim=(0, 1), xlabel="delay of each way, verify passes")
+        own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, temperature, 1)]
+        for number, c in enumerate(dict.fromkeys(cell.c for cell in own)):
+            for mode, style in (("serial", "--"), ("ahead", "-")):
+                line = [(cell.delay, cell.eta) for cell in own if (cell.c, cell.mode) == (c, mode)]
+                axes.plot(*zip(*line, strict=True), style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
+        axes.set_title(f"{head}, temperature {temperature:g}", fontsize=9)
+        axes.set_ylabel("eta" if not place else "")
+    axes.legend(fontsize=7)
+    figure.savefig(file)
 
 
 def table(cells: Sequence[Cell]) -> Table:

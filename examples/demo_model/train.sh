@@ -12,11 +12,11 @@ mkdir -p "$work"
 
 # Half of the answers are greedy, half sampled at temperature 1. Packages beside the library count as its sources.
 "$eyas" train regenerate "$text" --model "$target" --out "$work/answers.jsonl" --exclude models/demo/heldout_modules.json \
-    --dtype bfloat16 --prompt-tokens 64 --max-tokens 192 --prompts-per-document 4 --max-entries "${ENTRIES:-16000}"
+    --dtype float32 --prompt-tokens 64 --max-tokens 192 --prompts-per-document 4 --max-entries "${ENTRIES:-16000}"
 [ -f "$work/data/prepared.json" ] || "$eyas" train prepare "$work/answers.jsonl" "$text" --model "$target" \
     --out "$work/data" --exclude models/demo/heldout_modules.json --max-length 256
 
-for head in ${*:-dspark eagle3-full eagle3 eagle1 medusa hydra small}; do
+for head in ${*:-dspark peagle eagle3-full eagle3 eagle1 medusa hydra small}; do
     "$eyas" train run --config "examples/demo_model/$head.yaml" --set "data.path=$work/data" --set "out=$work/$head" \
         ${STEPS:+--set "optimizer.max_steps=$STEPS" --set eval.every=0 --set eval.num_prompts=1 --set eval.max_tokens=16}
 done

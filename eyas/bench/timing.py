@@ -32,7 +32,8 @@ from eyas.models.checkpoint import resolve
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw
+from eyas.sampling.verify import tokens_of
 from eyas.tree import DraftTree
 
 STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "request")
@@ -292,7 +293,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
-    return lambda: sample(runner.forward([segment_of(work) for work in works]), draws).tolist()
+    return lambda: tokens_of(runner.forward([segment_of(work) for work in works]), draws)
 
 
 def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:

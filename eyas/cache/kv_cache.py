@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.errors import ConfigError
+from eyas.tensors import Floats
 
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
@@ -35,6 +37,11 @@ class KVCache:
         self.keys = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
         self.values = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
         self.features = _zeros((num_slots + 1, feature_width), dtype, device)
+
+    @cached_property
+    def arrays(self) -> list[tuple[Floats, Floats]]:
+        """Keys and values of each layer as arrays, if they are float32 on the CPU."""
+        return [(keys.numpy(), values.numpy()) for keys, values in zip(self.keys, self.values, strict=True)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -46,16 +46,17 @@ class DraftAheadConfig:
 
     Attributes:
         top_k: of EAGLE, nodes of a session that a pass runs, again or for the first time; of one-pass heads, number of nodes
-            of the last tree that get a block. 0 turns drafting ahead off. EAGLE gains most with 64 to 128.
+            of the last tree that get a block. 0 turns drafting ahead off. EAGLE gains most with 128.
         num_candidates: of EAGLE, number of children kept for each node.
         num_steps: of EAGLE, maximum depth below the last committed token, including the tree under verification.
-        miss_steps: of EAGLE, most levels of a tree that is grown on demand, because its commit was not foreseen.
+        miss_steps: of EAGLE, most levels of a tree on demand, whose commit was not foreseen. It has fewer where another one
+            yields less than the verifier loses meanwhile.
     """
 
     top_k: int = 0
     num_candidates: int = 32
     num_steps: int = 12
-    miss_steps: int = 3
+    miss_steps: int = 8
 
     def __post_init__(self) -> None:
         at_least(0, top_k=self.top_k)

@@ -50,10 +50,15 @@ class PreparedTrees:
     """A verifier's prepared trees by session. Next drafts are cut from them, without a round trip."""
 
     # Fewer drafted nodes are not worth a verify pass; the drafter is asked for more.
-    MIN_DRAFTED = 8
+    MIN_DRAFTED = 4
 
     def __init__(self) -> None:
         self._trees: dict[str, PreparedTree] = {}
+
+    @classmethod
+    def enough(cls, budget: TreeBudget) -> int:
+        """Drafted nodes from which a tree is used."""
+        return min(cls.MIN_DRAFTED, budget.max_nodes - 1)
 
     def put(self, prepared: PreparedTree) -> None:
         """Keep a tree, in place of an earlier one of its session."""
@@ -68,7 +73,7 @@ class PreparedTrees:
             return None
         tree = found.tree.below(context.tokens, budget.max_nodes, budget.max_depth)
         tree = tree and without_banned(tree, context)
-        return tree if tree and tree.num_drafted >= min(self.MIN_DRAFTED, budget.max_nodes - 1) else None
+        return tree if tree and tree.num_drafted >= self.enough(budget) else None
 
     def drop(self, sessions: Iterable[str]) -> None:
         """Forget sessions; unknown ones are ignored."""

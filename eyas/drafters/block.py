@@ -31,11 +31,12 @@ from eyas.drafters.neural import (
     masked_expansion,
     plan_tree_slots,
 )
-from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer, noise_words, scorer_kind
+from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import (
     Expansion,
     IndependentExpansion,
+    Reals,
     ddtree_shape,
     grow_dynamic,
     select_nodes,
@@ -48,7 +49,7 @@ from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
+from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
 from eyas.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -181,15 +182,16 @@ class BlockDrafter(NeuralDrafter[None]):
     @torch.inference_mode()
     def states_behind(
         self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree], nodes: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run blocks behind nodes of trees, before it is known which of them are accepted, in one pass.
 
         trees: below the sessions' last commits. nodes: of each tree.
 
         Returns:
-            For each session normed states [number of nodes, G, H]. They propose the tokens after the next one behind a node.
+            The normed states [S, G, H] behind the last commits, which propose the nodes of the trees; and for each session
+            those behind its nodes [number of nodes, G, H]. These propose the tokens after the next one behind a node.
         """
-        most, prefixes, where = max(map(len, nodes)), self._prefix_slots(contexts), self.draft_ids.device
+        most, prefixes, where = max(map(len, nodes)) + 1, self._prefix_slots(contexts), self.draft_ids.device
         cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), where)
         shape = max(map(len, trees)), most, self._head.config.block_size
         rows = [_rows_ahead(tree, own, shape) for tree, own in zip(trees, nodes, strict=True)]
@@ -202,9 +204,19 @@ class BlockDrafter(NeuralDrafter[None]):
 
         num_cached, device = sum(map(len, prefixes)), self.device
         states = device.on_device(device.run("draft_round", tokens.numel(), num_cached, run)) if device else run()
-        masks = states.view(*tokens.shape, -1)[:, shape[0] :].view(len(nodes), most, shape[2], -1)
-        proposing = masks[:, :, masks.shape[2] - self._head.config.num_drafted :]
-        return [found[: len(own)] for found, own in zip(proposing, nodes, strict=True)]
+        blocks = states.view(*tokens.shape, -1)[:, shape[0] :].view(len(nodes), most, shape[2], -1)
+        proposing = blocks[:, 1:, blocks.shape[2] - self._head.config.num_drafted :]
+        behind = [found[: len(own)] for found, own in zip(proposing, nodes, strict=True)]
+        return self._head.drafted_rows(blocks[:, 0]), behind
+
+    @torch.inference_mode()
+    def next_tokens(self, contexts: Sequence[DraftContext], states: Tensor, count: int) -> tuple[Ints, Reals]:
+        """The `count` likeliest tokens after the last ones of contexts, by states [S, 1, H]; and their log-probabilities."""
+        scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
+        roots = upload([context.tokens[-1] for context in contexts], states.device)
+        best = rank_children(self._expansion(states, roots, scorer).first(), min(count, len(self.draft_ids)))
+        ids, scores = download(self.draft_ids[best.ids[:, 0]], best.scores[:, 0])
+        return ids.astype(np.int64), scores
 
     @torch.inference_mode()
     def grow_behind(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
@@ -289,17 +301,19 @@ class RowsAhead(NamedTuple):
 def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, int]) -> RowsAhead:
     """The rows of blocks behind nodes of a tree.
 
-    Rows are those of the tree, whose true features are missing; then for each of `nodes` a block of mask tokens, written as
-    -1, which sees the node's path and itself. Each row of padding sees itself. shape: most nodes of a tree, most blocks of
-    one, and rows of a block.
+    Rows are those of the tree, whose true features are missing; then the block of the root as in any round; then for each of
+    `nodes` a block of mask tokens, written as -1, which sees the node's path and itself. Each row of padding sees itself.
+    shape: most nodes of a tree, most blocks of one, and rows of a block.
 
-        tree  root -- a -- b     rows  root a b | m m m | m m m     the first block stands behind a, the second behind b
+        tree  root -- a -- b     rows  root a b | root m m | m m m | m m m     the last blocks stand behind a and b
     """
     num_nodes, num_blocks, size = shape
     num_rows, mask = num_nodes + num_blocks * size, tree.ancestor_mask()
     tokens, depths, visible = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.eye(num_rows, dtype=np.bool_)
     tokens[: len(tree)], depths[: len(tree)], visible[: len(tree), : len(tree)] = tree.tokens, tree.depths, mask
-    for start, node in zip(range(num_nodes, num_rows, size), nodes, strict=False):
+    first = slice(num_nodes, num_nodes + size)
+    tokens[num_nodes], depths[first], visible[first, first] = tree.tokens[0], np.arange(size), True
+    for start, node in zip(range(num_nodes + size, num_rows, size), nodes, strict=False):
         own = slice(start, start + size)
         depths[own] = tree.depths[node] + 1 + np.arange(size)
         visible[own, : len(tree)], visible[own, own] = mask[node], True
@@ -328,7 +342,7 @@ class CopiedBlocks:
         self.positions = own.clamp(max=head.max_model_len - 1).flatten()
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [S, 1, heads per key-value head * R, L + R]; see `eyas.models.heads.block.block_mask`."""
+        """Additive mask [S, 1, heads per key-value head * R, L + R]; see `eyas.models.heads.block.block_masks`."""
         seen = self._filled
         if window is not None:
             seen = seen & (self._behind < window)

@@ -22,7 +22,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu_kernels import multiply
-from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, exp, highest_of, kernel, ln, row_key, sum_of, uniform
+from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
 from eyas.tensors import Floats, Ints
 from eyas.tree import DraftTree
 
@@ -55,17 +55,17 @@ class CompiledGrowth:
         noise = np.empty(values.shape, np.float32) if has_noise else NO_NOISE
         if has_noise:
             shared_noise(words, self._draft_ids, noise)
-        limits, depths = _limits(budgets)
+        limits, depths = limits_of(budgets)
         depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
         cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
         grow_trees(
             values, self._embedding, self._weight, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
             cells, scores,
         )  # fmt: skip
-        return _trees(roots, cells, scores)
+        return trees_of(roots, cells, scores)
 
 
-def _trees(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
+def trees_of(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
     """The trees that a kernel wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees`."""
     (tokens, parents), found = cells.tolist(), scores.tolist()
     return [
@@ -75,7 +75,7 @@ def _trees(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) 
     ]
 
 
-def _limits(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
+def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
     """Most drafted nodes and levels of each session."""
     limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
     return limits, depths
@@ -88,19 +88,19 @@ def trees_of_matches(
 
     classes: `length_indices` there.
     """
-    limits, depths = _limits(budgets)
+    limits, depths = limits_of(budgets)
     most = int(limits.max())
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
     inputs = matches.sessions, matches.tokens, matches.lengths, matches.weights, classes, log_rates
     grow_matches(*inputs, limits, depths, cells, scores)
-    return _trees(roots, cells, scores)
+    return trees_of(roots, cells, scores)
 
 
 def merged_trees(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> list[DraftTree]:
     """`merge_trees` of `eyas.drafters.combined`, but for `DraftTree.grown_ahead`."""
-    limits, depths = _limits(budgets)
+    limits, depths = limits_of(budgets)
     most, all_trees = int(limits.max()), list(chain.from_iterable(trees))
     sizes, counts = np.array([len(tree) for tree in all_trees]), np.array([len(own) for own in trees])
     total = int(sizes.sum())
@@ -109,7 +109,7 @@ def merged_trees(
     values = np.fromiter(chain.from_iterable(tree.log_probs for tree in all_trees), np.float64, total)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
     merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, scores)
-    return _trees(roots, cells, scores)
+    return trees_of(roots, cells, scores)
 
 
 def _in_blocks(weight: Floats) -> Floats:
@@ -118,56 +118,6 @@ def _in_blocks(weight: Floats) -> Floats:
     padded = np.zeros((-(-size // COLUMNS) * COLUMNS, rank), np.float32)
     padded[:size] = weight
     return np.ascontiguousarray(padded.reshape(-1, COLUMNS, rank).transpose(0, 2, 1))
-
-
-@kernel(inline="always")
-def _real(words, row, session):
-    """A float32 among the output of `eyas.drafters.scoring.noise_words`."""
-    return np.float32(np.int64(words[row, session]).view(np.float64))
-
-
-@kernel(error_model="numpy", fastmath={"contract"})
-def shared_noise(words, draft_ids, noise):
-    """What the target's draws add to the logits, to noise [S, L, D]; 0 in sessions at temperature 0.
-
-    words: see `eyas.drafters.scoring.noise_words`. draft_ids: the target's ids, int64 [D].
-    """
-    uniforms = np.empty(len(draft_ids), np.float64)
-    for s in range(noise.shape[0]):
-        temperature = _real(words, 4, s)
-        for level in range(noise.shape[1]):
-            row = noise[s, level]
-            if temperature == 0:
-                row[:] = np.float32(0.0)
-                continue
-            key = row_key(words[0, s], words[1, s] + level)
-            for i in range(len(row)):
-                uniforms[i] = uniform(key, draft_ids[i])
-            for i in range(len(row)):
-                # log1p in float32: the rounding of 1 - v is made up for by v / (1 - (1 - v))
-                v, rest = np.float32(uniforms[i]), np.float32(1.0 - uniforms[i])
-                lost = np.float32(1.0) - rest
-                exponential = -ln(rest) * (v / lost) if lost > 0 else v
-                row[i] = -ln(exponential) * temperature
-
-
-@kernel(error_model="numpy", fastmath={"contract"})
-def _score(logits, noise, by, scores, weights):
-    """Logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
-    exponentials. What is no number is never drafted. weights: scratch [D]."""
-    for i in range(len(logits)):
-        scores[i] = logits[i] if logits[i] < np.inf else -np.float32(np.inf)
-    if len(noise):
-        for i in range(len(logits)):
-            scores[i] += noise[i]
-    for i in range(len(logits)):
-        scores[i] *= by
-    top = highest_of(scores)
-    if np.isinf(top):
-        return np.float32(0.0)
-    for i in range(len(logits)):
-        weights[i] = exp(scores[i] - top)
-    return top + ln(sum_of(weights))
 
 
 @kernel(error_model="numpy")
@@ -203,6 +153,15 @@ def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
 
 
 @kernel(error_model="numpy")
+def _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents):
+    """Record children [k] of a node with the score `above` as candidates. Returns how many candidates there are now."""
+    for c in range(len(child_scores)):
+        scores[count + c], tokens[count + c] = child_scores[c] - log_sum + above, child_tokens[c]
+        parents[count + c] = parent
+    return count + len(child_scores)
+
+
+@kernel(error_model="numpy")
 def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
     """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
     size, rank = logits.shape[1], embedding.shape[1]
@@ -222,16 +181,70 @@ def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, dep
         first, own = count, noise[level] if len(noise) else weights[:0]
         for w in range(width):
             if rank or w == 0:  # without a Markov head the scores are the same below all nodes
-                log_sum = _score(biased[w] if rank else logits[level], own, by, row, weights)
+                log_sum = shifted_scores(biased[w] if rank else logits[level], own, by, row, weights)
                 best_of(row, maxima, child_scores, child_tokens)
             above, parent = (scores[frontier[w]], frontier[w] + 1) if level else (np.float32(0.0), 0)
-            for c in range(k):
-                scores[count], tokens[count] = child_scores[c] - log_sum + above, child_tokens[c]
-                parents[count] = parent
-                count += 1
+            count = _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents)
         if not width:
             break
     return count
+
+
+@kernel(error_model="numpy")
+def _select(limit, count, draft_ids, scores, tokens, parents, out_tokens, out_parents, out_scores):
+    """The best `limit` of a session's first `count` candidates [P], in their order. Outputs [N]: see `grow_trees`."""
+    num, node, numbers = min(limit, count), 0, np.zeros(count + 1, np.int64)
+    best, places = np.empty(num, np.float32), np.empty(num, np.int64)
+    best_of(scores[:count], np.empty((count + BLOCK - 1) // BLOCK, np.float32), best, places)
+    for n in range(num):
+        numbers[places[n] + 1] = 0 if np.isinf(best[n]) else 1
+    for c in range(count):
+        if numbers[c + 1]:
+            out_scores[node], out_tokens[node] = scores[c], draft_ids[tokens[c]]
+            out_parents[node] = numbers[parents[c]]
+            node += 1
+            numbers[c + 1] = node
+    out_tokens[-1] = node
+
+
+@kernel(error_model="numpy")
+def grow_level(logits, level, noise, words, limits, depths, widths, frontiers, counts, scores, tokens, parents):
+    """Record the children of all frontiers, and find the frontiers of the next level.
+
+    Args:
+        logits: of the nodes in the frontiers, session by session, float32 [R, D].
+        noise, words, limits, depths: see `grow_trees`.
+        widths, frontiers: of each session the number of its nodes, and these as candidates [S], [S, k]; of a level below the
+            root. Replaced by those of the next one.
+        counts: candidates of each session so far [S].
+        scores, tokens, parents: of all candidates [S, P], parents by number from 1.
+    """
+    size, k, room, row = logits.shape[1], frontiers.shape[1], scores.shape[1], 0
+    values, weights = np.empty(size, np.float32), np.empty(size, np.float32)
+    maxima = np.empty((max(size, room) + BLOCK - 1) // BLOCK, np.float32)
+    best, places = np.empty(max(room, k), np.float32), np.empty(max(room, k), np.int64)
+    child_scores, child_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
+    for s in range(len(widths)):
+        first, own, by = counts[s], noise[s, level] if len(noise) else weights[:0], np.float32(1.0) / real_word(words, 5, s)
+        for w in range(widths[s]):
+            above, parent = (scores[s, frontiers[s, w]], frontiers[s, w] + 1) if level else (np.float32(0.0), 0)
+            log_sum = shifted_scores(logits[row], own, by, values, weights)
+            best_of(values, maxima, child_scores, child_tokens)
+            counts[s] = _add_children(
+                child_scores, child_tokens, log_sum, above, parent, counts[s], scores[s], tokens[s], parents[s]
+            )  # fmt: skip
+            row += 1
+        is_last = level + 1 >= depths[s] or not limits[s] or not widths[s]
+        limit = min(limits[s], room)
+        widths[s] = 0 if is_last else _find_expanded(scores[s], first, counts[s], limit, maxima, best, places, frontiers[s])
+
+
+@kernel(error_model="numpy")
+def select_trees(limits, counts, draft_ids, all_scores, all_tokens, all_parents, cells, scores):
+    """The best candidates of each session, see `grow_level`; the outputs are those of `grow_trees`."""
+    for s in range(len(limits)):
+        own = all_scores[s], all_tokens[s], all_parents[s]
+        _select(limits[s], counts[s], draft_ids, *own, cells[0, s], cells[1, s], scores[s])
 
 
 @kernel(error_model="numpy")
@@ -253,29 +266,15 @@ def grow_trees(logits, embedding, weight, roots, draft_ids, noise, words, limits
     """
     room = k + max(logits.shape[1] - 1, 0) * k * k
     all_scores, all_tokens = np.empty(room, np.float32), np.empty(room, np.int64)
-    all_parents, numbers = np.empty(room, np.int64), np.empty(room + 1, np.int64)
-    most = scores.shape[1]
-    best, places = np.empty(most, np.float32), np.empty(most, np.int64)
-    maxima = np.empty((room + BLOCK - 1) // BLOCK, np.float32)
+    all_parents = np.empty(room, np.int64)
     for s in range(len(roots)):
-        own, by = noise[s] if len(noise) else NO_NOISE_ROWS, np.float32(1.0) / _real(words, 5, s)
+        own, by = noise[s] if len(noise) else NO_NOISE_ROWS, np.float32(1.0) / real_word(words, 5, s)
         count = _grow_tree(
             logits[s], embedding, weight, roots[s], draft_ids, own, by, limits[s], depths[s], k,
             all_scores, all_tokens, all_parents,
         )  # fmt: skip
-        num = min(limits[s], count)
-        best_of(all_scores[:count], maxima, best[:num], places[:num])
-        numbers[: count + 1] = 0
-        for n in range(num):
-            numbers[places[n] + 1] = 0 if np.isinf(best[n]) else 1
-        node = 0
-        for c in range(count):
-            if numbers[c + 1]:
-                scores[s, node], cells[0, s, node] = all_scores[c], draft_ids[all_tokens[c]]
-                cells[1, s, node] = numbers[all_parents[c]]
-                node += 1
-                numbers[c + 1] = node
-        cells[0, s, most] = node
+        found = all_scores, all_tokens, all_parents
+        _select(limits[s], count, draft_ids, *found, cells[0, s], cells[1, s], scores[s])
 
 
 NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
@@ -462,6 +461,8 @@ def compile_kernels() -> None:
             shared_noise: (words, ids, cube),
             grow_matches: (*(ids, words, ids, float64[::1], ids, float64[:, ::1]), *(ids, ids, int64[:, :, ::1], rows)),
             merge: (*(ids, ids, ids, ids, float64[::1]), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
+            grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
+            select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
             grow_trees: (cube, rows, cube, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
         }
     )

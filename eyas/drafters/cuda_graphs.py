@@ -1,6 +1,6 @@
 """Draft rounds by replays of CUDA graphs: words and states in, results out in one copy.
 
-A round is captured in stages, for each bucket of sessions, because the host may leave out stages that do not pay. It
+A round is captured level by level, for each bucket of sessions: the host leaves out levels that no budget can use. It
 travels to the device as one array of int64 words and is padded to its bucket; padding changes no result. What a round reads
 of its sessions' prefixes depends on their own lengths alone, see eyas.drafters.tree_rows, so nothing else is padded and all
 buckets are captured at start. Legend: S sessions of the bucket, C columns, H width of a state.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.drafters.scoring import (
     NUM_NOISE_WORDS,
@@ -57,8 +58,24 @@ from eyas.tree import DraftTree
 
 # Columns of a tree that `select_columns` returns.
 NUM_RESULTS = 5
-# Runs on static inputs and leaves its result in the same memory each time. The last one of a round returns the result.
-Stage = Callable[[], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a round runs, each on static inputs, with results in the same memory each time.
+
+    levels: in order; the host may leave out the last ones. ends: by number of levels that have run, from 1; or the only one.
+    An end returns the result.
+    """
+
+    levels: Sequence[Callable[[], None]]
+    ends: Sequence[Callable[[], Tensor]]
+
+    def run(self, num_levels: int | None = None) -> Tensor:
+        """The result after some of the levels; None runs all."""
+        for level in self.levels[:num_levels]:
+            level()
+        return self.ends[-1 if num_levels is None else num_levels - 1]()
 
 
 # Runs the new rows of sessions: features [R, H], inputs of all rows, whose logits are asked for at each session's last one,
@@ -71,13 +88,12 @@ class RoundSpec:
     """A kind of draft round.
 
     stages: makes the stages from columns, int64 [C, S], and a function that makes the roots within a stage. They must not
-    wait for the device, copy to it, or take sizes from what a tensor holds. A round runs the first of them, some of the
-    others in order, and the last.
+    wait for the device, copy to it, or take sizes from what a tensor holds.
     columns: the columns of padding, [C]. state_size, dtype: of a state. num_slots: of the KV cache without the spare slot
     behind them, which padding may write to; 0 if trees attend to nothing.
     """
 
-    stages: Callable[[Tensor, Callable[[], Roots]], Sequence[Stage]]
+    stages: Callable[[Tensor, Callable[[], Roots]], Stages]
     layout: RowLayout
     columns: Sequence[int]
     state_size: int
@@ -96,7 +112,7 @@ class RoundGraphs:
         size = len(spec.columns) * self.max_sessions + -(-num_words // 2)
         self._words = torch.zeros(size, dtype=torch.int64, device=device)
         self._states = torch.zeros(self.max_sessions, spec.state_size, dtype=spec.dtype, device=device)
-        self._replays: dict[int, list[Stage]] = {}
+        self._replays: dict[int, Stages] = {}
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -119,22 +135,17 @@ class RoundGraphs:
         slots: Sequence[Slots],
         scratch: Sequence[Slots],
         states: Tensor,
-        num_steps: int | None = None,
+        num_levels: int | None = None,
     ) -> Tensor:
         """The result [S, ...] of a round. The next round overwrites it.
 
-        columns: [C, number of sessions]. slots, scratch, states: of each session. num_steps: stages between the first and
-        the last that run; None runs all. Raises ConfigError for a drafter that cannot be captured.
+        columns: [C, number of sessions]. slots, scratch, states: of each session. num_levels: that run, all by default.
+        Raises ConfigError for a drafter that cannot be captured.
         """
         sessions = padded_size(len(slots), 1)
         self._write(self._padded(columns, sessions), slots, scratch, sessions)
         self._states[: len(states)].copy_(states)
-        *steps, last = self._stages(sessions)
-        for stage in steps[: None if num_steps is None else num_steps + 1]:
-            stage()
-        result = last()
-        assert result is not None, "the last stage returns the result"
-        return result
+        return self._stages(sessions).run(num_levels)
 
     def _padded(self, columns: Ints | Sequence[Sequence[int]], sessions: int) -> Ints:
         padded = np.empty((len(self._spec.columns), sessions), dtype=np.int64)
@@ -154,19 +165,19 @@ class RoundGraphs:
         words[columns.size :].view(np.int32)[: len(ints)] = ints
         self._words[: len(words)].copy_(upload(words, self._words.device))
 
-    def _stages(self, sessions: int) -> Sequence[Stage]:
+    def _stages(self, sessions: int) -> Stages:
         if sessions not in self._replays:
             self._replays[sessions] = self._captured(sessions)
         return self._replays[sessions]
 
-    def _captured(self, sessions: int) -> list[Stage]:
-        found: list[Stage] = []
-        for stage in self.stages(sessions):
-            found.append(capture_or_explain(self._capture, stage))
-            found[-1]()  # the next stage reads what this one leaves, and a capture leaves nothing
-        return found
+    def _captured(self, sessions: int) -> Stages:
+        stages, levels = self.stages(sessions), list[Callable[[], None]]()
+        for level in stages.levels:
+            levels.append(capture_or_explain(self._capture, level))
+            levels[-1]()  # what follows reads what this one leaves, and a capture leaves nothing
+        return Stages(levels, [capture_or_explain(self._capture, end) for end in stages.ends])
 
-    def stages(self, sessions: int) -> Sequence[Stage]:
+    def stages(self, sessions: int) -> Stages:
         """What is captured for a bucket."""
         num_columns = len(self._spec.columns)
         columns, rest = self._words[: num_columns * sessions], self._words[num_columns * sessions :]
@@ -180,7 +191,7 @@ class RoundGraphs:
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """How a drafter grows its deterministic trees, always to their full depth.
+    """How a drafter grows its deterministic trees: static ones whole at once, others as deep as a round's budgets can use.
 
     expand: see NeuralDrafter. rows_run: tokens and parents of the rows that a tree ran, int64 [S, 2, R], if the drafter
     keeps them. tree: nodes and depth; top_k is the number of nodes that a level expands. static_tree: their shape, if it is
@@ -193,18 +204,24 @@ class TreeSpec:
     static_tree: StaticTree | None
     draft_ids: Tensor
 
-    @property
-    def num_cells(self) -> int:
+    def num_cells(self, num_levels: int) -> int:
         """Nodes that `select_columns` returns."""
         if self.static_tree:
             return min(self.tree.num_draft_tokens - 1, sum(len(level.parents) for level in self.static_tree.levels))
-        num_candidates = self.tree.top_k * (1 + (self.tree.num_steps - 1) * self.tree.top_k)
+        num_candidates = self.tree.top_k * (1 + (num_levels - 1) * self.tree.top_k)
         return min(self.tree.num_draft_tokens - 1, num_candidates)
 
-    def stages(self, kind: ScorerKind, columns: Tensor, roots: Callable[[], Roots]) -> list[Stage]:
+    def num_levels(self, budgets: Sequence[TreeBudget]) -> int:
+        """Levels that trees within the budgets can have: a node at level d has d - 1 others above it."""
+        if self.static_tree:
+            return 1
+        usable = max(min(budget.max_depth, budget.max_nodes - 1) for budget in budgets)
+        return max(1, min(self.tree.num_steps, self.tree.num_draft_tokens - 1, usable))
+
+    def stages(self, kind: ScorerKind, columns: Tensor, roots: Callable[[], Roots]) -> Stages:
         """Stages of a round: the first level, or the whole static tree; each further level; the best nodes.
 
-        The result is float64 [S, NUM_RESULTS * nodes + 2 R].
+        The result is float64 [S, NUM_RESULTS * nodes + 2 R], see `num_cells`.
         """
         noise, (limits, depths, _) = columns[:NUM_NOISE_WORDS], columns[NUM_NOISE_WORDS:]
         grown: dict[int, TreeGrowth] = {}
@@ -222,14 +239,15 @@ class TreeSpec:
         def step(level: int) -> None:
             grown[level + 1] = grown[level].stepped()
 
-        def finish() -> Tensor:
-            expansion, candidates = fixed[0] if fixed else (grown[num_steps].expansion, grown[num_steps].candidates)
+        def finish(level: int) -> Tensor:
+            expansion, candidates = fixed[0] if fixed else (grown[level].expansion, grown[level].candidates)
             found = select_columns(candidates, limits, depths, self.tree.num_draft_tokens - 1, self.draft_ids)
             results, rows = found.transpose(0, 1).flatten(1), self.rows_run(expansion)
             return results if rows is None else torch.cat([results, rows.flatten(1).double()], 1)
 
-        further = () if self.static_tree else range(1, num_steps)
-        return [begin, *(partial(step, level) for level in further), finish]
+        num_levels = self.num_levels([TreeBudget(self.tree.num_draft_tokens, num_steps)])
+        ends = [partial(finish, level) for level in range(1, num_levels + 1)]
+        return Stages([begin, *(partial(step, level) for level in range(1, num_levels))], ends)
 
 
 @dataclass(frozen=True)
@@ -243,7 +261,7 @@ class RoundPlace:
 
     def graphs(
         self,
-        stages: Callable[[Tensor, Callable[[], Roots]], Sequence[Stage]],
+        stages: Callable[[Tensor, Callable[[], Roots]], Stages],
         padding: Sequence[int],
         layout: RowLayout | None = None,
     ) -> RoundGraphs:
@@ -275,14 +293,15 @@ class TreeGraphs:
 
         Returns the trees and the rows in their slots [S, 2, R], see TreeSpec.
         """
+        tree, num_levels = self._spec.tree, self._spec.num_levels([context.budget for context in contexts])
         columns = np.zeros((NUM_NOISE_WORDS + 3, len(contexts)), dtype=np.int64)
         columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._ranking, len(contexts))
         for row, context in enumerate(contexts):
-            max_drafted = min(context.budget.max_nodes, self._spec.tree.num_draft_tokens) - 1
+            max_drafted = min(context.budget.max_nodes, tree.num_draft_tokens) - 1
             columns[NUM_NOISE_WORDS:, row] = max_drafted, context.budget.max_depth, context.tokens[-1]
         graphs = self.rounds[scorer_kind(columns[:NUM_NOISE_WORDS])]
-        results = graphs.run(columns, slots, scratch, states).cpu().numpy()[: len(contexts)]
-        tree_cells = NUM_RESULTS * self._spec.num_cells
+        results = graphs.run(columns, slots, scratch, states, num_levels).cpu().numpy()[: len(contexts)]
+        tree_cells = NUM_RESULTS * self._spec.num_cells(num_levels)
         found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2).tolist()
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
         return trees, results[:, tree_cells:].astype(np.int64).reshape(len(contexts), 2, -1)
@@ -325,7 +344,7 @@ class ChainGraphs:
         rows = cells[:, size:].astype(np.int64).reshape(len(contexts), 2, -1)
         return chain_trees(drawn, contexts, self._spec.tree.num_draft_tokens), rows
 
-    def _stages(self, has_filters: bool, columns: Tensor, roots: Callable[[], Roots]) -> list[Stage]:
+    def _stages(self, has_filters: bool, columns: Tensor, roots: Callable[[], Roots]) -> Stages:
         tree, draft_ids = self._spec.tree, self._spec.draft_ids
         apply = filtered_probs_no_sync if has_filters else tempered_probs
 
@@ -340,7 +359,7 @@ class ChainGraphs:
             rows = self._spec.rows_run(expansion)
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)
 
-        return [draw]
+        return Stages((), [draw])
 
 
 class ExtendGraphs:

@@ -2,12 +2,14 @@
 
 An EAGLE tree keeps growing: when the committed path and the token behind it lie inside it, the subtree below is the answer,
 and it grows on from round to round. For one-pass heads, blocks are run behind the likeliest nodes of the tree under
-verification, all in one pass. Commits that were foreseen queue up and reach the drafter in one piece, when there is time or
-when a tree has to be grown on demand.
+verification, all in one pass, and trees are made from them. Both are sent before the commit. Foreseen commits queue up and
+reach the drafter in one piece, when there is time or when a tree has to be grown on demand.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,10 +21,21 @@ from torch import Tensor
 
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PreparedTree, within, without_banned
+from eyas.drafters.base import (
+    Draft,
+    DraftContext,
+    DrafterNeeds,
+    LocalDrafter,
+    Path,
+    PreparedTree,
+    within,
+    without_banned,
+)
 from eyas.drafters.block import BlockDrafter
+from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.grown_tree import GrownRows, GrownTree
+from eyas.drafters.on_demand import Average, OnDemand, SentTree
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
@@ -60,8 +73,12 @@ class Ahead(Protocol):
         """Trees below paths of target tokens since `begin`, within the contexts' budgets; None where none is ready."""
         ...
 
-    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """Commit contexts that were not foreseen to the drafter, and draft for them on demand."""
+    def claim(self, context: DraftContext, path: Path) -> float:
+        """The tokens that a tree below a path claims to yield, if it is ready and is not to be verified; else 0."""
+        ...
+
+    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
+        """Commit contexts to the drafter, and draft for them on demand. paths: as for `trees`."""
         ...
 
     def take_prepared(self) -> list[PreparedTree]:
@@ -76,8 +93,8 @@ class Ahead(Protocol):
 class AheadTrees:
     """Implements Ahead: trees of an EAGLE drafter that grow from round to round."""
 
-    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
-        self._drafter, self._config = drafter, config
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, demand: OnDemand) -> None:
+        self._drafter, self._config, self._demand = drafter, config, demand
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._trees: dict[str, GrownTree] = {}
         self._contexts: dict[str, DraftContext] = {}
@@ -85,6 +102,7 @@ class AheadTrees:
         self._running: list[tuple[str, GrownTree, GrownRows, Ints]] = []
         self._found: tuple[Tensor, Ranked] | None = None
         self._changed: dict[str, None] = {}
+        self._pass_s = Average()  # of a pass that the verifier waits for
 
     def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
         self.collect()
@@ -112,7 +130,7 @@ class AheadTrees:
             self._num_left[context.session] = self._config.num_steps + NUM_REPAIRS
 
     def step(self) -> bool:
-        names = [name for name, left in self._num_left.items() if left > 0]
+        names = [name for name, left in self._num_left.items() if left > 0 and self._drafter.can_grow(name)]
         if not names:
             return False
         self._run(names)
@@ -159,31 +177,65 @@ class AheadTrees:
         for context, path in zip(contexts, paths, strict=True):
             tree = self._trees.get(context.session)
             cut = tree.below(path, context.budget) if tree else None
-            found.append(cut and without_banned(cut, context))
+            grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
+            found.append(None if grows else cut and without_banned(cut, context))
         return found
 
-    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+    def _next_level(self, tree: DraftTree) -> float:
+        """Tokens that a step would yield more with another level: it loses as large a share of nodes as the last one."""
+        if tree.depth >= self._drafter.tree.num_steps:
+            return 0.0
+        chances = [0.0] * (tree.depth + 1)
+        for depth, score in zip(tree.depths, tree.log_probs, strict=True):
+            chances[depth] += math.exp(score)
+        above = max(chances[-2:])
+        return chances[-1] ** 2 / above if above else 0.0
+
+    def _cost(self, num_passes: int) -> float:
+        """Tokens that a session loses while the verifier waits for passes."""
+        return self._demand.rate * self._pass_s.value * num_passes
+
+    def claim(self, context: DraftContext, path: Path) -> float:
+        return 0.0
+
+    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
         """contexts: of deterministic trees, as the drafter's next commits."""
         self.collect()
-        self.release([context.session for context in contexts])
+        for context, path in zip(contexts, paths, strict=True):
+            tree, root = self._trees.get(context.session), None
+            if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
+                tree.move_root(root)
+            else:
+                self.release([context.session])
         drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
-        grown = [
-            i
-            for i, c in enumerate(contexts)
-            if isinstance(drafts[i], DraftTree) and c.budget.wants_tree and self._drafter.can_grow(c.session)
+        can_grow = [
+            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
         ]
-        if not grown:
+        self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
+        places = [i for i in can_grow if contexts[i].budget.wants_tree]
+        if not places:
             return drafts
-        names = [contexts[i].session for i in grown]
-        self._set_roots([contexts[i] for i in grown])
+        self._set_roots([contexts[i] for i in places])
+        for i, cut in zip(places, self._grown([contexts[i] for i in places], len(contexts)), strict=True):
+            drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
+        return drafts
+
+    def _grown(self, contexts: Sequence[DraftContext], num_waiting: int) -> list[DraftTree]:
+        """Grow trees by passes as long as these pay. num_waiting: sessions whose verifier waits for them."""
+        names, clock = [context.session for context in contexts], self._demand.clock
+        budgets = [within(context.budget, self._drafter.tree) for context in contexts]
         for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
+            cuts = [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
+            if math.fsum(map(self._next_level, cuts)) < num_waiting * self._cost(1):
+                return cuts
+            began = clock()
             self._run(names)
             self.collect()
-        for i in grown:
-            budget = within(contexts[i].budget, self._drafter.tree)
-            if tree := self._trees[contexts[i].session].below((), budget):
-                drafts[i] = without_banned(replace(tree, grown_ahead=False), contexts[i])
-        return drafts
+            self._pass_s.add(clock() - began)
+        return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
+
+    def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
+        return self._trees[context.session].below((), budget) or DraftTree.root_only(context.tokens[-1])
 
     def release(self, sessions: Sequence[str]) -> None:
         for name in sessions:
@@ -191,86 +243,17 @@ class AheadTrees:
                 known.pop(name, None)
 
 
-class AheadBlocks:
-    """Implements Ahead: blocks of a one-pass head behind nodes of the trees that the target verifies.
-
-    A block does not see the features of its path, and not the token behind it, which only chooses among what the block
-    proposes. So a tree has to be there for any token behind any of the nodes.
-    """
-
-    def __init__(self, drafter: BlockDrafter, config: DraftAheadConfig) -> None:
-        self._drafter, self._num_nodes = drafter, config.top_k
-        self._due: dict[str, tuple[DraftContext, DraftTree]] = {}
-        self._blocks: dict[str, tuple[DraftTree, list[int], Tensor]] = {}
-
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
-        for context, tree in zip(contexts, trees, strict=True):
-            self._blocks.pop(context.session, None)
-            self._due[context.session] = context, tree or DraftTree.root_only(context.tokens[-1])
-
-    def step(self) -> bool:
-        names = list(self._due)[: self._drafter.max_growing]
-        if not names:
-            return False
-        contexts, trees = zip(*(self._due.pop(name) for name in names), strict=True)
-        nodes = [likeliest_ends(tree, self._num_nodes) for tree in trees]
-        states = self._drafter.states_behind(contexts, trees, nodes)
-        for name, *found in zip(names, trees, nodes, states, strict=True):
-            self._blocks[name] = tuple(found)
-        return True
-
-    def collect(self) -> None:
-        """Nothing: the states of blocks stay on the device."""
-
-    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        found: list[DraftTree | None] = [None] * len(contexts)
-        states = dict[int, Tensor]()
-        for i, (context, path) in enumerate(zip(contexts, paths, strict=True)):
-            if context.session not in self._blocks:
-                continue
-            tree, nodes, blocks = self._blocks[context.session]
-            node: int | None = 0
-            for token in path[:-1]:
-                node = None if node is None else tree.child(node, token)
-            if node in nodes:
-                states[i] = blocks[nodes.index(node)]
-        if states:
-            grown = self._drafter.grow_behind([contexts[i] for i in states], torch.stack(list(states.values())))
-            for i, tree in zip(states, grown, strict=True):
-                found[i] = replace(tree, grown_ahead=True)
-        return found
-
-    def draft(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self.release([context.session for context in contexts])
-        return self._drafter.propose(contexts)
-
-    def take_prepared(self) -> list[PreparedTree]:
-        return []
-
-    def release(self, sessions: Sequence[str]) -> None:
-        for name in sessions:
-            self._due.pop(name, None)
-            self._blocks.pop(name, None)
-
-
-def likeliest_ends(tree: DraftTree, count: int) -> list[int]:
-    """The `count` nodes at which the accepted path most likely ends: their chance less that of their children."""
-    chances = np.exp(np.array(tree.log_probs))
-    ends = chances - [sum(chances[child] for child in tree.families.get(node, ())) for node in range(len(tree))]
-    likeliest: list[int] = np.argsort(-ends, kind="stable")[:count].tolist()
-    return likeliest
-
-
 @dataclass
 class _AheadSession:
     """A session that the drafter follows, perhaps some commits behind.
 
-    last: its latest commit. tree: the answer to it. backlog: the commits that the drafter has not received. path: the tokens
-    committed since something was prepared. is_prepared: whether something is.
+    last: its latest commit. tree: the answer to it. sent: the same with its times. backlog: the commits that the drafter has
+    not received. path: the tokens committed since something was prepared. is_prepared: whether something is.
     """
 
     last: DraftContext
     tree: DraftTree | None = None
+    sent: SentTree | None = None
     backlog: list[DraftContext] = field(default_factory=list)
     path: tuple[int, ...] = ()
     is_prepared: bool = False
@@ -291,8 +274,11 @@ class DraftAheadDrafter(LocalDrafter):
                 f"{len(drafter.draft_ids)} tokens; set at most these"
             )
         self._drafter = drafter
+        self._demand = OnDemand(self._now, drafter.tree.num_steps + 1)
         self._ahead: Ahead = (
-            AheadBlocks(drafter, config) if isinstance(drafter, BlockDrafter) else AheadTrees(drafter, config)
+            AheadBlocks(drafter, config, self._demand)
+            if isinstance(drafter, BlockDrafter)
+            else AheadTrees(drafter, config, self._demand)
         )
         self._sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
@@ -309,19 +295,33 @@ class DraftAheadDrafter(LocalDrafter):
         self._drafter.warm_up()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        began = self._demand.clock()
+        for context in contexts:
+            session = self._sessions.get(context.session)
+            if session and session.sent and session.continues_with(context):
+                self._demand.committed(session.sent, len(context.tokens), began)
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
+        paths = {i: self._path(contexts[i]) for i in missing}
+        claims = {contexts[i].session: self._ahead.claim(contexts[i], path) for i, path in paths.items() if path}
         whole = {i: self._with_backlog(contexts[i]) for i in missing}
         whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
-        for make, is_sampled in ((self._ahead.draft, False), (self._drafter.propose, True)):
-            places = [i for i in missing if (contexts[i].proposal == "sampled") == is_sampled]
-            for i, made in zip(places, make([whole[i] for i in places]) if places else (), strict=True):
-                drafts[i] = made
+        sampled = [i for i in missing if contexts[i].proposal == "sampled"]
+        others = [i for i in missing if contexts[i].proposal != "sampled"]
+        made = self._ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
+        made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
+        for i, draft in zip((*others, *sampled), made, strict=True):
+            drafts[i] = draft
+        ended, is_waiting = self._demand.clock(), any(not contexts[i].has_tree for i in missing)
         for context, draft in zip(contexts, drafts, strict=True):
             if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
                 continue
             if draft.num_drafted or context.has_tree:
-                self._sessions[context.session].tree = draft
+                session = self._sessions[context.session]
+                session.tree, session.sent = (
+                    draft,
+                    SentTree(draft, began, ended, context.has_tree, is_waiting, claims.get(context.session, 0.0)),
+                )
                 self._due[context.session] = None
         return drafts
 
@@ -351,6 +351,9 @@ class DraftAheadDrafter(LocalDrafter):
     def busy_s(self) -> float:
         return self._drafter.busy_s
 
+    def _now(self) -> float:
+        return self._drafter.device.clock() if self._drafter.device else time.perf_counter()
+
     def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
         """The trees that are ready for the contexts' last tokens."""
         found: list[DraftTree | None] = [None] * len(contexts)
@@ -371,6 +374,12 @@ class DraftAheadDrafter(LocalDrafter):
                 session.path, session.last, session.tree = path, contexts[i], None
                 session.backlog.append(contexts[i])
         return found
+
+    def _path(self, context: DraftContext) -> Path:
+        """The tokens since the session's trees were prepared; empty if none were, or the context does not go on there."""
+        session = self._sessions.get(context.session)
+        is_known = session and session.is_prepared and session.continues_with(context)
+        return (*session.path, *context.tokens) if session and is_known else ()
 
     def _with_backlog(self, context: DraftContext) -> DraftContext:
         """The session's backlog and `context` as one commit for the drafter."""

@@ -7,7 +7,7 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
+from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.base import DraftContext, DrafterNeeds, within
 from eyas.drafters.grown_tree import GrownRows
-from eyas.drafters.neural import NeuralDrafter, attend_slots, cache_and_attend, layer_slots, plan_tree_slots
-from eyas.drafters.scoring import Scorer, Scores, make_scorer, rank_children
+from eyas.drafters.neural import (
+    NeuralDrafter,
+    attend_slots,
+    cache_and_attend,
+    last_rows,
+    layer_slots,
+    new_rows,
+    plan_tree_slots,
+)
+from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
@@ -29,11 +39,16 @@ from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import on_host
+from eyas.models.fused import MAX_KERNEL_ROWS
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import PackedInputs
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, moved, upload
+from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
+from eyas.tree import DraftTree
+
+# Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
+MAX_COMPILED_SESSIONS = 16
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -66,13 +81,22 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._head = head
         plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
-        num_slots = slots.num_slots if slots else 0
+        compiled = slots is None and static_tree is None and head.compiled is not None and runs_compiled(device)
+        rows_of_tree = tree.top_k * (tree.num_steps - 1)
+        num_slots = slots.num_slots if slots else MAX_COMPILED_SESSIONS * rows_of_tree if compiled else 0
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots)
         first = self._kv.scratch - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         self._level_costs = LevelCosts() if c.kind != "peagle" else None
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
+        self._tree_slots = first + np.arange(num_slots).reshape(-1, rows_of_tree or 1) if compiled else None
+        if compiled:
+            from eyas.drafters import cpu_kernels as drafts
+            from eyas.models import cpu_kernels as passes
+
+            passes.compile_kernels()
+            drafts.compile_kernels()
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Rows of a tree in each pass."""
@@ -129,8 +153,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             own = buffer.rows(visible, depths)
             states = self._head.run(features.flatten(0, 1), tokens.flatten(), own.positions, own.attend)
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
-            placed = [(context, int(depth)) for context, own in zip(contexts, padded, strict=True) for depth in own.depths]
-            ends = [replace(context, start_position=context.start_position + depth) for context, depth in placed]
+            ends = [end for context, own in zip(contexts, padded, strict=True) for end in _ends(context, own.depths)]
             best = self._best_next(ends, states, num_candidates)
             return states.view(*tokens.shape, -1), Ranked(*(column.view(*tokens.shape, -1) for column in best))
 
@@ -138,6 +161,40 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             return run()
         states, best = self.device.run("draft_level", tokens.numel(), sum(map(len, prefixes)), run)
         return states, Ranked(*map(self.device.on_device, best))
+
+    def _is_compiled(self) -> bool:
+        """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
+        return self._tree_slots is not None and not self.device and runs_compiled(self.draft_ids.device)
+
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        """Deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
+        is_ruled = any(context.allowed or context.logit_biases for context in contexts)
+        if not self._is_compiled() or is_ruled:
+            return super()._grow(contexts, states)
+        words = noise_words(contexts, self.ranking, len(contexts))
+        if scorer_kind(words) == "filtered":
+            return super()._grow(contexts, states)
+        starts = range(0, len(contexts), MAX_COMPILED_SESSIONS)
+        parts = [slice(start, start + MAX_COMPILED_SESSIONS) for start in starts]
+        of_parts = [(contexts[part], states[part], np.ascontiguousarray(words[:, part])) for part in parts]
+        return [tree for part in of_parts for tree in self._grow_compiled(*part)]
+
+    def _grow_compiled(self, contexts: Sequence[DraftContext], states: Tensor, words: Ints) -> list[DraftTree]:
+        """words: see `noise_words`."""
+        assert self._tree_slots is not None
+        assert self._head.compiled is not None
+        shape = self._shape(contexts, self._max_expanded)
+        budgets = [within(context.budget, self.tree) for context in contexts]
+        growth = LevelGrowth(self.draft_ids, words, scorer_kind(words) == "noised", budgets, shape)
+        pays = self._level_costs.rule([context.budget for context in contexts]) if self._level_costs else None
+        rows = CompiledRows(self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len)
+        growth.add(self._head.raw_logits(states))
+        while growth.widths.any() and (pays is None or pays(growth)):
+            sources, places = rows.add(growth)
+            tokens = self.draft_ids.numpy()[growth.tokens[places]]
+            states, logits = self._head.compiled.level(states, sources, tokens, rows.slots, rows.keys, self._kv)
+            growth.add(logits)
+        return growth.trees([context.tokens[-1] for context in contexts])
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)
@@ -157,10 +214,19 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._head.embedding.dtype)
-        states = self._run_new(contexts, features, self._run_pairs, self._head.config.num_layers > 1)
+        states = self._extended(contexts, features)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states
+
+    def _extended(self, contexts: Sequence[DraftContext], features: Tensor) -> Tensor:
+        compiled, attends = self._head.compiled, self._head.config.num_layers > 1
+        counts = [num_features(context) for context in contexts]
+        if compiled is None or not self._is_compiled() or (attends and max(counts) > MAX_KERNEL_ROWS):
+            return self._run_new(contexts, features, self._run_pairs, attends)
+        slots = self._prefix_slots(contexts)
+        new = [new_rows(c, own, count, attends) for c, own, count in zip(contexts, slots, counts, strict=True)]
+        return compiled.extend(features, new, [last_rows(own, 1) for own in slots], self._kv)
 
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
         """An ExtendPass."""
@@ -173,6 +239,110 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
         attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
         return head.finish(attended, rows.residual[ends])
+
+
+class LevelGrowth:
+    """Trees that grow level by level on the CPU. As `TreeGrowth`, without nodes whose children cannot be chosen.
+
+    widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
+    """
+
+    def __init__(
+        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
+    ) -> None:
+        """draft_ids, words, has_noise: see CompiledGrowth. shape: most levels, and nodes expanded at each."""
+        from eyas.drafters import cpu_kernels
+        from eyas.sampling.cpu_kernels import shared_noise
+
+        self._draft_ids, self._words, self._noise = draft_ids.numpy(), words, cpu_kernels.NO_NOISE
+        self._limits, depths = cpu_kernels.limits_of(budgets)
+        self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
+        if has_noise:
+            self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
+            shared_noise(words, self._draft_ids, self._noise)
+        room = k + (shape.num_steps - 1) * k * k
+        self.tokens, self.parents = np.empty((2, sessions, room), np.int64)
+        self._scores, self._counts = np.empty((sessions, room), np.float32), np.zeros(sessions, np.int64)
+        self.firsts = self._counts.copy()  # of the candidates of the last level
+        self.widths, self.frontiers = np.ones(sessions, np.int64), np.zeros((sessions, k), np.int64)
+        self.num_levels = 0
+
+    def add(self, logits: Tensor) -> None:
+        """Record the children of all frontiers, float32 [R, D] session by session."""
+        from eyas.drafters.cpu_kernels import grow_level
+
+        self.firsts[:] = self._counts
+        grow_level(
+            logits.numpy(), self.num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
+            self.frontiers, self._counts, self._scores, self.tokens, self.parents,
+        )  # fmt: skip
+        self.num_levels += 1
+
+    def reach(self) -> list[float]:
+        """See TreeGrowth."""
+        spans = zip(self._scores, self.firsts, self._counts, strict=True)
+        return [float(np.exp(np.sort(own[first:end])[-self.frontiers.shape[1] :]).sum()) for own, first, end in spans]
+
+    def trees(self, roots: Sequence[int]) -> list[DraftTree]:
+        """The trees below the roots, the target's ids."""
+        from eyas.drafters import cpu_kernels
+
+        most = int(self._limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        cpu_kernels.select_trees(
+            self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
+        )
+        return cpu_kernels.trees_of(roots, cells, scores)
+
+
+class CompiledRows:
+    """The rows of trees for the kernels of the CPU, level by level. A row sees the prefix, its ancestors and itself.
+
+    slots: for the keys and values of the newest rows [R]. keys: RowKeys of these.
+    """
+
+    def __init__(self, prefixes: Sequence[Slots], tree_slots: Ints, max_model_len: int) -> None:
+        """prefixes: slots of each session. tree_slots: for the rows of each tree."""
+        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
+        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
+        self._starts = np.arange(len(prefixes))  # of each session's newest rows
+        self._level = 0
+
+    def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
+        """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
+        from eyas.models.cpu_kernels import RowKeys
+
+        sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
+        owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]
+        candidates = np.concatenate([growth.frontiers[s, : widths[s]] for s in sessions])
+        parents = (candidates - growth.firsts[owners]) // num_children if self._level else np.zeros_like(candidates)
+        ends, before = np.cumsum(widths), [self._seen[s].shape[1] for s in sessions]
+        sources = self._starts[owners] + parents
+        for s in sessions:
+            above = self._seen[s][parents[ends[s] - widths[s] : ends[s]]]
+            self._seen[s] = np.concatenate([above, np.eye(widths[s], dtype=np.bool_)], 1)
+        self._starts, self._level = ends - widths, self._level + 1
+        prefixes = [
+            np.concatenate([self._prefixes[s], self._tree_slots[s, :n]]) for s, n in zip(sessions, before, strict=True)
+        ]
+        self.slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
+        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._level - 1)
+        self.keys = RowKeys(
+            starts=self._starts[sessions],
+            ends=ends[sessions],
+            prefix=np.concatenate(prefixes),
+            prefix_ends=np.cumsum([len(own) for own in prefixes]),
+            num_masked=np.array(before),
+            visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
+            positions=np.minimum(positions, self._max_model_len - 1),
+        )
+        return sources, (owners, candidates)
+
+
+def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:
+    """The session as if its last commit ended `depths` tokens later."""
+    ends = {depth: replace(context, start_position=context.start_position + depth) for depth in set(depths.tolist())}
+    return (ends[depth] for depth in depths.tolist())
 
 
 class EagleExpansion:

@@ -341,9 +341,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return [self.sessions[context.session].slots for context in contexts]
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
-        """The largest shape within the contexts' budgets."""
+        """The largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level."""
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
-        return replace(self.tree, num_steps=num_steps, top_k=top_k)
+        num_drafted = max(context.budget.max_nodes for context in contexts) - 1
+        return replace(self.tree, num_steps=num_steps, top_k=max(min(top_k, num_drafted), 1))
 
     @property
     def _max_expanded(self) -> int:
@@ -412,7 +413,7 @@ def plan_tree_slots(
     if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv):
         log.warning("%s: drafts run without the attention kernel and without CUDA graphs", reason)
         return None
-    tiling = tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads)
+    tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)
     trees = RowLayout(tuple(width for width in widths if width), tiling, max_model_len, device, visible)
     chains = trees if visible is not None else replace(trees, widths=(1,) * len(widths))
     return TreeSlots(trees, chains, padded_size(max_batch, 1))

@@ -197,6 +197,14 @@ def grow_dynamic(expansion: Expansion, shape: TreeConfig, pays: Callable[[TreeGr
     return growth.candidates
 
 
+class Growing(Protocol):
+    """Trees that grow level by level."""
+
+    def reach(self) -> list[float]:
+        """Of each session, the chance that the accepted path reaches the last level's best nodes."""
+        ...
+
+
 class LevelCosts:
     """Seconds of a level by number of sessions, measured while trees grow; and whether one more level pays.
 
@@ -213,13 +221,13 @@ class LevelCosts:
         self._clock = clock
         self._seconds: dict[int, float] = {}
 
-    def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[TreeGrowth], bool] | None:
+    def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[Growing], bool] | None:
         """For `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
         if not all(budget.tokens_per_s for budget in budgets):
             return None
         tokens_per_s, before, began = math.fsum(b.tokens_per_s for b in budgets), [1.0] * len(budgets), 0.0
 
-        def pays(growth: TreeGrowth) -> bool:
+        def pays(growth: Growing) -> bool:
             nonlocal before, began
             above, before, now = before, growth.reach(), self._clock()
             if began:

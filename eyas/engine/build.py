@@ -5,6 +5,7 @@ With an adaptive draft budget, verify passes and draft rounds are timed first, s
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, FixedDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftCosts, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
@@ -32,7 +33,8 @@ from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, sample, warm_up
+from eyas.sampling.sampler import Draw, warm_up
+from eyas.sampling.verify import tokens_of
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which no larger size is timed: the table goes on along its last slope.
@@ -109,7 +111,7 @@ def assemble_engine(
         return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
     verify = measure_verify(runner, engine, tree, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
-    budget = AdaptiveDraftBudget(tree.num_draft_tokens, verify, draft)
+    budget = AdaptiveDraftBudget(tree, verify, draft)
     return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
 
 
@@ -165,24 +167,25 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
     def segment(num_rows: int) -> Segment:
         rows = np.arange(num_rows)
-        return Segment(rows * 0, len(prefix) + rows, np.full(num_rows, num_slots), prefix, None, rows)
+        return Segment(rows * 0, len(prefix) + rows, np.full(num_rows, num_slots), prefix, None, rows, GREEDY)
 
     def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
         segments = [segment(min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
         draws = [Draw(GREEDY, 0)] * num_rows
         while True:
-            yield lambda: sample(runner.forward(segments), draws).tolist()
+            yield lambda: tokens_of(runner.forward(segments), draws)
 
     return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock)
 
 
 def measure_drafting(
     drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock
-) -> CostModel:
-    """Seconds of a draft round by number of trees; an empty table for a drafter in another process."""
+) -> DraftCosts:
+    """Seconds of draft rounds; empty tables for a drafter in another process."""
     if not isinstance(drafter, LocalDrafter):
-        return CostModel((), (), rate=0.5)
-    budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
+        return DraftCosts(CostModel((), (), rate=0.5), CostModel((), (), rate=0.5), tree.top_k)
+    num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
+    budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
 
     def context(session: int, epoch: int, start: int, num_tokens: int) -> DraftContext:
         slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
@@ -190,20 +193,24 @@ def measure_drafting(
         return Commit(f"warm-up {session}", epoch, start, (0,) * num_tokens, features, GREEDY, budget)
 
     def rounds(num_trees: int) -> Iterator[Callable[[], object]]:
-        start, num_tokens = 0, 4
+        start, num_tokens, epoch = 0, 4, next(epochs)
         while True:
-            contexts = [context(session, num_trees, start, num_tokens) for session in range(num_trees)]
+            contexts = [context(session, epoch, start, num_tokens) for session in range(num_trees)]
             yield drafter.request(contexts)
             start, num_tokens = start + num_tokens, 2
 
     try:
-        return _measure(rounds, engine.max_num_seqs, 0.5, clock)
+        first = _measure(rounds, engine.max_num_seqs, 0.5, clock)
+        budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
+        whole = _measure(rounds, engine.max_num_seqs, 0.5, clock)
     finally:
         drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
+    level = [max(float(whole.at(n) - first.at(n)), 0.0) / max(tree.num_steps - 1, 1) for n in whole.sizes]
+    return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level, rate=0.5), tree.top_k)
 
 
 def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float, clock: Clock) -> CostModel:
-    """Time sizes 1, 4, 16 and so on up to `largest`: one round that does not count, then the faster of two."""
+    """Time sizes 1, 4, 16, 32 and so on up to `largest`: one round that does not count, then the faster of two."""
     sizes: list[int] = []
     seconds: list[float] = []
     began, size = clock(), 1
@@ -214,7 +221,7 @@ def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: i
         seconds.append(min(_seconds(next(works), clock), _seconds(next(works), clock)))
         if size == largest:
             break
-        size = min(4 * size, largest)
+        size = min((4 if size < 16 else 2) * size, largest)
     return CostModel(sizes, seconds, rate)
 
 

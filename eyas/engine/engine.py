@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
+from eyas.engine.draft_budget import NO_TREE, DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of
@@ -112,8 +112,9 @@ class Engine:
         if batch:
             rows = [scheduled.logit_rows for scheduled in batch]
             wait_for_masks = self._grammars.start(rows) if self._grammars.outputs else TokenMasks
-            logits = self._runner.forward([segment_of(scheduled) for scheduled in batch])
-            outputs = verify(rows, logits, self._rules, wait_for_masks)
+            draws_on_ranks = self._runner.target.shared_vocabulary is not None
+            output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
+            outputs = verify(rows, output, self._rules, wait_for_masks)
             outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed)
@@ -204,7 +205,7 @@ class Engine:
         num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
         speed = self._budget.tokens_per_s
-        budgets = {s.request.id: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1), speed) for s in ready}
+        budgets = {s.request.id: self._scheduler.tree_budget(s, *sizes.get(s.request.id, NO_TREE), speed) for s in ready}
         self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
         wanting = {s.request.id: s.tokens for s in ready if budgets[s.request.id].wants_tree}
         biases = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ready if s.request.id in wanting}

@@ -21,6 +21,8 @@ from eyas.models.inputs import Segment, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.models.workers import TargetWorkers
+from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import upload
 
 
@@ -44,13 +46,14 @@ class ModelRunner:
         self._fuser = fuser
         self._workers = workers or TargetWorkers()
 
-    def forward(self, segments: Seq[Segment]) -> Tensor:
-        """Run one forward pass on every rank: logits float32 [R, V] of each segment's `logits_indices`."""
+    def forward(self, segments: Seq[Segment]) -> StepOutput:
+        """Run one forward pass on every rank: logits of each segment's `logits_indices`, or tokens drawn there."""
         with self._workers.forward(segments):
             packed = self.backend.pack(segments)
             out = self.backend.forward(packed, self.kv_cache)
             self._store_features(packed.slots, out)
-        return out.logits
+            shared = self.target.shared_vocabulary
+            return shared.collect(segments, out.logits) if shared else StepOutput(out.logits)
 
     def features(self, slots: Slots) -> Tensor:
         """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
@@ -84,12 +87,12 @@ class BatchInvariantRunner(ModelRunner):
         self._rows = rows
         self.keeps_batches = rows <= MAX_KERNEL_ROWS and is_batch_invariant(target.model)
 
-    def forward(self, segments: Seq[Segment]) -> Tensor:
+    def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:
             return super().forward([part for segment in segments for part in _kernel_segments(segment)])
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
-        return torch.cat([self._run_block(block) for block in blocks])
+        return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
 
     def _run_block(self, block: Segment) -> Tensor:
         """Logits of the block's wanted rows; either all rows go through the output head or none."""
@@ -109,8 +112,11 @@ def _kernel_segments(segment: Segment) -> list[Segment]:
     return [segment.part(start, min(start + MAX_KERNEL_ROWS, count)) for start in range(0, count, MAX_KERNEL_ROWS)]
 
 
-def segment_of(scheduled: ScheduledSequence) -> Segment:
-    """The rows of one sequence: prompt tokens, or the nodes of its tree."""
+def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Segment:
+    """The rows of one sequence: prompt tokens, or the nodes of its tree.
+
+    draws_on_ranks: whether ranks draw at these rows, if the request allows it.
+    """
     sequence, tree, first, slots = scheduled.sequence, scheduled.tree, scheduled.first, scheduled.slots
     num_rows, logit_rows = len(slots), scheduled.logit_rows
     num_logits = len(logit_rows.prompt_tokens) + len(logit_rows.positions)
@@ -121,4 +127,5 @@ def segment_of(scheduled: ScheduledSequence) -> Segment:
         prefix=sequence.slots[: sequence.computed],
         visible=tree.ancestor_mask() if tree is not None else None,
         logits_indices=np.arange(num_rows - num_logits, num_rows),
+        noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(logit_rows) else None,
     )

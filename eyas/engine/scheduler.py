@@ -238,12 +238,14 @@ class Scheduler:
                 chunks.append(self._emit(scheduled, output.accepted, output.logprobs))
         return chunks
 
-    def tree_budget(self, sequence: Sequence, nodes: int = sys.maxsize, tokens_per_s: float = 0.0) -> TreeBudget:
-        """The largest tree that a sequence can use in the next step, of `nodes` at most; one node inside a prompt.
+    def tree_budget(
+        self, sequence: Sequence, nodes: int = sys.maxsize, depth: int = sys.maxsize, tokens_per_s: float = 0.0
+    ) -> TreeBudget:
+        """The largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a prompt.
 
         tokens_per_s: see TreeBudget.
         """
-        depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1)
+        depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1, depth)
         most = min(nodes, self.max_tree_nodes, sequence.request.num_draft_tokens or nodes)
         return TreeBudget(most, depth, tokens_per_s) if depth > 0 and most > 1 else TreeBudget(1, 0)
 

@@ -17,13 +17,23 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import KVCache
 from eyas.heap import keep_freed_memory
+from eyas.models.attention import attend_slots
+from eyas.models.inputs import PackedInputs
+from eyas.tensors import Floats, Ints
+
+if TYPE_CHECKING:
+    from eyas.models.fused import HeadLayout, RMSNorm
+
+Product = Callable[[Tensor], Tensor]
 
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
@@ -213,15 +223,13 @@ class HalfProduct:
                 weight.layout.new_zeros(1, weight.layout.shape[1]).float(), self._packed, None
             )
         self.scale, self._unscale = weight.scale, 1.0 / weight.scale
-        self._bias = None if bias is None else bias.detach() * weight.scale
+        bias = None if bias is None else bias.detach() * weight.scale
+        # [..., K] to the output times `scale`
+        self.scaled = partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=self._packed, bias=bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
         return self.scaled(rows) if self.scale == 1 else self.scaled(rows).mul_(self._unscale)
-
-    def scaled(self, rows: Tensor) -> Tensor:
-        """The output times `scale`."""
-        return torch.fbgemm_linear_fp16_weight_fp32_activation(rows, self._packed, self._bias)
 
 
 @cache
@@ -271,3 +279,124 @@ def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(pages), lambda item: item[1] - item[0]):
         members = [page for _, page in run]
         yield members[0], members[-1] + 1
+
+
+NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
+
+
+class CpuRows:
+    """Rows on their way through the layers.
+
+    state, normed: the residual stream and its norm, [R, C]. count: R. inputs: what the next attention reads, [R, X]; by
+    default the norm. slots: where keys and values belong, int64 [R]; empty if they are not kept. keys: RowKeys of the
+    segments that the kernels attend. prompts: for each longer segment which rows it has, and these packed by themselves.
+    """
+
+    def __init__(
+        self,
+        state: Tensor,
+        slots: Ints,
+        keys: Any,
+        prompts: Sequence[tuple[slice, PackedInputs]] = (),
+        inputs: Tensor | None = None,
+    ) -> None:
+        self.state, self.normed, self.slots = state, torch.empty_like(state), slots
+        self.inputs = self.normed if inputs is None else inputs
+        self.keys, self.prompts = keys, prompts
+        self._state, self._normed = state.numpy(), self.normed.numpy()
+        self.count = len(self._state)
+        self._buffers: dict[int, tuple[Tensor, Floats]] = {}
+
+    def buffer(self, width: int) -> tuple[Tensor, Floats]:
+        """Memory [R, width] that all layers share, as a tensor and as an array. The next call overwrites it."""
+        if width not in self._buffers:
+            tensor = torch.empty(self.count, width)
+            self._buffers[width] = tensor, tensor.numpy()
+        return self._buffers[width]
+
+    def start(self, kernels: Any, norm: RMSNorm) -> None:
+        """Norm the embeddings."""
+        kernels.norm(self._state, norm.factors, norm.eps, self._normed)
+
+    def add(self, kernels: Any, delta: Tensor, by: float, delta_norm: RMSNorm | None, norm: RMSNorm) -> None:
+        """Add what a sublayer gave, times `by`, and norm the sum."""
+        weight, eps = (delta_norm.factors, delta_norm.eps) if delta_norm else (NO_WEIGHT, 0.0)
+        kernels.add_norm(self._state, delta.numpy(), by, weight, eps, norm.factors, norm.eps, self._normed)
+
+
+class CpuProduct(NamedTuple):
+    """A product, and what to multiply its output by."""
+
+    multiply: Product
+    by: float
+
+    @classmethod
+    def of(cls, product: Product) -> CpuProduct:
+        """The product, whose scale is left to the kernel behind it."""
+        return cls(product.scaled, 1 / product.scale) if isinstance(product, HalfProduct) else cls(product, 1.0)
+
+
+class CpuProducts(NamedTuple):
+    """The products of a layer."""
+
+    qkv: CpuProduct
+    out: CpuProduct
+    gate_up: CpuProduct
+    down: CpuProduct
+
+    @classmethod
+    def of(cls, qkv: Product, out: Product, gate_up: Product, down: Product) -> CpuProducts:
+        """The products with their scales apart. out, down: may be modules."""
+        return cls(*map(CpuProduct.of, (qkv, out, gate_up, down)))
+
+
+@dataclass(frozen=True, eq=False)
+class CpuLayer:
+    """A decoder layer as `eyas.models.cpu_kernels` computes it; the order is that of `FusedLayer.forward`.
+
+    scaling, window, softcap: of its attention. out_norm, down_norm: of what attention and MLP give; None for none.
+    """
+
+    products: CpuProducts
+    heads: HeadLayout
+    scaling: float
+    window: int | None
+    softcap: float | None
+    activation: str
+    mlp_norm: RMSNorm
+    next_norm: RMSNorm
+    out_norm: RMSNorm | None = None
+    down_norm: RMSNorm | None = None
+
+    def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
+        """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""
+        self.finish(kernels, rows, self.project(kernels, rows, rotary, kv, index), kv, index)
+
+    def project(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> Floats:
+        """Rotated queries, keys and values of the rows, [R, H + 2 J, D]; keys and values go to the rows' slots, too."""
+        product, heads, num_kv = self.products.qkv, self.heads, self.heads.num_kv_heads
+        qkv: Floats = product.multiply(rows.inputs).numpy().reshape(rows.count, -1, heads.width)
+        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
+        kernels.rotate(qkv, product.by, num_kv, *rotary, factors, eps)
+        if len(rows.slots):
+            kernels.store(qkv, heads.num_heads, num_kv, *kv.arrays[index], rows.slots)
+        return qkv
+
+    def finish(self, kernels: Any, rows: CpuRows, qkv: Floats, kv: KVCache, index: int) -> None:
+        """Advance `rows` by the layer behind its projections, see `project`."""
+        _, out, gate_up, down = self.products
+        heads, count = self.heads, rows.count
+        attended, into = rows.buffer(heads.num_heads * heads.width)
+        kernels.attend(
+            qkv, heads.num_kv_heads, *kv.arrays[index], *rows.keys,
+            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, into.reshape(count, -1, heads.width),
+        )  # fmt: skip
+        for at, packed in rows.prompts:
+            query, attention = torch.from_numpy(qkv)[at, : heads.num_heads], (self.scaling, self.window, self.softcap)
+            attended[at] = attend_slots(query, kv.keys[index], kv.values[index], packed, *attention).flatten(1)
+        rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)
+        gates_ups = gate_up.multiply(rows.normed).numpy()
+        gated, into = rows.buffer(gates_ups.shape[1] // 2)
+        kernels.gate(gates_ups, gate_up.by, self.activation == "silu", into)
+        rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
+        rows.inputs = rows.normed

@@ -11,8 +11,8 @@ intermediate width, S slots, B segments, P prefix slots of all segments, L prefi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import boolean, float32, float64, int64
@@ -30,18 +30,19 @@ NO_WINDOW = 1 << 62
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True)
-class RowKeys:
-    """What the rows of some segments of a pass see.
+class RowKeys(NamedTuple):
+    """What the rows of some segments of a pass see, in the order in which `attend` takes it.
 
     starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
-    each ends [B]. visible: flat masks [n, n] of the segments, one after the other. positions: of the rows [R].
+    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
+    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
     """
 
     starts: Ints
     ends: Ints
     prefix: Ints
     prefix_ends: Ints
+    num_masked: Ints
     visible: Bools
     positions: Ints
 
@@ -61,6 +62,7 @@ class RowKeys:
             ends=ends[chosen],
             prefix=np.concatenate([NO_SLOTS, *(s.prefix for s in segments)]),
             prefix_ends=np.cumsum([len(s.prefix) for s in segments], dtype=np.int64),
+            num_masked=np.zeros(len(segments), np.int64),
             visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
             positions=np.concatenate(positions).astype(np.int64, copy=False),
         )
@@ -102,6 +104,24 @@ def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
         inverse = np.float32(1.0) / np.sqrt(_mean_square(state[r]) + np.float32(eps))
         for c in range(state.shape[1]):
             out[r, c] = state[r, c] * inverse * weight[c]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def pair_inputs(states, sources, embedding, tokens, state_weight, token_weight, eps, inputs, residual):
+    """What the first layer of an EAGLE-3 head reads: normed embeddings beside normed features, to inputs [R, 2 C].
+
+    The features are the rows of states [N, C] that sources [R] name; they go to residual [R, C]. embedding: [V, C]. tokens:
+    ids [R]. state_weight, token_weight: of the norms [C].
+    """
+    width = states.shape[1]
+    for r in range(len(sources)):
+        state, embedded = states[sources[r]], embedding[tokens[r]]
+        by_state = np.float32(1.0) / np.sqrt(_mean_square(state) + np.float32(eps))
+        by_token = np.float32(1.0) / np.sqrt(_mean_square(embedded) + np.float32(eps))
+        for c in range(width):
+            inputs[r, c] = embedded[c] * by_token * token_weight[c]
+            inputs[r, width + c] = state[c] * by_state * state_weight[c]
+            residual[r, c] = state[c]
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -215,15 +235,16 @@ def _softmax(scores):
 def _weigh(scores, length, visible, positions, position, window, scaling, softcap, seen):
     """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
 
-    length: of the prefix. visible: which of the rows behind it are seen. position: of the query. seen: scratch [n].
+    length: of the prefix. visible: which of the keys behind it are seen; positions: of the last of these. position: of the
+    query. seen: scratch [n].
     """
-    oldest = position - window + 1
+    oldest, masked = position - window + 1, len(visible) - len(positions)
     start, count = min(max(oldest, 0), length), 0
     for i in range(start, length):
         seen[i - start] = scores[i]
     count = length - start
     for i in range(len(visible)):
-        if visible[i] and positions[i] >= oldest:
+        if visible[i] and (i < masked or positions[i - masked] >= oldest):
             seen[count] = scores[length + i]
             count += 1
     own = seen[:count]
@@ -239,7 +260,7 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
         scores[i] = seen[i - start]
     count = length - start
     for i in range(len(visible)):
-        is_seen = visible[i] and positions[i] >= oldest
+        is_seen = visible[i] and (i < masked or positions[i - masked] >= oldest)
         scores[length + i] = seen[count] if is_seen else np.float32(0.0)
         count += is_seen
 
@@ -287,12 +308,14 @@ def _collect(slots, cache, j, own, head, out):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def attend(
-    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, visible, positions, scaling, window, softcap, out
+    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, num_masked, visible, positions, scaling, window, softcap,
+    out,
 ):  # fmt: skip
     """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D].
 
     A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
-    and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW. softcap: 0 for none.
+    and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW; slots that `visible`
+    names lie within it. softcap: 0 for none.
     """
     width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
     group = num_heads // num_kv
@@ -301,7 +324,8 @@ def attend(
         first_row, length = starts[b], prefix_ends[b] - first_prefix
         num_rows = ends[b] - first_row
         slots = prefix[first_prefix : first_prefix + length]
-        mask = visible[first_mask : first_mask + num_rows * num_rows].reshape(num_rows, num_rows)
+        num_named = num_masked[b] + num_rows
+        mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
         seen_keys = np.empty((length + num_rows, width), np.float32)
         seen_values = np.empty((length + num_rows, width), np.float32)
@@ -319,14 +343,15 @@ def attend(
                             queries[r * group + g, d] = own[start + r, j * group + g, d]
                 num = taken * group
                 _attend_head(
-                    queries[:num], seen_keys, seen_values, weights[:num], mask[start : start + taken], at, start, length,
+                    queries[:num], seen_keys, seen_values, weights[:num], mask[start : start + taken], at, start,
+                    length - num_masked[b],
                     window, scaling, softcap, found[:num],
                 )  # fmt: skip
                 for r in range(taken):
                     for g in range(group):
                         for d in range(width):
                             out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
-        first_mask += num_rows * num_rows
+        first_mask += num_rows * num_named
         first_prefix = prefix_ends[b]
 
 
@@ -339,10 +364,11 @@ def compile_kernels() -> None:
             norm: (rows, row, float64, rows),
             add_norm: (rows, rows, float64, row, float64, row, float64, rows),
             gate: (rows, float64, boolean, rows),
+            pair_inputs: (rows, ids, rows, ids, row, row, float64, rows, rows),
             rotate: (heads, float64, int64, rows, rows, rows, float64),
             store: (heads, int64, int64, heads, heads, ids),
             attend: (
-                *(heads, int64, heads, heads, ids, ids, ids, ids, boolean[::1], ids),
+                *(heads, int64, heads, heads, ids, ids, ids, ids, ids, boolean[::1], ids),
                 *(float64, int64, float64, heads),
             ),
             top_k: (rows, rows, int64[:, ::1]),

@@ -17,20 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
-from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
-from eyas.tensors import Floats, Ints, runs_compiled
-
-Product = Callable[[Tensor], Tensor]
+from eyas.tensors import Floats, runs_compiled
 
 # Segments of more rows are prompts, whose attention torch computes faster.
 MAX_KERNEL_ROWS = 64
@@ -232,113 +230,17 @@ class FusedLayer:
         )  # fmt: skip
 
 
-NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
-
-
-class CpuRows:
-    """Rows on their way through the layers.
-
-    state, normed: the residual stream and its norm, [R, C]. slots: where keys and values belong, int64 [R]; empty if they
-    are not kept. keys: RowKeys of the segments that the kernels attend. prompts: for each longer segment which rows it has,
-    and these packed by themselves.
-    """
-
-    def __init__(self, state: Tensor, slots: Ints, keys: Any, prompts: Sequence[tuple[slice, PackedInputs]] = ()) -> None:
-        self.state, self.normed, self.slots = state, torch.empty_like(state), slots
-        self.keys, self.prompts = keys, prompts
-        self._state, self._normed = state.numpy(), self.normed.numpy()
-
-    def __len__(self) -> int:
-        return len(self.state)
-
-    def start(self, kernels: Any, norm: RMSNorm) -> None:
-        """Norm the embeddings."""
-        kernels.norm(self._state, norm.factors, norm.eps, self._normed)
-
-    def add(self, kernels: Any, delta: Tensor, by: float, delta_norm: RMSNorm | None, norm: RMSNorm) -> None:
-        """Add what a sublayer gave, times `by`, and norm the sum."""
-        weight, eps = (delta_norm.factors, delta_norm.eps) if delta_norm else (NO_WEIGHT, 0.0)
-        kernels.add_norm(self._state, delta.numpy(), by, weight, eps, norm.factors, norm.eps, self._normed)
-
-
-class CpuProduct(NamedTuple):
-    """A product, and what to multiply its output by."""
-
-    multiply: Product
-    by: float
-
-    @classmethod
-    def of(cls, product: Product) -> CpuProduct:
-        """The product, whose scale is left to the kernel behind it."""
-        return cls(product.scaled, 1 / product.scale) if isinstance(product, HalfProduct) else cls(product, 1.0)
-
-
-class CpuProducts(NamedTuple):
-    """The products of a layer."""
-
-    qkv: CpuProduct
-    out: CpuProduct
-    gate_up: CpuProduct
-    down: CpuProduct
-
-    @classmethod
-    def of(cls, qkv: Product, out: Product, gate_up: Product, down: Product) -> CpuProducts:
-        """The products with their scales apart. out, down: may be modules."""
-        return cls(*map(CpuProduct.of, (qkv, out, gate_up, down)))
-
-
-@dataclass(frozen=True, eq=False)
-class CpuLayer:
-    """A decoder layer as `eyas.models.cpu_kernels` computes it; the order is that of `FusedLayer.forward`.
-
-    scaling, window, softcap: of its attention. out_norm, down_norm: of what attention and MLP give; None for none.
-    """
-
-    products: CpuProducts
-    heads: HeadLayout
-    scaling: float
-    window: int | None
-    softcap: float | None
-    activation: str
-    mlp_norm: RMSNorm
-    next_norm: RMSNorm
-    out_norm: RMSNorm | None = None
-    down_norm: RMSNorm | None = None
-
-    def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], keys: Tensor, values: Tensor) -> None:
-        """Advance `rows` through this layer. rotary: cos and sin [R, D]. keys, values: of the KV cache [S, J, D]."""
-        qkv, out, gate_up, down = self.products
-        heads, num_kv, count = self.heads, self.heads.num_kv_heads, len(rows)
-        qkv_rows = qkv.multiply(rows.normed).view(count, -1, heads.width)
-        projected, pools = qkv_rows.numpy(), (keys.numpy(), values.numpy())
-        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
-        kernels.rotate(projected, qkv.by, num_kv, *rotary, factors, eps)
-        if len(rows.slots):
-            kernels.store(projected, heads.num_heads, num_kv, *pools, rows.slots)
-        attended = torch.empty(count, heads.num_heads * heads.width)
-        k, into = rows.keys, attended.view(count, heads.num_heads, heads.width)
-        kernels.attend(
-            projected, num_kv, *pools, k.starts, k.ends, k.prefix, k.prefix_ends, k.visible, k.positions,
-            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, into.numpy(),
-        )  # fmt: skip
-        for at, packed in rows.prompts:
-            attention = self.scaling, self.window, self.softcap
-            into[at] = attend_slots(qkv_rows[at, : heads.num_heads], keys, values, packed, *attention)
-        rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)
-        gates_ups = gate_up.multiply(rows.normed)
-        gated = torch.empty(count, gates_ups.shape[1] // 2)
-        kernels.gate(gates_ups.numpy(), gate_up.by, self.activation == "silu", gated.numpy())
-        rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
-
-
 class CpuDecoder:
     """All layers of a model on the CPU, without transformers' code between them.
 
-    Its `forward` replaces that of transformers' decoder. Modules' hooks run as if their own `forward` were called.
+    Its methods replace `forward` of transformers' decoder and causal model. Modules' hooks run as if their `forward` were
+    called.
     """
 
-    def __init__(self, decoder: Any, layers: Sequence[FusedLayer], final: RMSNorm) -> None:
-        self._decoder, self._layers, self._final = decoder, layers, final
+    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+        decoder = model.get_decoder()
+        self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
         has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
         self._rotary_types = [kind if has_types else None for kind in types]
@@ -346,7 +248,7 @@ class CpuDecoder:
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
     ) -> Any:
-        """What transformers' decoder returns. Several threads and other ways to attend go to its own code.
+        """What we read of what transformers' decoder returns. Several threads and other ways to attend go to its own code.
 
         Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
         segment.
@@ -354,8 +256,6 @@ class CpuDecoder:
         if packed.attend is not None or not packed.segments or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         from eyas.models import cpu_kernels
 
         embedded = self._decoder.embed_tokens(input_ids)
@@ -369,14 +269,21 @@ class CpuDecoder:
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
         rotary = {kind: self._rotary(embedded, position_ids, kind) for kind in set(self._rotary_types)}
         rows.start(cpu_kernels, self._layers[0].input_norm)
-        for module, layer, kind in zip(self._decoder.layers, self._layers, self._rotary_types, strict=True):
-            _run_hooks(module._forward_pre_hooks, module, rows.state)
-            index = int(module.self_attn.layer_idx)
-            layer.cpu_layer.run(cpu_kernels, rows, rotary[kind], kv_cache.keys[index], kv_cache.values[index])
+        layers = zip(self._decoder.layers, self._layers, self._rotary_types, strict=True)
+        for index, (module, layer, kind) in enumerate(layers):
+            if module._forward_pre_hooks:
+                _run_hooks(module._forward_pre_hooks, module, rows.state)
+            layer.cpu_layer.run(cpu_kernels, rows, rotary[kind], kv_cache, index)
         norm = self._decoder.norm
         _run_hooks(norm._forward_pre_hooks, norm, rows.state)
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
-        return BaseModelOutputWithPast(last_hidden_state=rows.normed[None])
+        return SimpleNamespace(last_hidden_state=rows.normed[None])
+
+    def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
+        """What `TargetModel.forward` reads of the output of transformers' causal model."""
+        hidden = self._decoder(**arguments).last_hidden_state
+        logits = self._head(hidden[:, logits_to_keep])
+        return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
 
     def _rotary(self, embedded: Tensor, positions: Tensor, kind: str | None) -> tuple[Floats, Floats]:
         """cos and sin [R, D] of layers of a kind."""
@@ -420,7 +327,8 @@ def fuse_layers(model: Any) -> bool:
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
     if on_cpu:
-        decoder.forward = CpuDecoder(decoder, fused, final).forward
+        compiled = CpuDecoder(model, fused)
+        model.forward, decoder.forward = compiled.model_forward, compiled.forward
         if runs_compiled(model.device):
             from eyas.models.cpu_kernels import compile_kernels
 
@@ -432,7 +340,7 @@ def fuse_layers(model: Any) -> bool:
 def unfuse_layers(model: Any) -> None:
     """Let transformers' modules compute again what they define."""
     decoder = model.get_decoder()
-    for module in (decoder, *decoder.layers, decoder.norm):
+    for module in (model, decoder, *decoder.layers, decoder.norm):
         module.__dict__.pop("forward", None)
 
 

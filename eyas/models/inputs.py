@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
 
 
@@ -24,6 +25,7 @@ class Segment:
     prefix: slots of the tokens before the rows, ordered by position, [L]. Every row sees the whole prefix.
     visible: visible[i, j] is whether row i sees row j, [n, n]; None for causal rows. No row sees a later one.
     logits_indices: rows whose logits are computed, counted within the segment.
+    noise_key: without filters; lets ranks that share the vocabulary draw at these rows. None: rank 0 gets their logits.
     """
 
     tokens: Ints
@@ -32,6 +34,7 @@ class Segment:
     prefix: Ints
     visible: Bools | None
     logits_indices: Ints
+    noise_key: NoiseKey | None = None
 
     def part(self, start: int, end: int) -> Segment:
         """Rows `start` to `end` of a causal segment; the rows before them join the prefix."""
@@ -44,6 +47,7 @@ class Segment:
             prefix=np.concatenate([self.prefix, self.slots[:start]]),
             visible=None,
             logits_indices=self.logits_indices[inside] - start,
+            noise_key=self.noise_key,
         )
 
 

@@ -2,7 +2,8 @@
 
 The slots before a segment's rows are by far the most of it, and they hardly change from pass to pass. So both sides remember
 them, and a message names what to keep and what follows. It costs no matter how long the context is, at 64 sequences of 16
-rows some 20 kB. Encoder and decoder see the same messages in the same order, so they remember the same.
+rows some 20 kB. Where all ranks draw, noise keys go along. Encoder and decoder see the same messages in the same order, so
+they remember the same.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import numpy as np
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import Segment
+from eyas.request import NoiseKey
 from eyas.tensors import Ints
 
 # Passes after which a prefix that none of them has continued is forgotten.
 KEPT_PASSES = 16
 # Most slots at the end of a prefix that are searched for the end of a known one: more than a pass adds.
 SEARCHED_SLOTS = 1 << 16
-# Known prefix, kept slots of it, new slots, rows, wanted logits, whether there is a mask.
-HEADER_INTS = 6
+# Known prefix, kept slots of it, new slots, rows, wanted logits, whether there is a mask, whether there is a noise key.
+HEADER_INTS = 7
 UNKNOWN = -1
+_KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8")])
 FORWARD, INIT_KV_CACHE = 0, 1
 
 
@@ -91,12 +94,13 @@ class CommandEncoder:
         prefixes = [segment.prefix.copy() for segment in command]  # the scheduler goes on writing to its own
         kept = [self._find(prefix) for prefix in prefixes]
         headers = [
-            (number, count, len(s.prefix) - count, len(s.tokens), len(s.logits_indices), s.visible is not None)
+            (number, count, len(s.prefix) - count, len(s.tokens), len(s.logits_indices), *_has(s))
             for s, (number, count) in zip(command, kept, strict=True)
         ]
         parts = [np.array([FORWARD, len(command)]), np.array(headers, dtype=np.int64).reshape(-1)]
         parts += [prefix[count:] for prefix, (_, count) in zip(prefixes, kept, strict=True)]
         parts += [getattr(s, name) for name in ("tokens", "positions", "slots", "logits_indices") for s in command]
+        parts += [_key_words(s.noise_key) for s in command if s.noise_key is not None]
         self._remember(prefixes, [number for number, _ in kept])
         masks = [s.visible.ravel() for s in command if s.visible is not None]
         bits = np.packbits(np.concatenate(masks)).tobytes() if masks else b""
@@ -142,13 +146,16 @@ class CommandDecoder:
             _, num_slots, backend, *limits = np.frombuffer(message, "<i4").tolist()
             return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
         headers = np.frombuffer(message, "<i4", HEADER_INTS * count, 8).reshape(count, HEADER_INTS).astype(np.int64)
-        numbers, kept, added, rows, logits, masked = headers.T
+        numbers, kept, added, rows, logits, masked, keyed = headers.T
         sizes = np.concatenate([added, rows, rows, rows, logits])
         start = 8 + headers.size * 4
         ints = np.frombuffer(message, "<i4", int(sizes.sum()), start).astype(np.int64)
         parts = np.split(ints, np.cumsum(sizes)[:-1]) if count else []
         new, tokens, positions, slots, logits_indices = (parts[i * count : (i + 1) * count] for i in range(5))
-        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=start + 4 * len(ints)))
+        end = start + 4 * len(ints)
+        keys = np.frombuffer(message, _KEY, int(keyed.sum()), end).tolist()
+        noise_keys = iter([NoiseKey(*key) for key in keys])
+        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=end + _KEY.itemsize * len(keys)))
         cells = np.cumsum(rows * rows * masked)
         masks = [
             bits[end - size * size : end].astype(np.bool_).reshape(size, size) if is_masked else None
@@ -159,4 +166,16 @@ class CommandDecoder:
             for number, length, own in zip(numbers.tolist(), kept.tolist(), new, strict=True)
         ]
         self._known.end_pass(prefixes, numbers.tolist())
-        return [Segment(*fields) for fields in zip(tokens, positions, slots, prefixes, masks, logits_indices, strict=True)]
+        own_keys = [next(noise_keys) if has_key else None for has_key in keyed.tolist()]
+        fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys)
+        return [Segment(*own) for own in zip(*fields, strict=True)]
+
+
+def _has(segment: Segment) -> tuple[bool, bool]:
+    """Whether there is a mask, and whether there is a noise key."""
+    return segment.visible is not None, segment.noise_key is not None
+
+
+def _key_words(key: NoiseKey) -> Ints:
+    """A noise key without filters, as 32-bit integers."""
+    return np.array([(key.seed, key.temperature)], _KEY).view("<i4").astype(np.int64)

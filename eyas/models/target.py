@@ -38,7 +38,15 @@ from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
-from eyas.models.tensor_parallel import Shard, can_split_heads, load_shard, shard_model, splits_heads
+from eyas.models.tensor_parallel import (
+    Shard,
+    SharedVocabulary,
+    can_split_heads,
+    load_shard,
+    shard_model,
+    shares_vocabulary,
+    splits_heads,
+)
 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -54,7 +62,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits: float32 [N, V]. aux_hidden_states: collected hidden states side by side [R, T * C], or None."""
+    """logits: float32 [N, V]; of a rank that shares the vocabulary, those of its part.
+
+    aux_hidden_states: collected hidden states side by side [R, T * C], or None.
+    """
 
     logits: Tensor
     aux_hidden_states: Tensor | None
@@ -71,10 +82,10 @@ class TargetModel:
         self,
         model: Any,
         aux_hidden_state_layers: Sequence[int] = (),
-        num_ranks: int = 1,
+        shard: Shard | None = None,
         kv_shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """num_ranks: processes that hold a part of the model each. kv_shapes: of the whole model; None measures them."""
+        """shard: the part of the model that this process holds. kv_shapes: of the whole model; None measures them."""
         self.model: Any = model.eval()
         self.name_or_path: str = model.name_or_path
         self.config: Any = model.config.get_text_config()
@@ -85,7 +96,10 @@ class TargetModel:
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         self._whole_kv_shapes = kv_shapes
-        self._num_head_ranks = num_ranks if splits_heads(model) else 1
+        self._num_head_ranks = shard.size if shard and splits_heads(model) else 1
+        self.shared_vocabulary: SharedVocabulary | None = None
+        if shard and shares_vocabulary(model, shard):
+            self.shared_vocabulary = SharedVocabulary(shard, self.vocab_size)
         self._collected: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self.aux_hidden_state_layers: tuple[int, ...] = ()
@@ -189,7 +203,9 @@ def load_target(
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = path_or_id
-    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1, shapes)
+    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
+    if target.shared_vocabulary is not None:
+        target.shared_vocabulary.warm_up(target.device)
     _adapt(target, max_model_len)
     _fuse(target, _check_attention(target))
     return target
@@ -199,7 +215,7 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
     """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
 
     A new version of transformers may change a layer whose code we know. On CUDA, too, the check pass takes the plain
-    operations between the products, not their kernels.
+    operations between the products; `eyas.models.cuda.backend.check_kernels` compares the kernels with them.
     """
     if not fuse_layers(target.model):
         return

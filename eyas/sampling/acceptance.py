@@ -25,9 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,19 @@ class LogitRows:
     tree: DraftTree | None
     positions: tuple[int, ...]
     prompt_tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a forward pass gives `verify`.
+
+    logits: float32 [R, V] of the segments for which rank 0 draws. tokens: int64 [D], drawn by all ranks at the rows of the
+    other segments. is_drawn: which these are; empty for none.
+    """
+
+    logits: Tensor
+    tokens: Tensor | None = None
+    is_drawn: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)

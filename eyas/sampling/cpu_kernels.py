@@ -235,6 +235,56 @@ def draw_rows(logits, seeds, positions, temperatures, tokens):
                     break
 
 
+@kernel(inline="always")
+def real_word(words, row, session):
+    """A float32 among the output of `eyas.drafters.scoring.noise_words`."""
+    return np.float32(np.int64(words[row, session]).view(np.float64))
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def shared_noise(words, draft_ids, noise):
+    """What the target's draws add to the logits, to noise [S, L, D]; 0 in sessions at temperature 0.
+
+    words: see `eyas.drafters.scoring.noise_words`. draft_ids: the target's ids, int64 [D].
+    """
+    uniforms = np.empty(len(draft_ids), np.float64)
+    for s in range(noise.shape[0]):
+        temperature = real_word(words, 4, s)
+        for level in range(noise.shape[1]):
+            row = noise[s, level]
+            if temperature == 0:
+                row[:] = np.float32(0.0)
+                continue
+            key = row_key(words[0, s], words[1, s] + level)
+            for i in range(len(row)):
+                uniforms[i] = uniform(key, draft_ids[i])
+            for i in range(len(row)):
+                # log1p in float32: the rounding of 1 - v is made up for by v / (1 - (1 - v))
+                v, rest = np.float32(uniforms[i]), np.float32(1.0 - uniforms[i])
+                lost = np.float32(1.0) - rest
+                exponential = -ln(rest) * (v / lost) if lost > 0 else v
+                row[i] = -ln(exponential) * temperature
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def shifted_scores(logits, noise, by, scores, weights):
+    """Logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
+    exponentials. What is no number is never drafted. weights: scratch [D]."""
+    for i in range(len(logits)):
+        scores[i] = logits[i] if logits[i] < np.inf else -np.float32(np.inf)
+    if len(noise):
+        for i in range(len(logits)):
+            scores[i] += noise[i]
+    for i in range(len(logits)):
+        scores[i] *= by
+    top = highest_of(scores)
+    if np.isinf(top):
+        return np.float32(0.0)
+    for i in range(len(logits)):
+        weights[i] = exp(scores[i] - top)
+    return top + ln(sum_of(weights))
+
+
 def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
     """Compile kernels for arguments of these types, or load what an earlier process compiled.
 

@@ -55,13 +55,43 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):
         _race[(rows, blocks)](
-            *(logits, words, found, lists, rows, vocab_size),
+            *(logits, words, found, lists, rows, vocab_size, 0, vocab_size),
             MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=LINE if listed else BLOCK, LISTED=listed, num_warps=8,
         )  # fmt: skip
         _winners[(rows,)](
             *(logits, words, found, lists, tokens, rows, blocks, vocab_size),
             MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(blocks), LIST=triton.next_power_of_2(blocks * listed),
-            LISTED=listed, num_warps=8 if listed else 1,
+            LISTED=listed, IS_PART=False, num_warps=8 if listed else 1,
+        )  # fmt: skip
+    return tokens
+
+
+def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+    """`eyas.sampling.sampler.race` over contiguous logits. Two launches."""
+    rows, width = logits.shape
+    blocks, words = triton.cdiv(width, BLOCK), upload(_words(draws), logits.device)
+    found = torch.empty((3, rows, blocks), dtype=torch.int32, device=logits.device)
+    best = torch.empty((3, rows), dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _race[(rows, blocks)](
+            *(logits, words, found, found, rows, width, first_id, vocab_size),
+            MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=BLOCK, LISTED=0, num_warps=8,
+        )  # fmt: skip
+        _winners[(rows,)](
+            *(logits, words, found, found, best, rows, blocks, vocab_size),
+            MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(blocks), LIST=1, LISTED=0, IS_PART=True, num_warps=1,
+        )  # fmt: skip
+    return best
+
+
+def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """`eyas.sampling.sampler.best_of_races`. A copy and one launch."""
+    (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
+    tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
+    with torch.cuda.device_of(found):
+        _winners[(rows,)](
+            *(found, words, found, found, tokens, rows, parts, vocab_size),
+            MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(parts), LIST=1, LISTED=0, IS_PART=False, num_warps=1,
         )  # fmt: skip
     return tokens
 
@@ -94,16 +124,20 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, ids
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first_id"])
 def _race(
-    logits, words, found, lists, rows, vocab_size,
+    logits, words, found, lists, rows, width, first_id, vocab_size,
     MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """found [3, N, B]: the block's largest logit, its smallest score, and the winner's id; V if there is NaN."""
+    """found [3, N, B]: the block's largest logit, its smallest score, and the winner's id; V if there is NaN.
+
+    width: tokens of a row; `first_id` is the first one.
+    """
     row, block, blocks, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     ids = (i // LINE * blocks + block) * LINE + i % LINE
-    kept = ids < vocab_size
-    x = tl.load(logits + row * vocab_size + ids, mask=kept, other=float("-inf"))
+    kept = ids < width
+    x = tl.load(logits + row * width + ids, mask=kept, other=float("-inf"))
+    ids += first_id
     temperature = _real(words, rows, row, 1)
     top = tl.max(x, 0)
     is_nan = (x != x) | (x == tl.where(temperature > 0, float("inf"), float("nan")))
@@ -156,9 +190,9 @@ def _list_best(x, ids, top, temperature, out, stride, keys, LISTED: tl.constexpr
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _winners(
     reread, words, found, lists, tokens, rows, blocks, vocab_size,
-    MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
+    MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """`reread`: the logits, for rows whose lists are not enough."""
+    """`reread`: the logits, for rows whose lists are not enough. IS_PART: of the vocabulary; tokens gets `found` [3, N]."""
     row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     kept, at, stride = b < blocks, found + row * blocks + b, rows.to(tl.int64) * blocks
     top = tl.load(at, mask=kept, other=-8388608).to(tl.float32, bitcast=True)
@@ -166,7 +200,8 @@ def _winners(
     temperature = _real(words, rows, row, 1)
     largest = tl.max(top, 0)
     # a block's probabilities are exp((top - largest) / temperature) of what its scores were divided by
-    below = (largest - tl.where(top == float("-inf"), largest, top)) / tl.maximum(temperature, MIN)
+    is_level = (top == largest) | (top == float("-inf"))
+    below = tl.where(is_level, 0.0, (largest - top) / tl.maximum(temperature, MIN))
     if LISTED > 0 and _is_filtered(words, rows, row):
         winner = vocab_size
         if (tl.max(ids, 0) < vocab_size) & (largest > float("-inf")):
@@ -187,11 +222,16 @@ def _winners(
     if temperature > 0:
         score = score * tl.exp(tl.minimum(below, 80.0))
         score = tl.where(top == float("-inf"), float("inf"), score)
-        if largest == float("-inf"):
+        if not IS_PART and largest == float("-inf"):
             ids = tl.where(kept, vocab_size, ids)  # no token is possible
     winner = tl.min(tl.where(kept & (score == tl.min(score, 0)), ids, NO_ID), 0)
     winner = tl.where(tl.max(tl.where(kept, ids, 0), 0) == vocab_size, vocab_size, winner)
-    tl.store(tokens + row, winner.to(tl.int64))
+    if IS_PART:
+        tl.store(tokens + row, largest.to(tl.int32, bitcast=True))
+        tl.store(tokens + rows + row, tl.min(score, 0).to(tl.int32, bitcast=True))
+        tl.store(tokens + 2 * rows + row, winner)
+    else:
+        tl.store(tokens + row, winner.to(tl.int64))
 
 
 @triton.jit

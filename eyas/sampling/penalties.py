@@ -84,7 +84,7 @@ class LogitRules:
         start = 0
         for rows in batch:
             request = rows.request
-            if rows.tree is not None and _has_rules(request.sampling):
+            if rows.tree is not None and has_rules(request.sampling):
                 if request.id not in self._rules:
                     self._rules[request.id] = self._prepared(request, logits)
                 must_end, positions = masks.must_end(request.id) if masks else None, np.array(rows.positions)
@@ -138,7 +138,8 @@ def _has_penalties(sampling: SamplingParams) -> bool:
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
 
 
-def _has_rules(sampling: SamplingParams) -> bool:
+def has_rules(sampling: SamplingParams) -> bool:
+    """Whether the request asks for anything here."""
     return bool(sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens) or _has_penalties(sampling)
 
 

@@ -23,6 +23,8 @@ MIN_TEMPERATURE = 1e-6
 MAX_SORTED = 256
 # Candidates up to which the kernel, which finds one after the other, is faster than torch.topk.
 MAX_KERNEL_K = 64
+# Parts whose largest logit is further below that of the others, at the row's temperature, are never drawn.
+MAX_BELOW = 80.0
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
 
@@ -87,6 +89,56 @@ def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         rows, drawn = torch.tensor(filtered), [draws[row] for row in filtered]
         tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)
     return tokens
+
+
+def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+    """What each row's draw finds in one part of the vocabulary, for `best_of_races`; draws have no filters.
+
+    logits: float32 [N, P] of the tokens from `first_id` on. vocab_size: of all parts.
+
+    Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
+    where the part holds NaN. Scores are those of an exponential race relative to the part's largest logit, or -logit.
+    """
+    if logits.device.type != "cpu" and find_spec("triton") is not None:
+        from eyas.sampling import kernels
+
+        return kernels.race(logits.contiguous(), draws, first_id, vocab_size)
+    top, scores = logits.amax(-1), -logits
+    random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
+    if random:
+        rows, drawn = upload(random, logits.device), [draws[row] for row in random]
+        base = top[rows].masked_fill(top[rows] == -torch.inf, 0.0)[:, None]
+        weights = torch.exp((logits[rows] - base) / _temperatures(drawn, logits.device)[:, None])
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        noise = exponential_noise([draw.key.seed for draw in drawn], [draw.position for draw in drawn], ids)
+        scores[rows] = noise / weights
+    best, ids = scores.min(-1)
+    ids = _ids_or_nan(best, ids + first_id, vocab_size)
+    return torch.stack([top.view(torch.int32), best.view(torch.int32), ids.int()])
+
+
+def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """What `sample` draws over the whole vocabulary: int64 [N].
+
+    found: int32 [S, 3, N], `race` of each part in the order of their ids. Scores of several parts are rounded once more.
+    """
+    if found.device.type != "cpu" and find_spec("triton") is not None:
+        from eyas.sampling import kernels
+
+        return kernels.best_of_races(found, draws, vocab_size)
+    tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
+    largest, temperatures = tops.amax(0), _temperatures(draws, found.device)
+    is_random = upload(np.array([draw.key.temperature > 0 for draw in draws]), found.device)
+    below = ((largest - tops) / temperatures).clamp(max=MAX_BELOW)
+    scaled = (scores * below.exp()).masked_fill(tops == -torch.inf, torch.inf)
+    best = torch.where(is_random, scaled, scores).min(0)
+    tokens = ids.gather(0, best.indices[None])[0]
+    is_unusable = (ids == vocab_size).any(0) | (is_random & (largest == -torch.inf))
+    return tokens.masked_fill(is_unusable, vocab_size)
+
+
+def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    return upload(np.array([max(draw.key.temperature, MIN_TEMPERATURE) for draw in draws], np.float32), device)
 
 
 def greedy(logits: Tensor) -> Tensor:

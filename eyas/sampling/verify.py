@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from eyas.sampling.acceptance import Accepted, LogitRows, VerifyOutput, accept
+from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, VerifyOutput, accept
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
-from eyas.sampling.penalties import LogitRules
+from eyas.sampling.penalties import LogitRules, has_rules
 from eyas.sampling.rejection import rejection_sample
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw, has_filters, sample
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 
@@ -18,21 +18,62 @@ UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or d
 
 
 def verify(
-    batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules, wait_for_masks: Callable[[], TokenMasks] = TokenMasks
+    batch: Sequence[LogitRows], output: StepOutput, rules: LogitRules, wait_for_masks: Callable[[], TokenMasks] = TokenMasks
 ) -> list[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
-    batch: the requests of the step, in the order of their rows. logits: float32 [R, V] of all of them.
+    batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
-    masks = wait_for_masks()
+    if output.tokens is None:
+        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None)[0]
+    kinds = list(zip(batch, output.is_drawn, strict=True))
+    whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
+    outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens)
+    of_whole, of_drawn = iter(outputs), iter(_verify_tokens(drawn, tokens, output.logits.shape[1]))
+    return [next(of_drawn if is_drawn else of_whole) for is_drawn in output.is_drawn]
+
+
+def can_draw_in_parts(rows: LogitRows) -> bool:
+    """Whether a draw at these rows looks at each token by itself, so that parts of the vocabulary can be drawn from apart.
+
+    Filters, log-probabilities, grammars, penalties, biases, bans and the rule `rejection` need whole rows.
+    """
+    sampling, is_sampled = rows.request.sampling, rows.tree is not None and rows.tree.sampled is not None
+    needs_rows = has_filters(rows.request.noise_key) or has_rules(sampling) or sampling.structured_outputs is not None
+    return not (needs_rows or is_sampled or rows.prompt_tokens or sampling.logprobs is not None)
+
+
+def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
+    """The tokens of a step whose requests ask for nothing but a draw at each row."""
+    tokens: list[int] = (sample(output.logits, draws) if output.tokens is None else output.tokens).tolist()
+    return tokens
+
+
+def _verify_tokens(batch: Sequence[LogitRows], tokens: Sequence[int], vocab_size: int) -> list[VerifyOutput]:
+    """The outputs of requests whose tokens are drawn, by the rule `match`."""
+    outputs, end = [], 0
+    for rows in batch:
+        start, end = end, end + len(rows.positions)
+        accepted = accept(rows.tree, tokens[start:end]) if rows.tree else None
+        is_unusable = accepted is not None and accepted.tokens[-1] >= vocab_size
+        samples = () if is_unusable else tuple(tokens[start:end])
+        outputs.append(VerifyOutput(accepted, samples, error=UNUSABLE_LOGITS if is_unusable else ""))
+    return outputs
+
+
+def _verify_logits(
+    batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules, masks: TokenMasks, drawn: Tensor | None
+) -> tuple[list[VerifyOutput], list[int]]:
+    """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
     ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
     draws = [Draw(rows.request.noise_key, position) for rows in batch for position in rows.positions]
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(batch, ruled, draws)
-    on_host = download(tokens, verdicts.cells, compute_logprobs(batch, logits, tokens, verdicts))
+    others = tokens[:0] if drawn is None else drawn
+    on_host = download(tokens, verdicts.cells, compute_logprobs(batch, logits, tokens, verdicts), others)
     samples: list[int] = on_host[0].astype(int).tolist()
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
 
@@ -59,4 +100,4 @@ def verify(
         else:
             outputs.append(VerifyOutput(of_request, own, output, prompt))
         start = end
-    return outputs
+    return outputs, on_host[3].astype(int).tolist()

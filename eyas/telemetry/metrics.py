@@ -249,6 +249,7 @@ DRAFT_COMMITS = _counter(
     "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync, dropped, refused or stale.", ("outcome",)
 )
 DRAFT_DRAFTED_TOKENS = _counter("eyas.draft.drafted_tokens", "{token}", "Draft tokens, verified or not.")
+DRAFT_NEW_TOKENS = _counter("eyas.draft.new_tokens", "{token}", "Committed tokens taken in; those of moved sessions again.")
 
 
 ALL_METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

@@ -6,7 +6,7 @@ Legend: R rows, K blocks, G depths of a block, D draft vocabulary. p: the target
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from eyas.train.config import LossConfig, LossType
 # Columns of what `row_losses` returns. chance: p of the head's likeliest token. agrees: whether it is the target's too.
 # cross_entropy: of the target's likeliest token. overlap: the sum of min(p, q), the acceptance of a sampled token under p/q.
 LOSS, CHANCE, AGREES, CROSS_ENTROPY, OVERLAP = range(5)
+CACHED_LOGITS = 2**18  # logits that are compared at a time on the CPU
 
 
 def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Sequence[int] = ()) -> Tensor:
@@ -27,30 +28,20 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
     teacher: of the same shape, or with a size of 1 where several rows of logits share one of its rows. CROSS_ENTROPY and
     OVERLAP are 0 unless they are `needed` or part of the loss.
     """
-    logits, teacher = logits.float(), teacher.float()
-    with torch.no_grad():
-        p, q = torch.softmax(teacher, -1), torch.softmax(logits, -1)
-        likeliest, proposed = p.max(-1, keepdim=True), q.max(-1, keepdim=True)
-        chance = p.expand_as(q).gather(-1, proposed.indices)
-    hard = overlap = torch.zeros_like(chance[..., 0])
-    if loss_type == "ce" or CROSS_ENTROPY in needed:
-        right = likeliest.indices.expand_as(chance)
-        hard = F.cross_entropy(logits.flatten(0, -2), right.flatten(), reduction="none").view_as(hard)
-    if loss_type in ("tv", "lk", "lk_hybrid"):
-        overlap = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
-    elif OVERLAP in needed:
-        overlap = torch.minimum(p, q).sum(-1)
-    loss: Tensor = hard
     if loss_type in ("kl", "soft_ce", "lk_hybrid"):
-        with torch.no_grad():  # the logarithm of the sum of exp(x) is x - log softmax(x), at any token
-            lse = logits.gather(-1, proposed.indices) - proposed.values.log()
-            teacher_lse = teacher.gather(-1, likeliest.indices) - likeliest.values.log()
-        both = (lse, None if loss_type == "soft_ce" else teacher_lse)
-        loss = _Divergence.apply(logits, teacher, p, q, *both)  # type: ignore[no-untyped-call]
+        found: Tensor = _Divergence.apply(logits, teacher, loss_type == "soft_ce", needed)  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            found = _figures(_Law.of(logits), _Law.of(teacher), needed)
+    loss, chance, agrees, hard, overlap = found.unbind(-1)
+    if loss_type == "ce":
+        right = teacher.max(-1).indices.expand_as(chance)
+        loss = hard = F.cross_entropy(logits.float().flatten(0, -2), right.flatten(), reduction="none").view_as(chance)
     if loss_type in ("tv", "lk", "lk_hybrid"):
+        p, q = (torch.softmax(x.float(), -1) for x in (teacher, logits))
+        overlap = torch.minimum(p, q).sum(-1)
         loss = _overlap_loss(overlap, loss, loss_type)
-    agrees = (chance == likeliest.values)[..., 0].float()
-    return torch.stack([loss, chance[..., 0], agrees, hard.detach(), overlap.detach()], -1)
+    return torch.stack([loss, chance, agrees, hard.detach(), overlap.detach()], -1)
 
 
 def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> Tensor:
@@ -64,25 +55,66 @@ def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> T
 
 
 class _Divergence(torch.autograd.Function):
-    """The KL of p and q [..., D] or their cross-entropy, in few passes over [..., D]. The gradient of both is q - p.
+    """`row_losses` with the KL of p and q or their cross-entropy as its loss; the gradient of both is q - p.
 
-    cross-entropy = lse(logits) - sum of p * logits; the entropy of p is alike, and their difference is the KL.
+    cross-entropy = lse(logits) - sum of p * logits; the entropy of p is alike, and their difference is the KL. On the CPU
+    rows are compared a few at a time, so that what is computed of them stays in the processor's cache.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, teacher: Tensor, p: Tensor, q: Tensor, lse: Tensor, teacher_lse: Tensor | None
-    ) -> Tensor:
-        """q is overwritten. lse [..., 1]: logarithm of the sum of exp(logits). teacher_lse: None for the cross-entropy."""
-        ctx.save_for_backward(q.sub_(p))
-        if teacher_lse is None:
-            return lse[..., 0] - (p * logits).sum(-1)
-        return (lse - teacher_lse)[..., 0] + (teacher - logits).mul_(p).sum(-1)
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor, is_soft_ce: bool, needed: Sequence[int]) -> Tensor:
+        """needed: columns besides the loss's own. q - p is kept in the dtype of the logits."""
+        columns, difference = logits.new_empty(*logits.shape[:-1], 5, dtype=torch.float32), torch.empty_like(logits)
+        count = max(1, CACHED_LOGITS // max(1, logits[:1].numel())) if logits.device.type == "cpu" else max(1, len(logits))
+        teacher = teacher.expand(len(logits), *teacher.shape[1:])
+        parts = (torch.split(x, count) for x in (logits, teacher, columns, difference))
+        for own_logits, teacher_logits, found, rest in zip(*parts, strict=True):
+            own, right = _Law.of(own_logits), _Law.of(teacher_logits)
+            found.copy_(_figures(own, right, needed))
+            rest.copy_(own.probs.sub_(right.probs))
+            if is_soft_ce:
+                found[..., LOSS] = own.lse[..., 0] - (right.probs * own.logits).sum(-1)
+            else:
+                apart = (right.logits - own.logits).mul_(right.probs).sum(-1)
+                found[..., LOSS] = (own.lse - right.lse)[..., 0] + apart
+        ctx.save_for_backward(difference)
+        return columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (difference,) = ctx.saved_tensors
-        return difference * gradients[0][..., None], None, None, None, None, None
+        return difference * gradients[0][..., LOSS, None].to(difference.dtype), None, None, None
+
+
+class _Law(NamedTuple):
+    """A distribution, all in float32: logits and probs [..., D], the likeliest token [..., 1], and the logarithm of the sum
+    of exp(logits) [..., 1].
+    """
+
+    logits: Tensor
+    probs: Tensor
+    likeliest: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Law:
+        logits = logits.float()
+        probs = torch.softmax(logits, -1)
+        best = probs.max(-1, keepdim=True)
+        return cls(logits, probs, best.indices, logits.gather(-1, best.indices) - best.values.log())
+
+
+def _figures(own: _Law, teacher: _Law, needed: Sequence[int]) -> Tensor:
+    """The columns of `row_losses`, [..., 5], with 0 for the loss."""
+    shape = own.likeliest.shape
+    chance = teacher.probs.expand_as(own.probs).gather(-1, own.likeliest)
+    agrees = (chance == teacher.probs.gather(-1, teacher.likeliest)).float()
+    hard = overlap = torch.zeros_like(chance)
+    if CROSS_ENTROPY in needed:
+        hard = own.lse - own.logits.gather(-1, teacher.likeliest.expand(shape))
+    if OVERLAP in needed:
+        overlap = torch.minimum(teacher.probs, own.probs).sum(-1, keepdim=True)
+    return torch.cat([torch.zeros_like(chance), chance, agrees, hard, overlap], -1)
 
 
 def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:

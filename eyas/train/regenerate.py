@@ -130,12 +130,15 @@ def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> I
                 continue
             if "text" not in entry and "token_ids" not in entry:
                 raise ConfigError(f"{file}, line {number}: no messages, conversations, text or token_ids")
-            ids = entry.get("token_ids") or llm.get_tokenizer().encode(str(entry["text"]))
+            ids = entry["token_ids"] if "token_ids" in entry else llm.get_tokenizer().encode(str(entry["text"]))
             yield from _beginnings(list(ids), settings)
 
 
 def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
-    """Prompts at evenly spread places; each begins with the document's first token, which may be a BOS token."""
+    """Prompts at evenly spread places; each begins with the document's first token, which may be a BOS token.
+
+    A document without text has one prompt without tokens.
+    """
     span = max(1, len(ids) - settings.prompt_tokens)
     count = min(settings.prompts_per_document, span)
     for place in range(count):
@@ -162,18 +165,21 @@ def _batches(
 
 
 def _answer_all(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: RegenerateSettings) -> list[dict[str, Any]]:
-    """The lines of a batch. If it fails as a whole, its entries run one by one, so that one bad entry costs only itself."""
+    """The lines of a batch. If it fails as a whole, its halves run apart, so that one bad entry costs a few more batches."""
     try:
         return _answer(llm, batch, settings)
     except EyasError as error:
         if len(batch) == 1:
             return [{"index": batch[0][0], FAILED: str(error)}]
-        return [line for entry in batch for line in _answer_all(llm, [entry], settings)]
+        middle = len(batch) // 2
+        return _answer_all(llm, batch[:middle], settings) + _answer_all(llm, batch[middle:], settings)
 
 
 def _answer(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: RegenerateSettings) -> list[dict[str, Any]]:
-    texts = [(index, entry["token_ids"]) for index, entry in batch if "token_ids" in entry]
-    lines = []
+    texts = [(index, entry["token_ids"]) for index, entry in batch if entry.get("token_ids")]
+    lines: list[dict[str, Any]] = [
+        {"index": index, SKIPPED: "no text"} for index, entry in batch if entry.get("token_ids") == []
+    ]
     prompts: list[Prompt] = [{"prompt_token_ids": ids} for _, ids in texts]
     outputs = llm.generate(prompts, [_sampling(settings, index) for index, _ in texts], use_tqdm=False) if texts else []
     for (index, ids), output in zip(texts, outputs, strict=True):

@@ -29,6 +29,7 @@ class DraftTelemetry:
             name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped", "refused", "stale")
         }
         self._nodes = counter(metrics.DRAFT_DRAFTED_TOKENS, self._registry)
+        self._new_tokens = counter(metrics.DRAFT_NEW_TOKENS, self._registry)
 
     def watch(self, loads: Callable[[], Sequence[Load]]) -> None:
         """Export the summed loads of the drafters, read at every scrape."""
@@ -43,15 +44,18 @@ class DraftTelemetry:
     def drafted(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], started: int, ended: int) -> None:
         """Record one `propose`, from `started` to `ended` in ns since the epoch."""
         self._step.observe((ended - started) / 1e9)
-        num_nodes = 0
+        num_nodes = num_tokens = 0
         for context, draft in zip(contexts, drafts, strict=True):
             outcome = _outcome(context, draft)
             self._outcomes[outcome].inc()
-            num_nodes += draft.num_drafted if isinstance(draft, DraftTree) else 0
+            if isinstance(draft, DraftTree):
+                num_nodes += draft.num_drafted
+                num_tokens += len(context.tokens)
             if context.traceparent:
                 self._trace(context, draft, outcome, len(contexts), (started, ended))
-        if num_nodes:
+        if num_tokens:
             self._nodes.inc(num_nodes)
+            self._new_tokens.inc(num_tokens)
 
     def skipped(self, outcome: str, number: int) -> None:
         """Count commits that no batch takes: "refused" on arrival, or "stale" in the queue."""

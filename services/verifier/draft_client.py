@@ -22,6 +22,7 @@ import torch
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
+from eyas.drafters.on_demand import StepWait
 from eyas.errors import ConfigError, InvalidTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
@@ -68,7 +69,7 @@ class PendingDrafts:
     drafts: one answer per context, in order. stream: where the commits went; None if nothing was sent.
     awaited: step numbers of the messages that ask for trees and have no reply yet.
     answered_at: when the last reply arrived; draft_seconds: how long the drafter worked.
-    is_refused: whether the drafter had too much to do for some of the commits.
+    is_refused: whether the drafter had too much to do for some of the commits. is_timed: whether the wait is to be measured.
     released: sessions that have ended since.
     timing: set by `collect` once every tree has arrived.
     """
@@ -81,6 +82,7 @@ class PendingDrafts:
     answered_at: float = 0.0
     draft_seconds: float = 0.0
     is_refused: bool = False
+    is_timed: bool = False
     released: set[str] = field(default_factory=set)
     timing: DraftTiming | None = None
 
@@ -136,6 +138,7 @@ class RemoteDrafter:
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
         self._prepared, self._prepared_for = PreparedTrees(), dict[str, None]()  # the latter: sessions that may have one
+        self._wait, self._has_prepared = StepWait(), False
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
@@ -190,7 +193,10 @@ class RemoteDrafter:
         return pending
 
     def _use_prepared(self, contexts: Sequence[DraftContext], pending: PendingDrafts) -> list[DraftContext]:
-        """Answer commits that want no tree, and those whose tree is prepared. Returns the contexts to send."""
+        """Answer commits that want no tree, and those whose tree is prepared or is not worth waiting for.
+
+        Returns the contexts to send. A commit that is not waited for says that it has a tree: a root.
+        """
         sent = list(contexts)
         with self._changed:
             for i, context in enumerate(contexts):
@@ -199,6 +205,13 @@ class RemoteDrafter:
                     pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
                 elif tree := self._prepared.take(context):
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
+        missing = {i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"}
+        self._has_prepared = self._has_prepared or any(context.has_tree for context in sent)
+        if self._has_prepared:
+            lengths = {context.session: len(context.tokens) for context in contexts if context.budget.wants_tree}
+            pending.is_timed = self._wait.waits(lengths, {contexts[i].session for i in missing})
+            for i in () if pending.is_timed else missing:
+                pending.drafts[i], sent[i] = DraftTree.root_only(contexts[i].tokens[-1]), replace(contexts[i], has_tree=True)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
@@ -219,6 +232,8 @@ class RemoteDrafter:
         elif pending.answered_at:
             self.num_answered += 1
             self.breaker.succeeded()
+            if pending.is_timed:
+                self._wait.waited(pending.answered_at - pending.sent_at)
             round_trip, method = pending.answered_at - pending.sent_at, pending.stream.info.method
             pending.timing = DraftTiming(self.address, round_trip, pending.draft_seconds, method)
         return pending.drafts

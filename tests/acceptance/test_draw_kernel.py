@@ -68,6 +68,21 @@ def test_the_kernel_draws_what_plain_operations_draw(scale: float) -> None:
     assert drawn(logits) == plain(logits) == sample(logits, draws()).tolist()
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
+    """Each rank races over its own tokens; also where some or all of them are impossible, equal or not numbers."""
+    logits = 5 * torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(parts))
+    cases = [logits, logits.clone().fill_(1.0), logits.clone()]
+    cases[0][:, : VOCAB // 2] = -torch.inf
+    cases[2][1], cases[2][2, VOCAB - 1], cases[2][3, 5], cases[2][0, 7] = -torch.inf, torch.inf, torch.nan, torch.nan
+    ids, rows = torch.arange(VOCAB).chunk(parts), draws()
+    with np.errstate(all="ignore"):
+        for case in cases:
+            for own in (sampler, kernels):
+                found = [own.race(case[:, part].contiguous().to(DEVICE), rows, int(part[0]), VOCAB) for part in ids]
+                assert own.best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
+
+
 def test_the_compiled_sampler_draws_as_operations_do() -> None:
     pytest.importorskip("numba")
     logits = 4 * torch.randn(300, 997, generator=torch.Generator().manual_seed(5))

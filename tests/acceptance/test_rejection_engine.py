@@ -109,7 +109,7 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
     """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
-    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 1000
+    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 600
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
     emitted = run(engine, asked, stats)
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
@@ -159,7 +159,7 @@ def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Ten
 @pytest.mark.parametrize("name", ["chain", "siblings", "eagle3", "medusa"])
 def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
     """`chain` and `siblings` draft tokens that the grammar rejects, the others none below the root."""
-    engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 400
+    engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 300
     params = replace(PARAMS, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-z0-9]{3}"))
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed)) for seed in range(count)]
     emitted = run(engine, asked, stats)

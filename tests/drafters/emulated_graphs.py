@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,6 +13,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
+from eyas.drafters.on_demand import OnDemand
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_head, serve
@@ -88,3 +90,11 @@ def make(
     folder = tiny_heads(method.removesuffix("-dynamic"), head)
     load = load_medusa if method == "medusa" else load_hydra
     return MultiHeadDrafter(load(folder, target, "float32", DEVICE), tree, config, shape, capture)
+
+
+def ignore_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level pays, and every tree that is ready is used."""
+    monkeypatch.setattr(OnDemand, "rate", 0.0)
+    monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
+    monkeypatch.setattr(OnDemand, "is_worth_growing", True)
+    monkeypatch.setattr(OnDemand, "explores", lambda *args: False)

@@ -20,7 +20,7 @@ from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
-from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, make
+from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, ignore_time, make
 from tests.drafters.test_eagle_trees import commit, session
 from tests.tiny import build_engine
 
@@ -68,6 +68,25 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
     assert buckets_of(drafter) == {(1, "plain"), (4, "filtered")}
 
 
+@pytest.mark.parametrize("method", ["eagle3", "sps", "dspark"])
+def test_a_round_grows_only_levels_that_budgets_can_use(method: str, tiny_target: str, tiny_head: str) -> None:
+    """Deeper levels hold candidates of older rounds, which no tree has."""
+    runs = list[int]()
+
+    def counted(run: Callable[[], Out]) -> Callable[[], Out]:
+        replay = capturing()(run)
+        return lambda: (runs.append(1), replay())[1]
+
+    drafter, plain = (make(method, tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (counted, None))
+    counts = []
+    for number, budget in enumerate((BUDGETS[0], *BUDGETS, TreeBudget(3, 9))):
+        del runs[:]
+        tokens, features = session(number, 9)
+        assert_same(drafter, plain, [commit(f"{number}", tokens, features, 0, 9, GREEDY, budget)])
+        counts.append(len(runs))
+    assert [count - counts[-2] for count in counts[1:]] == [2, 1, 0, 0, 1], "the first round captures"
+
+
 def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 
@@ -81,7 +100,7 @@ def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head:
     ends = [2, 9, 30, 38]
     for base, end in zip([0, *ends], ends, strict=False):
         assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
-    assert len(captures) == SHAPE.num_steps + 4, "one for each level and the choice of nodes; three for new rows"
+    assert len(captures) == 2 * SHAPE.num_steps + 3, "each level, the choice of nodes after it, and three for new rows"
 
 
 @pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
@@ -119,7 +138,8 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
     assert not buckets_of(drafter)
 
 
-def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: str) -> None:
+def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_time(monkeypatch)
     ahead = DraftAheadConfig(top_k=24, num_candidates=12, num_steps=4)
     config, shape = DraftingConfig(max_kv_tokens=2048, draft_ahead=ahead), TreeConfig(6, 2, 2)
     head = load_head(tiny_head, tiny_target, "float32", DEVICE)

@@ -17,6 +17,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.grown_tree import GrownTree
+from eyas.drafters.on_demand import EXPLORATION, OnDemand, SentTree, StepWait
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
@@ -25,6 +26,7 @@ from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import MAX_SORTED
 from eyas.tree import DraftTree
+from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.naive_block import NaiveBlock
 from tests.tiny import write_head, write_target
 from tests.tiny_block import KINDS, tiny_block_head
@@ -33,6 +35,12 @@ SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
 AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
 BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
+
+
+@pytest.fixture(autouse=True)
+def no_time_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "demand" not in request.fixturenames:
+        ignore_time(monkeypatch)
 
 
 def make(target: str, head: str) -> EagleDrafter:
@@ -318,7 +326,10 @@ def test_blocks_behind_nodes_equal_naive_ones(kind: str, tiny_target: str) -> No
     weights = load_file(Path(tiny_block_head(kind, tiny_target), "model.safetensors"))
     embedding = own["model.embed_tokens.weight"]
     plain = NaiveBlock(KINDS[kind], weights, embedding, own.get("lm_head.weight", embedding))
-    for context, tree, asked, found in zip(first, trees, nodes, drafter.states_behind(first, trees, nodes), strict=True):
+    roots, behind = drafter.states_behind(first, trees, nodes)
+    for context, tree, asked, root, found in zip(first, trees, nodes, roots, behind, strict=True):
+        assert context.features is not None
+        torch.testing.assert_close(root, plain.block(context.features, context.tokens[-1]), rtol=1e-4, atol=1e-5)
         for node, states in zip(asked, found, strict=True):
             path = [tree.tokens[above] for above in tree.path(node)]
             assert context.features is not None
@@ -367,6 +378,29 @@ def test_only_the_likeliest_ends_get_blocks(tiny_target: str) -> None:
         assert found.grown_ahead == (node in ranked[:2])
 
 
+def test_a_session_may_have_no_likely_end_to_send_trees_behind(tiny_target: str) -> None:
+    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=1))
+    last_of(drafter, [first := session("a", 9)])
+    (context, tree), ahead = (first, DraftTree((first.tokens[-1], 5, 6), (0, 0, 1), (0.0, 0.0, 0.0))), drafter._ahead
+    ahead.begin([context], [tree], [()])
+    assert ahead.step()
+    assert ahead.take_prepared() == []
+    (found,) = last_of(drafter, [going_on(first, [5, 6, 7])])
+    assert found.num_drafted
+
+
+def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
+    config = DraftingConfig(20, ranking_temperature=1)
+    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config), AHEAD)
+    last_of(drafter, [session("a", 15)])
+    assert drafter.draft_ahead()
+    last_of(drafter, [other := session("b", 16)])
+    work(drafter)
+    assert [prepared.session for prepared in drafter.take_prepared()][-1:] == ["b"]
+    (found,) = last_of(drafter, [going_on(other, [47])])
+    assert found.num_drafted
+
+
 def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:
     drafting = DraftingConfig(2048, draft_ahead=AHEAD)
     folder = tiny_block_head("dflash2", tiny_target)
@@ -374,3 +408,88 @@ def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:
     folder = tiny_block_head("dspark", tiny_target)
     found = build_drafter("dspark", tiny_target, folder, "float32", "cpu", SHAPE, drafting)
     assert isinstance(found, DraftAheadDrafter)
+
+
+@pytest.mark.parametrize("noise", NOISES[:2])
+def test_trees_of_likely_ends_are_sent_before_the_commit(noise: NoiseKey, tiny_target: str) -> None:
+    """They are those that the drafter would grow after the commit, and the session stays in step."""
+    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=8))
+    plain, store = block_drafter("dspark", tiny_target), PreparedTrees()
+    first = session("a", 9, noise)
+    (tree,) = last_of(drafter, [first])
+    last_of(plain, [first])
+    for _ in range(3):
+        work(drafter)
+        (prepared,) = drafter.take_prepared()
+        store.put(prepared)
+        node = next(n for n in range(len(tree), len(prepared.tree)) if n in prepared.tree.families)
+        path = [prepared.tree.tokens[above] for above in prepared.tree.path(node)[1:]]
+        behind, own = drafter._ahead._blocks["a"], going_on(first, path)  # type: ignore[attr-defined]
+        states = behind.states[behind.nodes.index(prepared.tree.parents[node])]
+        (grown,) = drafter._drafter.grow_behind([own], states[None])  # type: ignore[union-attr]
+        cut = store.take(own)
+        assert cut is not None
+        assert cut.grown_ahead
+        cut.validate(own.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
+        assert_equal_trees(cut, grown)
+        (tree,) = last_of(drafter, [replace(own, has_tree=True)])
+        assert tree == cut
+        last_of(plain, [own])
+        first = own
+    missed = going_on(first, [47, 46, 45])
+    assert last_of(drafter, [missed]) == last_of(plain, [missed])
+
+
+@pytest.fixture
+def demand() -> OnDemand:
+    """After commits whose trees on demand took half a second, steps of one second and a wire of 0.1."""
+    found = OnDemand(lambda: 0.0, max_tokens=8)
+    ready, fresh = DraftTree.root_only(1), DraftTree.chain([1, 2, 3])
+    for _ in range(400):
+        found.committed(SentTree(replace(fresh, grown_ahead=True), 0.0, 0.0, True, False, 0.0), 3, 1.0)
+        found.committed(SentTree(ready, 0.0, 0.5, False, True, 3.0), 5, 1.6)
+    return found
+
+
+def test_ready_trees_are_used_where_fresh_ones_gain_too_little(demand: OnDemand) -> None:
+    assert demand.round_trip_s == pytest.approx(0.1)
+    assert demand.rate == pytest.approx(4 / 1.3, rel=0.05)
+    assert demand.gain.value == pytest.approx(2.0), "5 tokens instead of 3"
+    assert not demand.is_worth(3.0, is_sent=True), "2 tokens are more than those of 0.6 s"
+    assert demand.is_worth(7.0, is_sent=True), "nearly full trees gain half of it at most"
+    demand.gain.value = 1.7
+    assert demand.is_worth(3.0, is_sent=True)
+    assert not demand.is_worth(3.0, is_sent=False), "the wire takes time in both cases"
+
+
+def test_some_ready_trees_are_left_out_to_measure_on(demand: OnDemand) -> None:
+    assert sum(demand.explores() for _ in range(10 * EXPLORATION)) == 10
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "num_missing", "waits"), [(0.5, 1, False), (0.5, 3, True), (0.1, 1, True), (3.0, 4, False)]
+)
+def test_a_step_waits_only_where_trees_yield_more(wait_s: float, num_missing: int, waits: bool) -> None:
+    """Four sessions with 3 tokens a step. A tree on demand brings 2 more than none; in a step's time 12 are lost."""
+    clock = VirtualClock()
+    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
+    for _ in range(40):
+        if rule.waits(lengths, "abcd"):
+            rule.waited(wait_s)
+        clock.now += 1.0 + wait_s
+    assert rule.waits(lengths, "abcd"[:num_missing]) == waits
+    assert not rule.waits(lengths, ""), "nothing is missing"
+
+
+def test_a_single_sequence_always_waits_for_its_tree() -> None:
+    clock = VirtualClock()
+    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
+    for _ in range(40):
+        if rule.waits(lengths, "abcd"):
+            rule.waited(9.0)
+        clock.now += 10.0
+    assert not rule.waits(lengths, "a")
+    for _ in range(2 * StepWait.RETRY):
+        clock.now += 1.0
+        assert rule.waits({"a": 1}, "a")
+        assert not rule.waits({"a": 1}, "")

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
-from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.scoring import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
 from eyas.drafters.tree_growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
@@ -71,6 +73,36 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, ti
     drafter.sessions.check()
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_kernels_grow_the_trees_of_the_plain_path(
+    kind: Literal["eagle", "eagle3"], tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more sessions than grow at a time, with budgets and noise of their own, over several commits."""
+    kernels = pytest.importorskip("eyas.drafters.cpu_kernels", reason="numba is not installed")
+    head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
+    sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
+    budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
+    for compiled in (True, False):
+        monkeypatch.setattr("eyas.drafters.eagle.runs_compiled", lambda device, found=compiled: found)
+        drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8))
+        for base, end, speed in ((0, 1, 0.0), (1, 16, 0.0), (16, 18, 0.0), (18, 24, 1e-9)):
+            drafts += drafter.propose(
+                [
+                    commit(
+                        f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], replace(budgets[i % 5], tokens_per_s=speed)
+                    )
+                    for i, (tokens, features) in enumerate(sessions)
+                ]
+            )
+    trees = [draft for draft in drafts if isinstance(draft, DraftTree)]
+    assert len(trees) == len(drafts)
+    half = len(trees) // 2
+    for tree, plain in zip(trees[:half], trees[half:], strict=True):
+        assert (tree.tokens, tree.parents) == (plain.tokens, plain.parents)
+        assert tree.log_probs == pytest.approx(plain.log_probs, abs=1e-4)
+    assert len(kernels.grow_level.signatures) == len(kernels.select_trees.signatures) == 1, "compiled while serving"
+
+
 def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
     """The tree depends on true features only, not on the sizes of commits or on earlier trees."""
     drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
@@ -86,6 +118,16 @@ def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str)
         expected = best_tree(plain.candidates(tokens[:end], features[: end - 1], GREEDY, SHAPE), nodes - 1)
         assert_same(tree, expected, tokens[end - 1])
         base = end
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_narrow_rounds_find_the_best_nodes_of_wide_ones(nodes: int, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
+    tokens, features = session(1, 9)
+    for noise in NOISES[:2]:
+        (tree,) = drafter.propose([commit(f"{noise.seed}", tokens, features, 0, 9, noise, TreeBudget(nodes, 4))])
+        assert isinstance(tree, DraftTree)
+        assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE), nodes - 1), tokens[-1])
 
 
 def test_without_shared_noise_the_temperature_changes_nothing(tiny_target: str, tiny_head: str) -> None:

@@ -10,6 +10,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftConfig, DraftingConfig, TreeConfig, load
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, LocalDrafter
+from eyas.drafters.eagle import MAX_COMPILED_SESSIONS
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
@@ -41,8 +42,11 @@ def test_slots_fill_the_memory_that_they_are_given(
 ) -> None:
     caplog.set_level(logging.INFO, "eyas.drafters")
     drafter = drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0.5MiB"))
-    taken = sum(pool.nbytes for pool in pools_of(drafter))
-    assert 2**19 - taken / (drafter.sessions.num_free + 1) < taken <= 2**19  # type: ignore[attr-defined]
+    num_slots = drafter.sessions.num_free + 1  # type: ignore[attr-defined]
+    taken = sum(pool[:num_slots].nbytes for pool in pools_of(drafter))
+    assert 2**19 - taken / num_slots < taken <= 2**19
+    for_trees = MAX_COMPILED_SESSIONS * TREE.top_k * (TREE.num_steps - 1)
+    assert {len(pool) - num_slots for pool in pools_of(drafter)} <= {0, for_trees}
     assert f"draft KV: {drafter.sessions.num_free} tokens, 0.5 MiB on cpu" in caplog.text  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,6 @@
 """Bad drafters: random, failing or forgetful. The engine's output must not depend on them."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -82,6 +83,34 @@ class DyingDrafter(LocalDrafter):
             self._drafter.release([context.session for context in contexts])
             return [None] * len(contexts)
         return self._drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)
+
+
+class MovingDrafter(LocalDrafter):
+    """Another drafter takes over after some rounds. num_tokens: taken in, by session. num_resyncs: by session."""
+
+    def __init__(self, first: LocalDrafter, second: LocalDrafter, moves: int) -> None:
+        self._drafter, self._second, self._moves, self._round = first, second, moves, 0
+        self.num_tokens, self.num_resyncs, self.length_at_move = Counter[str](), Counter[str](), dict[str, int]()
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._round += 1
+        if self._round == self._moves:
+            self._drafter = self._second
+            self.length_at_move = {context.session: context.committed_length for context in contexts}
+        drafts = self._drafter.propose(contexts)
+        for context, draft in zip(contexts, drafts, strict=True):
+            if isinstance(draft, ResyncRequired):
+                self.num_resyncs[context.session] += 1
+            else:
+                self.num_tokens[context.session] += len(context.tokens)
+        return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
         self._drafter.release(sessions)

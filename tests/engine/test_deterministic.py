@@ -48,7 +48,7 @@ def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tup
     """Logits after the last token, prefilled in chunks."""
     sequence = new_sequence(tokens)
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))])
+        logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))]).logits
         sequence.extend(slots[start:end])
     return logits[-1]
 
@@ -58,7 +58,7 @@ def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: 
     sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]], own)
     sequence.extend(slots[: len(prefix)])
     scheduled = ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)
-    return runner.forward([segment_of(scheduled)])
+    return runner.forward([segment_of(scheduled)]).logits
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -94,7 +94,7 @@ def test_half_weights_keep_batches_and_bits(name: str, tmp_path: Path, monkeypat
         segment_of(ScheduledSequence(new_sequence(tokens), slots[at : at + len(tokens)], 0))
         for tokens, at in ((PROMPT, 300), (prompt, 200))
     ]
-    assert torch.equal(runner.forward(both)[-1], whole)
+    assert torch.equal(runner.forward(both).logits[-1], whole)
     assert len(passes) == 1
 
 

@@ -15,7 +15,7 @@ from eyas.engine.engine import Engine
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
-from tests.engine.drafters import DyingDrafter, RandomDrafter, WorkingDrafter
+from tests.engine.drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
 from tests.methods import CASES, Case
 from tests.tiny import shared_target, token_without_numbers
 
@@ -120,6 +120,24 @@ def test_a_drafter_that_returns_drafts_for_running_requests(tiny_target: str, ti
     drafted = [chunk.verify_step.drafted if chunk.verify_step else 0 for chunk in chunks]
     assert 0 in drafted[2:10], "the drafter was away for some rounds"
     assert drafted[-4] > 0, "and drafted again afterwards"
+
+
+def test_a_moved_session_is_sent_again_once(tiny_target: str, tiny_head: str) -> None:
+    first, second = (case_of("eagle3", tiny_target, tiny_head).drafter(TREE) for _ in range(2))
+    drafter = MovingDrafter(first, second, moves=6)
+    engine = make_engine(drafter, tiny_target, tiny_head, max_prefill_tokens=128)
+    requests = [
+        Request(f"r{i}", tuple(prompt), replace(params, seed=i))
+        for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"][:3]), strict=False))
+    ]
+    chunks = run(engine, {0: requests})
+    assert len(drafter.length_at_move) == 4
+    for request in requests:
+        expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert tokens_of(chunks[request.id]) == expected
+        assert drafter.num_resyncs[request.id] == 1
+        length = len(request.prompt_ids) + len(expected)
+        assert drafter.num_tokens[request.id] <= length + drafter.length_at_move[request.id], "no token a third time"
 
 
 def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> None:

@@ -97,7 +97,7 @@ def case_engine(name: str, target: str, head: str, **limits: Any) -> Engine:
 
 
 def requests_at(temperature: float, **changes: Any) -> list[Request]:
-    sampling = replace(SamplingParams(max_tokens=40, temperature=temperature), **changes)
+    sampling = replace(SamplingParams(max_tokens=30, temperature=temperature), **changes)
     return [
         Request(name, (5 + i, 9, 17, 30 + i), replace(sampling, seed=70 + i, structured_outputs=constraint))
         for i, (name, constraint) in enumerate(CONSTRAINTS.items())
@@ -186,7 +186,7 @@ def test_a_request_moves_to_another_engine_at_any_token(num_emitted: int, target
         replace(
             request,
             prompt_ids=(*request.prompt_ids, *outputs[request.id][:num_emitted]),
-            sampling=replace(request.sampling, max_tokens=40 - num_emitted),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - num_emitted),
             num_emitted=num_emitted,
         )
         for request in requests_at(1.0)

@@ -19,7 +19,7 @@ from tests.fuzz.servers import running_services
 from tests.fuzz.storm import REST_S, WARM_UP_SHARE, FuzzResult, FuzzSettings, storm
 from tests.memory import FEW_PRODUCTS
 
-MAX_GROWTH_MIB = 32.0
+MAX_GROWTH_MIB = 16.0  # as in the storm of faults
 LINE_INTERVAL = 2
 
 

@@ -40,7 +40,7 @@ from tests.fuzz.sockets import NO_ANSWER, HttpConnection, call_frames, damaged, 
 MEMORY_SAMPLES, NUM_PROMPTS = 100, 8
 # Memory is judged from here on. Before, caches fill: torch keeps something for every shape of a pass. And malloc keeps parts
 # of what the largest messages at once have taken; their largest sum comes late.
-WARM_UP_MESSAGES, WARM_UP_SHARE, NUM_RESTS = 20_000, 0.15, 10
+WARM_UP_MESSAGES, WARM_UP_SHARE, NUM_RESTS = 20_000, 0.5, 10
 # Until a service that has nothing to do has given back what it freed.
 REST_S = TRIM_INTERVAL_S + 5
 SETTLED_TIMEOUT_S, PROBE_INTERVAL_S = 60.0, 0.5

@@ -113,6 +113,7 @@ def test_a_drafter_counts_commits_by_result_and_continues_traces() -> None:
     outcomes = ("tree", "resync", "no_tree", "dropped")
     assert [spans.value("eyas_draft_commits_total", outcome=name) for name in outcomes] == [2, 1, 1, 1]
     assert spans.value("eyas_draft_drafted_tokens_total") == 4
+    assert spans.value("eyas_draft_new_tokens_total") == 3
     assert spans.value("eyas_draft_sessions") == 3
     first = spans.named("draft")[0]
     assert first.parent is not None

@@ -17,6 +17,7 @@ from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
+from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType
 from eyas.train.data import Batch
@@ -92,9 +93,9 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     steps: list[list[torch.Tensor]] = [[], [], []]
     for first in range(22):
         pairs = list(zip(features[: first + 1], tokens[1 : first + 2].tolist(), strict=True))
-        for row, losses in zip(range(first, 22), steps, strict=False):
+        for row, own in zip(range(first, 22), steps, strict=False):
             state = naive.state(pairs)
-            losses.append(row_losses(naive.logits(state)[None], teacher[row + 1][None], "kl")[0, LOSS])
+            own.append(row_losses(naive.logits(state)[None], teacher[row + 1][None], "kl")[0, LOSS])
             pairs.append((state, int(tokens[row + 2])))
     shares = [0.8**step for step in range(3)]
     expected = sum(w * torch.stack(own).mean() for w, own in zip(shares, steps, strict=True)) / sum(shares)
@@ -111,6 +112,12 @@ def test_each_loss_is_least_at_the_law(loss_type: str) -> None:
     expected["soft_ce"] = float(torch.special.entr(p).sum())
     assert float(at_law) == pytest.approx(expected[loss_type], abs=1e-5)
     assert other > at_law
+
+
+def test_all_rows_may_share_one_row_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CACHED_LOGITS", 9)
+    logits, teacher = torch.randn(5, 3, 9), torch.randn(1, 1, 9)
+    assert torch.equal(row_losses(logits, teacher, "kl"), row_losses(logits, teacher.expand(5, 1, 9), "kl"))
 
 
 def test_chunks_with_recomputation_change_no_gradient() -> None:
@@ -278,6 +285,20 @@ def test_the_soft_loss_has_autograds_gradient() -> None:
     torch.testing.assert_close(found, plain)
     gradients = [torch.autograd.grad((loss * scale).sum(), logits)[0] for loss in (found, plain)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "soft_ce"])
+def test_losses_do_not_depend_on_the_rows_in_the_cache(loss_type: LossType, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher, scale = torch.randn(7, 1, 9, generator=generator), torch.rand(7, 3, generator=generator)
+    found = []
+    for cached in (2**18, 60, 1):
+        monkeypatch.setattr(losses, "CACHED_LOGITS", cached)
+        logits = torch.randn(7, 3, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        columns = row_losses(logits, teacher, loss_type, (CROSS_ENTROPY, OVERLAP))
+        (columns[..., LOSS] * scale).sum().backward()
+        found.append((columns, logits.grad))
+    assert all(torch.equal(own, first) for other in found[1:] for own, first in zip(other, found[0], strict=True))  # type: ignore[arg-type]
 
 
 def test_the_last_share_of_steps_has_the_final_loss() -> None:

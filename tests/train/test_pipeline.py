@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -94,6 +95,27 @@ def test_a_full_disk_keeps_the_answers_written_so_far(
     monkeypatch.undo()
     assert len(out.read_bytes().splitlines()) == SETTINGS.batch
     assert answer(llm, folder, out).num_entries == 27
+
+
+def test_bad_and_empty_entries_cost_no_one_else_the_batch(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight entries one is empty and one too long; the other six are answered in three passes, not one by one."""
+    file, sizes, real = tmp_path / "ids.jsonl", [], llm.generate
+    long = list(range(2, 12)) * 1000
+    entries = [[3, 4, 5 + number] for number in range(6)]
+    file.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in [*entries[:3], [], *entries[3:], long]))
+
+    def counted(prompts: list[Any], *arguments: Any, **named: Any) -> Any:
+        answers = real(prompts, *arguments, **named)
+        sizes.append(len(prompts))
+        return answers
+
+    monkeypatch.setattr(llm, "generate", counted)
+    settings = RegenerateSettings("tiny", max_tokens=2, prompt_tokens=20_000, batch=8)
+    found = regenerate(llm, [file], tmp_path / "out.jsonl", settings)
+    assert (found.num_answered, found.num_failed, found.num_skipped) == (6, 1, 1)
+    assert sizes == [3, 2, 1]
 
 
 def test_answers_are_prepared_without_those_that_failed(llm: LLM, folder: Path, tmp_path: Path) -> None:

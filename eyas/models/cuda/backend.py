@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from eyas.cache.kv_cache import KVCache
@@ -81,7 +82,7 @@ def build_backend(
 ) -> ForwardBackend:
     """Build the planned backend for a target or one rank's part of it. All ranks must build at the same time.
 
-    Raises ConfigError if this rank cannot follow the plan.
+    Raises ConfigError if this rank cannot follow the plan, or if its kernels compute something else than plain operations.
     """
     if plan.kind is BackendKind.PLAIN:
         return target
@@ -90,9 +91,36 @@ def build_backend(
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
     tiling = replace(tiling, longest=target.max_model_len)
     launched = KernelBackend(target, tiling, kv_cache.scratch)
+    check_kernels(launched)
     if plan.kind is BackendKind.KERNEL:
         return launched
     return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), show_progress)
+
+
+def check_kernels(launched: KernelBackend) -> None:
+    """Compare a small tree behind a small prompt, computed by the kernels, with the plain pass.
+
+    Raises ConfigError if the logits differ by more than rounding. Experts are not checked: rounding may choose others.
+    """
+    target = launched.target
+    ways: tuple[ForwardBackend, ...] = (target, launched)
+    if target.is_mixture_of_experts:
+        return
+    rows, none = np.arange(4), np.zeros(0, dtype=np.int64)
+    parents = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=np.bool_)
+    prompt = Segment(rows + 1, rows, rows, none, None, rows[-1:])
+    tree = Segment(rows + 2, 4 + np.array([0, 1, 1, 2]), rows + 4, rows, parents, rows)
+    kv_caches = [target.new_kv_cache(8) for _ in ways]
+    for segment in (prompt, tree):
+        found = [way.forward(way.pack([segment]), kv).logits for way, kv in zip(ways, kv_caches, strict=True)]
+    plain, ours = found
+    tolerance = (1e-3 if target.dtype == torch.float32 else 0.1) * float(plain.abs().max())
+    if not (error := float((ours - plain).abs().max())) <= tolerance:  # NaN is an error too
+        raise ConfigError(
+            f"{type(target.model).__name__}: on {target.device} the kernels give logits that differ by {error:.2g} from "
+            f"those of plain operations, and rounding explains {tolerance:.2g}; install the versions of torch and triton in "
+            "constraints.txt, or uninstall triton to run without kernels"
+        )
 
 
 def release_backend(backend: ForwardBackend) -> None:

@@ -17,6 +17,8 @@ from eyas.models.inputs import PackedInputs
 
 # Registers that a thread may take in float32: ptxas, left to choose, takes so few that values spill to memory.
 FLOAT32_REGISTERS = 255
+# Blocks on their way: one of keys is multiplied, the next is loaded, and the slots of the one behind that.
+NUM_STAGES = 3
 
 
 def attend(
@@ -57,7 +59,7 @@ def attend(
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
         num_warps=4 if row_bytes <= 256 else 8,
-        num_stages=2,
+        num_stages=NUM_STAGES,
         maxnreg=FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
     )
     if is_whole:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import PackedLinear, PackedWeight
-from eyas.models.fused import CpuLayer, CpuProduct, CpuProducts, CpuRows, HeadLayout, RMSNorm, merged_product
+from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedWeight
+from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected, rms_norm, rotate
 from eyas.models.inputs import Segment
@@ -145,8 +145,8 @@ class CompiledBackbone:
         rows = self._context.multiply(features).view(len(features), -1, self._config.head_dim).numpy()
         num_keys, norm, rotary = rows.shape[1] // 2, self._context_norm, self._rotary(positions)
         cpu_kernels.rotate(rows, self._context.by, num_keys, *rotary, norm.factors, norm.eps)
-        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-            cpu_kernels.store(rows, layer * self._num_kv, num_keys, keys.numpy(), values.numpy(), slots)
+        for layer, pools in enumerate(kv.arrays):
+            cpu_kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
 
     def run(self, embedded: Tensor, blocks: Sequence[Segment], kv: KVCache) -> Tensor:
         """Rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see each other
@@ -159,9 +159,9 @@ class CompiledBackbone:
         if self._config.causal_windows:
             causal = cpu_kernels.RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
         rows.start(cpu_kernels, self._first)
-        for layer, keys, values in zip(self._layers, kv.keys, kv.values, strict=True):
+        for number, layer in enumerate(self._layers):
             rows.keys = whole if layer.window is None else causal
-            layer.run(cpu_kernels, rows, rotary, keys, values)
+            layer.run(cpu_kernels, rows, rotary, kv, number)
         return rows.normed
 
     def _compiled(self, layer: Any, window: int | None, behind: RMSNorm) -> CpuLayer:

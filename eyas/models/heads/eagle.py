@@ -6,16 +6,18 @@ Li et al. 2024 (EAGLE, EAGLE-2) and 2025 (EAGLE-3). Legend: R rows, H draft hidd
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
@@ -30,7 +32,8 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cpu import optimize_for_cpu
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
+from eyas.models.fused import HeadLayout, RMSNorm
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
@@ -58,6 +61,8 @@ from eyas.models.heads.layers import (
     take_rows,
     under_prefix,
 )
+from eyas.models.inputs import Segment
+from eyas.tensors import Floats, Ints
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 Attention = Callable[[int, Projected], Tensor]
@@ -93,6 +98,7 @@ class EagleHead(nn.Module):
         self.draft_ids: Tensor
         self.rotary: Tensor
         self.mask_feature: Tensor | None
+        self.compiled: CompiledEagle | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -103,14 +109,14 @@ class EagleHead(nn.Module):
         self, features: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
     ) -> Projected:
         """Into the first layer: features [R, H], tokens and positions [R]. slots: see DraftLayer."""
-        inputs, residual = self._first_inputs(F.embedding(tokens, self.embedding), features)
-        return self._layer(0).project(inputs, residual, self.rotary[positions], slots(0))
+        inputs, residual = self.first_inputs(F.embedding(tokens, self.embedding), features)
+        return self.layer(0).project(inputs, residual, self.rotary[positions], slots(0))
 
     def project_level(
         self, states: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer
     ) -> Projected:
         """`project` for rows of trees: states [S, R, H] of the rows above, parents among these and draft ids [S, W]."""
-        kernels, first = layer_kernels_for(states), self._layer(0)
+        kernels, first = layer_kernels_for(states), self.layer(0)
         if not kernels or self.fc is not None:
             features = take_rows(states, parents).flatten(0, 1)
             return self.project(features, self.draft_ids[tokens].flatten(), positions, slots)
@@ -125,13 +131,13 @@ class EagleHead(nn.Module):
         self, layer: int, states: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
     ) -> Projected:
         """Into a later layer: states [R, H] of the one before it, positions [R]. slots: see DraftLayer."""
-        below = self._layer(layer)
+        below = self.layer(layer)
         assert below.input_norm is not None
         return below.project(self._rms(states, below.input_norm), states, self.rotary[positions], slots(layer))
 
     def finish(self, attended: Tensor, residual: Tensor, layer: int = -1) -> Tensor:
         """Out of a layer, the last by default: attention output [R, heads, d] and residual [R, H] to states [R, H]."""
-        state = self._layer(layer).finish(attended, residual)
+        state = self.layer(layer).finish(attended, residual)
         feeds_norm = self.config.wiring.output == "normed" and layer in (-1, len(self.layers) - 1)
         return self._final_norm(state) if feeds_norm else state
 
@@ -158,7 +164,7 @@ class EagleHead(nn.Module):
         normed = self._final_norm(states) if self.config.wiring.output == "state" else states
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
-    def _first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer's attention sees of embeddings and features [R, H], and its residual [R, H].
 
         EAGLE-1 and -2: fc joins the two, and there is no norm before attention. EAGLE-3: the two are normed and stand side
@@ -167,14 +173,15 @@ class EagleHead(nn.Module):
         if self.fc is not None:
             joined = self.fc(torch.cat([embedded, features], -1))
             return joined, joined
-        first = self._layer(0)
+        first = self.layer(0)
         assert first.input_norm is not None
         assert first.hidden_norm is not None
         normed = self._rms(features, first.hidden_norm)
         inputs = torch.cat([self._rms(embedded, first.input_norm), normed], -1)
         return inputs, normed if self.config.wiring.norm_before_residual else features
 
-    def _layer(self, layer: int) -> DraftLayer:
+    def layer(self, layer: int) -> DraftLayer:
+        """A layer by its number."""
         return cast(DraftLayer, self.layers[layer])
 
     def _final_norm(self, states: Tensor) -> Tensor:
@@ -183,6 +190,89 @@ class EagleHead(nn.Module):
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps)
+
+
+class CompiledEagle:
+    """The layers of an EAGLE head by the kernels of the CPU; the order is that of `EagleHead.run`."""
+
+    def __init__(self, head: EagleHead) -> None:
+        """head: packed, in float32."""
+        self._head, self._embedding = head, head.embedding.detach().numpy()
+        self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
+        layers, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
+        final = torch.ones(head.config.hidden) if head.norm is None else head.norm
+        weights = [*(layer.input_norm for layer in layers[1:]), final]
+        norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
+        self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+
+    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
+        """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
+
+        new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`. Returns the states [S, H] behind the last pairs.
+        """
+        from eyas.models import cpu_kernels
+
+        tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
+        keys = cpu_kernels.RowKeys.of(new, len(tokens))
+        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
+        deepest, ends = len(self._layers) - 1, keys.ends - 1
+        for number in range(deepest):
+            self._layers[number].run(cpu_kernels, rows, rotary, kv, number)
+        qkv = self._layers[deepest].project(cpu_kernels, rows, rotary, kv, deepest)
+        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], cpu_kernels.RowKeys.of(last, 1))
+        self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
+        return self._states(behind)
+
+    def level(
+        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R, D].
+
+        tokens: the target's ids [R]. slots: for their keys and values [R]. keys: RowKeys of the rows.
+        """
+        from eyas.models import cpu_kernels
+
+        rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
+        for number, layer in enumerate(self._layers):
+            layer.run(cpu_kernels, rows, rotary, kv, number)
+        is_bare = self._head.config.wiring.output == "bare"
+        return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
+
+    def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
+        """The inputs of the first layer."""
+        from eyas.models import cpu_kernels
+
+        head, first, width = self._head, self._head.layer(0), states.shape[1]
+        if head.fc is not None:
+            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
+            joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
+            return CpuRows(joined, slots, keys, inputs=joined)
+        assert first.input_norm is not None
+        assert first.hidden_norm is not None
+        inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
+        weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
+        cpu_kernels.pair_inputs(
+            states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
+            residual.numpy(),
+        )  # fmt: skip
+        if head.config.wiring.norm_before_residual:
+            residual.copy_(inputs[:, width:])
+        return CpuRows(residual, slots, keys, inputs=inputs)
+
+    def _states(self, rows: CpuRows) -> Tensor:
+        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
+
+    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
+        return self._cos[positions], self._sin[positions]
+
+
+def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
+    """A layer for the kernels of the CPU. behind: the norm of what it returns."""
+    sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
+    products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
+    heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
+    norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
+    return CpuLayer(products, heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
 
 
 def head_rotary(config: BackboneSizes, length: int) -> Tensor:
@@ -237,6 +327,8 @@ def load_head(
     max_model_len = get_setting(int, target_config, "max_position_embeddings", target_folder)
     head = EagleHead(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
     optimize_for_cpu(head)
+    if (dtype, device) == ("float32", "cpu") and kind != "peagle":
+        head.compiled = CompiledEagle(head)
     return head
 
 

@@ -1,18 +1,22 @@
 """Steps under made-up costs. No time is measured."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel
+from eyas.config import TreeConfig
+from eyas.engine.draft_budget import NO_TREE, AdaptiveDraftBudget, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
 NODES = 8
+CHAINS = TreeConfig(NODES, NODES - 1, 1)
 
 
 @dataclass
@@ -41,13 +45,15 @@ class Simulation:
         """A budget that was warmed up under the present costs. remote: the drafter could not be timed."""
         sizes = (1, 4, 16, 64, 256)
         verify = CostModel(sizes, [self.fixed + self.row * rows for rows in sizes], rate=0.1)
-        draft = CostModel((), (), rate=0.5) if remote else CostModel(sizes, [self.draft] * len(sizes), rate=0.5)
-        return AdaptiveDraftBudget(NODES, verify, draft)
+        first, level = (CostModel(sizes, [seconds] * len(sizes), rate=0.5) for seconds in (self.draft, 0.0))
+        if remote:
+            first, level = CostModel((), (), rate=0.5), CostModel((), (), rate=0.5)
+        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k))
 
     def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
-        """The sizes that all requests got, step by step; 1 where only the first ones have trees."""
+        """The nodes that most requests got, step by step; 1 where only scouts have trees."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
-        without = {f"other {number}": 1 for number in range(self.others)}
+        without = {f"other {number}": NO_TREE for number in range(self.others)}
         chosen = [budget.choose(names, most, self.others)]
         for _ in range(steps):
             wait_s = self._wait(chosen[-1])
@@ -56,11 +62,20 @@ class Simulation:
             budget.observe(batch, outputs, wait_s, verify_s)
             self.now += wait_s + verify_s
             chosen.append(budget.choose(names, most, self.others))
-        for sizes in chosen:  # the same size for all, or for the first ones while little is known
-            first = list(sizes.values())[: AdaptiveDraftBudget.NUM_FIRST]
-            assert len(set(first)) == 1
-            assert set(sizes.values()) <= {first[0], 1}
-        return [list(sizes.values())[-1] for sizes in chosen]
+        usual_sizes = []
+        for sizes in chosen:  # the same size for all, or for scouts
+            drafting = [size for size in sizes.values() if size.depth]
+            assert len(set(drafting)) <= 1
+            assert len(drafting) == self.batch or len(drafting) <= AdaptiveDraftBudget.MAX_SCOUTS
+            assert all(size.depth < size.nodes for size in drafting)
+            usual_sizes.append(Counter(min(size.nodes, size.depth + 1) for size in sizes.values()).most_common(1)[0][0])
+        return usual_sizes
+
+    def resized(self, batch: int) -> Simulation:
+        """With another number of requests, which have their tokens from now on."""
+        self.batch = batch
+        self.num_missed.clear()
+        return self
 
     def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:
         """Seconds per token of the next steps."""
@@ -74,10 +89,10 @@ class Simulation:
         seconds = self.fixed + self.row * (self.others + self.batch * nodes) + (self.draft if nodes > 1 else 0.0)
         return seconds / (self.others + self.batch * accepted)
 
-    def _step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
+    def _step(self, sizes: dict[str, TreeSize], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
         batch, outputs = [], list[VerifyOutput]()
         for name, size in sizes.items():
-            tree = DraftTree.chain(range(size if self.available else 1))
+            tree = DraftTree.chain(range(min(size.nodes, size.depth + 1) if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
             sequence = Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
@@ -86,10 +101,10 @@ class Simulation:
             self.tokens += len(path)
         return batch, outputs
 
-    def _wait(self, sizes: dict[str, int]) -> float:
+    def _wait(self, sizes: dict[str, TreeSize]) -> float:
         """A drafter gets only sequences that have trees."""
         self.num_missed.update(sizes.keys())
-        requested = [name for name, size in sizes.items() if size > 1]
+        requested = [name for name, size in sizes.items() if size.depth]
         missed = max((self.num_missed.pop(name) - 1 for name in requested), default=0)
         return self.draft + self.behind * missed if requested else 0.0
 

@@ -11,7 +11,7 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftBudget, FixedDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftBudget, DraftCosts, FixedDraftBudget, TreeSize
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
@@ -68,7 +68,7 @@ class RecordingBudget(FixedDraftBudget):
     def __init__(self) -> None:
         self.calls: set[tuple[tuple[str, ...], int]] = set()
 
-    def choose(self, decoding: Sequence[str], most: int, num_plain: int = 0) -> dict[str, int]:
+    def choose(self, decoding: Sequence[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
         self.calls.add((tuple(decoding), num_plain))
         return super().choose(decoding, most, num_plain)
 
@@ -83,7 +83,8 @@ def priced_engine(
     if budget is None:
         sizes = (1, 4, 16, 64)
         verify = CostModel(sizes, [backend.seconds(rows) for rows in sizes], rate=0.1)
-        budget = AdaptiveDraftBudget(TREE.num_draft_tokens, verify, CostModel((1, 32), (0.0, 0.0), rate=0.5))
+        free = CostModel((1, 32), (0.0, 0.0), rate=0.5)
+        budget = AdaptiveDraftBudget(TREE, verify, DraftCosts(free, free, TREE.top_k))
     return Engine(scheduler, draft_manager, runner, 256, budget, backend.clock)
 
 
@@ -163,4 +164,4 @@ def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
     assert len(released) == 32
     verify = engine._budget._verify  # type: ignore[attr-defined]
     assert 0 < verify.at(1) <= verify.at(1024)
-    assert 2 <= len(verify._sizes) <= 6, "sizes 1, 4, 16 and so on, as long as the time limit allows"
+    assert 2 <= len(verify.sizes) <= 12, "sizes 1, 4, 16, 32 and so on, as long as the time limit allows"

@@ -1,8 +1,10 @@
 """The estimates of the adaptive budget: tables of measured times, and how often nodes are accepted."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from eyas.engine.draft_budget import AcceptanceModel, CostModel
+from eyas.engine.draft_budget import NO_TREE, CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
 from eyas.tree import DraftTree
 
 
@@ -36,6 +38,16 @@ def test_a_machine_that_slows_down_does_so_for_all_sizes() -> None:
     assert 5 < table.at(64) < 8
 
 
+def test_a_bend_between_two_sizes_is_found() -> None:
+    table = CostModel((1, 64, 256), (1.0, 1.0, 3.0), rate=0.3)
+    for _ in range(50):
+        for size in (64, 120, 150, 256):
+            table.observe(size, max(size, 150) / 150)
+    assert table.at([64, 120, 150]).tolist() == pytest.approx([1, 1, 1], abs=0.03)
+    assert table.at(203) == pytest.approx(203 / 150, rel=0.03)
+    assert len(table.sizes) <= 6
+
+
 def test_an_empty_table_takes_the_first_measurement() -> None:
     table = CostModel((), (), rate=0.5)
     assert table.at([1, 5]).tolist() == [0, 0]
@@ -43,25 +55,43 @@ def test_an_empty_table_takes_the_first_measurement() -> None:
     assert table.at([1, 5]).tolist() == [7, 7]
 
 
-def test_acceptance_is_counted_by_the_rank_of_a_score() -> None:
-    acceptance = AcceptanceModel(4)
+def costs(first: Sequence[float], level: Sequence[float]) -> DraftCosts:
+    return DraftCosts(CostModel((1, 4), first, rate=1.0), CostModel((8, 32), level, rate=1.0), top_k=8)
+
+
+def test_rounds_cost_by_their_levels_and_the_rows_of_these() -> None:
+    table = costs((1.0, 2.0), (3.0, 5.0))
+    assert table.at(1, TreeSize(9, 1)) == 1
+    assert table.at(4, TreeSize(24, 5)) == 2 + 4 * 5
+    assert table.at(4, TreeSize(3, 2)) == 2 + 3
+    assert table.at(4, NO_TREE) == 0
+
+
+def test_what_a_round_takes_changes_the_costs_of_others() -> None:
+    table = costs((1.0, 1.0), (1.0, 1.0))
+    table.observe(4, TreeSize(9, 3), 6.0)
+    assert table.at(4, TreeSize(9, 3)) == pytest.approx(6)
+    assert 1 < table.at(1, TreeSize(9, 3)) < 6
+    table.observe(4, TreeSize(9, 1), 1.0)
+    assert table.at(4, TreeSize(9, 3)) == pytest.approx(5)
+
+
+def test_empty_draft_tables_take_the_first_measurement() -> None:
+    table = DraftCosts(CostModel((), (), rate=0.5), CostModel((), (), rate=0.5), top_k=8)
+    assert table.at(2, TreeSize(24, 4)) == 0
+    table.observe(2, TreeSize(24, 4), 8.0)
+    assert (table.at(2, TreeSize(24, 4)), table.at(64, TreeSize(2, 1))) == (8, 2)
+
+
+def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
+    recent, survival = RecentTrees(), SurvivalModel()
     tree = DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
-    for _ in range(2000):
-        acceptance.forget()
-        acceptance.observe(4, tree, (0, 2, 3))
-    assert acceptance.tokens(4).tolist() == pytest.approx([1, 2, 3, 3], abs=0.1)
-    for _ in range(2000):
-        acceptance.forget()
-        acceptance.observe(4, DraftTree.chain((0, 5)), (0,))
-    assert acceptance.rows(4).tolist() == pytest.approx([1, 2, 2, 2], abs=0.1)
-
-
-def test_acceptance_falls_back_to_the_prior_when_not_drafted() -> None:
-    acceptance = AcceptanceModel(3)
-    prior = acceptance.tokens(3).tolist()
-    for _ in range(20):
-        acceptance.observe(3, DraftTree.chain((0, 5, 6)), (0,))
-    assert acceptance.tokens(3)[2] < 1.3
-    for _ in range(500):
-        acceptance.forget()
-    assert acceptance.tokens(3).tolist() == pytest.approx(prior, rel=0.01)
+    recent.observe(DraftTree.chain((0, 5)), 2)
+    recent.observe(tree, 4)
+    recent.observe(tree, 4)
+    assert recent.num_missing == 5
+    chances, weights, depths, places = recent.nodes(survival, 4)
+    own = survival.survival([tree])[0]
+    assert chances.tolist() == [own[2], own[2], own[3], own[3], own[1], own[1]]
+    assert weights.sum() == pytest.approx(3)
+    assert (depths.tolist(), places.tolist()) == ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3])

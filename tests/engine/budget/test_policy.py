@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, SurvivalModel
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftCosts, SurvivalModel
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.request import Request
+from eyas.sampling.acceptance import VerifyOutput
 from eyas.tree import DraftTree
-from tests.engine.budget.simulation import NODES, Simulation, usual
+from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.strategies import trees
 
 RETRY_SHARE = AdaptiveDraftBudget.RETRY_SHARE
@@ -47,12 +50,31 @@ def test_a_silent_drafter_is_left_out_and_found_when_it_is_back() -> None:
     assert usual(simulation.sizes(budget, 2000)[-100:]) > 4
 
 
+def test_a_drafter_that_is_silent_at_first_is_found_later() -> None:
+    simulation = Simulation(draft=0.2, row=0.01, available=False)
+    budget = simulation.budget()
+    assert usual(simulation.sizes(budget, 100)[-50:]) == 1
+    simulation.available = True
+    assert usual(simulation.sizes(budget, 2000)[-100:]) > 4
+
+
+@pytest.mark.parametrize("has_output", [False, True])
+def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> None:
+    simulation = Simulation(draft=0.2, row=0.01)
+    budget = simulation.budget()
+    simulation.sizes(budget, 100)
+    tree = DraftTree.chain((1, 2))
+    sequence = Sequence(Request("0" if has_output else "another", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
+    budget.observe([ScheduledSequence(sequence, np.arange(2), 1, tree)], [VerifyOutput(None, error="NaN")], 0.2, 1.0)
+    assert usual(simulation.sizes(budget, 100)) > 4
+
+
 def test_useless_drafts_are_retried_when_they_become_useful() -> None:
     simulation = Simulation(row=0.2, draft=0.2, right=0.02)
     budget = simulation.budget()
     assert usual(simulation.sizes(budget, 300)[-100:]) == 1
     simulation.right = 0.95
-    assert usual(simulation.sizes(budget, 600)[-100:]) > 4
+    assert usual(simulation.sizes(budget, 1000)[-100:]) > 4
 
 
 @settings(max_examples=20)
@@ -72,7 +94,7 @@ def test_retries_take_a_bounded_share_of_all_time(draft: float) -> None:
     simulation = Simulation(draft=draft, right=0.3)
     budget = simulation.budget(remote=True)
     simulation.sizes(budget, 100)
-    assert simulation.seconds_per_token(budget, 8000) < (1 + 1.5 * RETRY_SHARE) * simulation.fixed
+    assert simulation.seconds_per_token(budget, 8000) < (1 + 3 * RETRY_SHARE) * simulation.fixed
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -81,7 +103,7 @@ def test_the_chosen_size_is_about_the_best(row: float, batch: int) -> None:
     simulation = Simulation(row=row, draft=0.2, batch=batch)
     chosen = usual(simulation.sizes(simulation.budget(), 300)[-100:])
     best = min(simulation.expected_seconds_per_token(nodes) for nodes in range(1, NODES + 1))
-    assert best > 0.93 * simulation.expected_seconds_per_token(chosen)
+    assert best > 0.88 * simulation.expected_seconds_per_token(chosen), "what yields less than FIRST_MARGIN is not begun"
 
 
 def test_a_tree_pays_for_its_rows_alone_among_others_without() -> None:
@@ -99,6 +121,43 @@ def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
         sizes.append(usual(simulation.sizes(simulation.budget(), 400)[-100:]))
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0] > 4, sizes[-1]) == (True, 1)
+
+
+def test_load_that_comes_and_goes_stops_no_drafting() -> None:
+    simulation = Simulation(row=0.01, draft=0.1)
+    budget = simulation.budget()
+    simulation.sizes(budget, 50)
+    for batch, most in ((16, 4), (64, 2), (16, 4), (4, NODES), (1, NODES)):
+        sizes = simulation.resized(batch).sizes(budget, 30, most=most)
+        assert sum(size == 1 for size in sizes) <= 3, batch
+    assert usual(sizes) > 4
+
+
+def test_a_debt_of_many_sequences_stops_no_few_ones() -> None:
+    simulation = Simulation(row=0.01, draft=0.1)
+    budget = simulation.budget()
+    simulation.sizes(budget, 50)
+    simulation.resized(64).row = 1.0  # the tables do not know it yet
+    simulation.sizes(budget, 40)
+    simulation.row = 0.01
+    budget._verify = simulation.budget()._verify
+    sizes = simulation.resized(1).sizes(budget, 30)
+    assert sum(size == 1 for size in sizes) <= 3
+
+
+def test_all_sequences_draft_after_a_step_of_scouts() -> None:
+    simulation = Simulation(row=0.01, draft=0.1, batch=32)
+    assert [size > 1 for size in simulation.sizes(simulation.budget(), 20)] == [False] + [True] * 20
+
+
+def test_scouts_are_as_many_as_cost_little_more_than_one() -> None:
+    budget = Simulation(batch=64).budget()
+    names = [f"{i}" for i in range(64)]
+    assert sum(size.depth > 0 for size in budget.choose(names, NODES).values()) == 8
+    sizes, costs = (1, 4, 64), [0.1, 0.2, 0.3]
+    budget._draft = DraftCosts(CostModel(sizes, costs, 0.5), CostModel(sizes, costs, 0.5), 1)
+    chosen = budget.choose(names, NODES)
+    assert [name for name in names if chosen[name].depth] == ["8"], "the next one"
 
 
 def test_no_tree_is_larger_than_a_step_allows() -> None:
@@ -123,7 +182,8 @@ def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     """A budget whose rows cost `row`, beside `step` seconds of a step."""
     sizes = (1, 4, 16, 64, 256)
     verify = CostModel(sizes, [step + row * rows for rows in sizes], rate=0.1)
-    return AdaptiveDraftBudget(NODES, verify, CostModel(sizes, [0.0] * len(sizes), rate=0.5))
+    free = CostModel(sizes, [0.0] * len(sizes), rate=0.5)
+    return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(free, free, 1))
 
 
 LIKELY = DraftTree((1, 2, 3, 4, 5), (0, 0, 1, 2, 0), (0.0, -0.02, -0.05, -0.06, -4.5))
@@ -141,7 +201,7 @@ def test_nodes_that_cost_more_than_they_yield_are_left_out() -> None:
 @given(st.lists(trees(), min_size=1, max_size=4), st.floats(0, 1), st.integers(0, 3))
 def test_no_other_number_of_nodes_yields_more(drafted: list[DraftTree], row: float, num_plain: int) -> None:
     budget, model = trained_budget(row), SurvivalModel()
-    nodes = sorted((chance for tree in drafted for chance in model.survival(tree)[1:]), reverse=True)
+    nodes = sorted((chance for own in model.survival(drafted) for chance in own[1:]), reverse=True)
     pruned = budget.prune(drafted, num_plain)
     for tree in pruned:
         tree.validate(tree.tokens[0], 10**6, 10**3, 10**3)
@@ -152,10 +212,20 @@ def test_no_other_number_of_nodes_yields_more(drafted: list[DraftTree], row: flo
 
 def test_survival_follows_what_was_verified() -> None:
     model = SurvivalModel()
-    claimed = model.survival(LIKELY)
+    (claimed,) = model.survival([LIKELY])
     assert claimed[1:4] == pytest.approx([0.95] * 3, abs=0.05)
     for _ in range(100):
         model.forget()
-        model.observe(LIKELY, (0,))
-    assert (model.survival(LIKELY)[1:] < 0.1).all()
-    assert (np.diff(model.survival(UNLIKELY)) <= 0).all()
+        model.observe([LIKELY, UNLIKELY], [(0,), (0,)])
+    likely, unlikely = model.survival([LIKELY, UNLIKELY])
+    assert (likely[1:] < 0.2).all()
+    assert (np.diff(unlikely) <= 0).all()
+
+
+def test_survival_is_learned_below_accepted_parents_alone() -> None:
+    model, tree = SurvivalModel(), DraftTree.chain(range(4))
+    for step in range(300):
+        model.forget()
+        model.observe([tree], [(0, 1) if step % 2 else (0,)])
+    (survival,) = model.survival([tree])
+    assert survival.tolist() == pytest.approx([1, 1 / 3, 1 / 9, 1 / 27], abs=0.08)

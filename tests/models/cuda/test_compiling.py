@@ -32,6 +32,7 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, 
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
     assert all(kernel["loads_ahead"] for kernel in attention)
+    assert all(kernel["slots_ahead"] >= 2 for kernel in attention), "of the prefix, and of the segment's own keys"
     assert attention[0]["matrix"], "bfloat16 without matrix instructions"
     plain_step, tree = attention[:2]
     assert plain_step["residents"] >= {80: 3, 90: 4}.get(sm, 2)

@@ -15,7 +15,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import KernelBackend, why_no_kernel
+from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel
 from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, build_words
 from eyas.models.inputs import Segment
@@ -151,3 +151,15 @@ def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend)
     assert len(outputs) > 3
     assert len(kept) == 1
     assert len({o.aux_hidden_states.untyped_storage().data_ptr() for o in outputs if o.aux_hidden_states is not None}) == 1
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_kernels_that_compute_something_else_are_refused(
+    factor: float, target: TargetModel, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = pytest.importorskip("eyas.models.cuda.kernel", reason="triton is not installed")
+    launched, right = KernelBackend(target, TILING, kv_cache.scratch), kernel.attend
+    check_kernels(launched)
+    monkeypatch.setattr(kernel, "attend", lambda *args: factor * right(*args))
+    with pytest.raises(ConfigError, match=r"kernels give logits that differ by .* constraints\.txt"):
+        check_kernels(launched)

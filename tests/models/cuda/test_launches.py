@@ -26,7 +26,7 @@ from eyas.models.heads.eagle_config import tensor_shapes
 from eyas.models.numerics import use_float32_head
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw, best_of_races, race, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -96,16 +96,15 @@ def eagle_head() -> EagleHead:
     return head.to(META)
 
 
-def draft_round(sessions: int, kind: ScorerKind) -> Launches:
-    """A captured round of 8 levels of width 10, behind prefixes of any length."""
+def draft_round(sessions: int, kind: ScorerKind, num_levels: int = 8) -> Launches:
+    """A captured round of levels of width 10, of 8 that there are, behind prefixes of any length."""
     tree, config = TreeConfig(60, 8, 10), DraftingConfig(max_kv_tokens=20000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
         drafter = EagleDrafter(eagle_head(), tree, config, capture=lambda run: run)
     assert drafter._graphs is not None
     with torch.inference_mode(), Launches() as found:
-        for stage in drafter._graphs.rounds[kind].stages(sessions):
-            stage()
+        drafter._graphs.rounds[kind].stages(sessions).run(num_levels)
     return found
 
 
@@ -113,6 +112,11 @@ def draft_round(sessions: int, kind: ScorerKind) -> Launches:
 def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
     found = draft_round(1, kind)
     assert found.num <= most, found.by_name
+
+
+def test_a_round_of_small_trees_launches_fewer_levels() -> None:
+    counts = [draft_round(1, "plain", num_levels).num for num_levels in (1, 2, 4, 8)]
+    assert all(count <= most for count, most in zip(counts, (46, 64, 103, 180), strict=True)), counts
 
 
 def test_draft_rounds_of_many_sessions_move_few_bytes() -> None:
@@ -152,6 +156,18 @@ def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: 
         sample(logits, draws)
     assert found.num <= launches, found.by_name
     assert found.other_bytes <= times_logits * logits.nbytes, found.bytes_by_name
+
+
+def test_a_rank_reads_its_logits_once_to_draw() -> None:
+    draws = [Draw(NoiseKey(row // 16, 1.0), row % 16) for row in range(1024)]
+    logits = torch.empty(1024, VOCAB // 4, device=META)
+    with torch.inference_mode(), Launches() as found:
+        race(logits, draws, VOCAB // 4, VOCAB)
+    assert found.num <= 3, found.by_name
+    assert found.other_bytes <= 1.1 * logits.nbytes, found.bytes_by_name
+    with torch.inference_mode(), Launches() as merged:
+        best_of_races(torch.empty(4, 3, 1024, dtype=torch.int32, device=META), draws, VOCAB)
+    assert merged.num <= 3, merged.by_name
 
 
 def test_counting_sees_a_launch_and_its_bytes() -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from eyas.errors import CheckpointError
 from eyas.models.heads.block import (
     BlockHead,
-    block_mask,
+    attend_blocks,
+    attend_blocks_apart,
+    block_masks,
     block_tensors,
     load_block_fuser,
     load_block_head,
@@ -97,19 +99,31 @@ def test_new_head_adds_nothing_to_its_backbone(target: str) -> None:
     assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight", "lm_head.weight"}
 
 
-def test_rows_see_neither_anchor_feature_nor_other_blocks() -> None:
-    mask = block_mask(torch.tensor([[1, 3]]), 5, 2, documents=torch.tensor([[0, 0, 1, 1, 1]]))[0]
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0, 1, 1, 0, 0],
-        [1, 0, 0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 0, 0, 0, 0, 1, 1],
-        [0, 0, 1, 0, 0, 0, 0, 1, 1],
-    ]
+def test_rows_see_neither_anchor_feature_nor_other_documents() -> None:
+    seen, own = block_masks(torch.tensor([[1, 3]]), 5, 2, documents=torch.tensor([[0, 0, 1, 1, 1]]))
+    assert seen[0].int().tolist() == [[1, 0, 0, 0, 0]] * 2 + [[0, 0, 1, 0, 0]] * 2
+    assert own.tolist() == [[True, True], [True, True]]
 
 
 def test_window_counts_from_each_row() -> None:
-    mask = block_mask(torch.tensor([[4]]), 5, 3, window=3, is_causal=True)[0]
-    assert mask.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
+    seen, own = block_masks(torch.tensor([[4]]), 5, 3, window=3, is_causal=True)
+    assert seen[0].int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
+    assert own.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_blocks_attend_apart_as_under_one_mask(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8)]
+    masks = block_masks(torch.randint(1, 9, (2, 4), generator=generator), 9, 3, window, window is not None)
+    found = []
+    for attend in (attend_blocks, attend_blocks_apart):
+        inputs = [torch.randn(s, generator=generator.manual_seed(n)).requires_grad_() for n, s in enumerate(shapes)]
+        query, key, value, *known = inputs
+        out = attend(query, (known[0], key), (known[1], value), masks)
+        (out * torch.arange(8)).sum().backward()
+        found.append([out, *(x.grad for x in inputs)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

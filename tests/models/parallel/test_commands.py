@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,13 +10,16 @@ from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import Segment
 from eyas.models.rank_commands import KEPT_PASSES, CommandDecoder, CommandEncoder, InitKVCache
+from eyas.models.tensor_parallel import Shard, SharedVocabulary
+from eyas.request import NoiseKey
 
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))
 
 
 def make_segment(rng: np.random.Generator, rows: int, prefix: np.ndarray, masked: bool) -> Segment:
     visible = rng.random((rows, rows)) < 0.5 if masked else None
-    return Segment(*rng.integers(0, 2**31, (3, rows)), prefix, visible, rng.integers(0, rows, rows // 2))
+    key = NoiseKey(int(rng.integers(0, 2**64, dtype=np.uint64)), float(rng.random())) if masked else None
+    return Segment(*rng.integers(0, 2**31, (3, rows)), prefix, visible, rng.integers(0, rows, rows // 2), key)
 
 
 def send(encoder: CommandEncoder, decoder: CommandDecoder, segments: list[Segment]) -> int:
@@ -38,6 +42,23 @@ def test_commands_survive_the_wire(passes: list[list[tuple[int, int, bool]]], se
         send(encoder, decoder, [make_segment(rng, n, rng.integers(0, 4, length), masked) for n, length, masked in sizes])
     for other in (InitKVCache(7, PLAN), None):
         assert decoder.decode(encoder.encode(other)) == other
+
+
+def test_ranks_exchange_at_most_64_kb_to_draw_for_64_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command and answer of a step of 64 trees of 16 nodes, each request with a seed."""
+    rng, encoder, sizes = np.random.default_rng(0), CommandEncoder(), list[int]()
+    monkeypatch.setattr("torch.distributed.gather", lambda own, parts: sizes.append(own.nbytes))
+    rows, visible = np.arange(16), np.ones((16, 16), np.bool_)
+    prefixes = [index * 4000 + rng.permutation(4000) for index in range(64)]
+    for step in range(2):
+        segments = [
+            Segment(rows, rows + 4000, rows + 2**20, np.append(prefix, np.arange(step)), visible, rows, NoiseKey(seed, 1.0))
+            for seed, prefix in enumerate(prefixes)
+        ]
+        command = len(encoder.encode(segments))
+    SharedVocabulary(Shard(1, 2), 64).collect(segments, torch.zeros(1024, 32))
+    assert sizes == [12 * 1024]
+    assert command + sizes[0] <= 40_000
 
 
 def test_a_step_of_64_trees_sends_at_most_64_kb() -> None:

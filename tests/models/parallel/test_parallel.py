@@ -99,9 +99,10 @@ def requests() -> list[Request]:
         SamplingParams(16, 0.0, ignore_eos=True),
         SamplingParams(16, 0.8, ignore_eos=True),
         SamplingParams(16, 1.1, top_k=12, top_p=0.85),
+        SamplingParams(16, 1.0, logprobs=2),
     ]
     prompts = [tuple(rng.integers(3, 50, int(rng.integers(1, 40))).tolist()) for _ in range(4)]
-    return [Request(f"r{i}", prompt, replace(kinds[i % 3], seed=i)) for i, prompt in enumerate(prompts)]
+    return [Request(f"r{i}", prompt, replace(kinds[i], seed=i)) for i, prompt in enumerate(prompts)]
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
@@ -130,6 +131,7 @@ def test_sharded_targets_equal_the_plain_loop(size: int, target: str, head: str)
     expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:
         assert parts.model.kv_shapes == [(max(1, 2 // size), 4)] * 4
+        assert (parts.model.shared_vocabulary is not None) == (size == 2)
         for drafter in ("eagle3", "random", "none"):
             assert run(engine_of(parts, target, head, drafter)) == expected, drafter
         check_features(parts, target)
@@ -146,7 +148,8 @@ def check_features(parts: Shared, target: str) -> None:
         with ranks.init_kv_cache(16, PLAN):
             kv_cache = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
-            outputs.append(model.forward(pack([segment], model.device), kv_cache))
+            out, shared = model.forward(pack([segment], model.device), kv_cache), model.shared_vocabulary
+            outputs.append(replace(out, logits=shared.collect([segment], out.logits).logits) if shared else out)
     torch.testing.assert_close(outputs[0].aux_hidden_states, outputs[1].aux_hidden_states)
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
 

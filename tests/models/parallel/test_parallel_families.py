@@ -55,7 +55,8 @@ QUANTISED = ("8-bit integers", "8-bit floats", "4-bit integers")
 def logits_of(target: TargetModel) -> Tensor:
     segment = Segment(np.arange(5, 14), np.arange(9), np.arange(9), np.arange(0), None, np.arange(9))
     kv_cache = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
-    return target.forward(pack([segment], target.device), kv_cache).logits
+    logits = target.forward(pack([segment], target.device), kv_cache).logits
+    return target.shared_vocabulary.collect([segment], logits).logits if target.shared_vocabulary else logits
 
 
 def is_fused(target: TargetModel) -> bool:

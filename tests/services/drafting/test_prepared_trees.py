@@ -1,17 +1,31 @@
 """Trees that a drafter sends before the commits that they are for: a foreseen commit costs no round trip."""
 
 import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
-from eyas.config import DraftClientConfig
-from eyas.drafters.base import DrafterNeeds, PreparedTree, PreparedTrees
+from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
+from eyas.drafters.draft_ahead import DraftAheadDrafter
+from eyas.drafters.on_demand import OnDemand, StepWait
+from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
+from tests import reference
 from tests.services.drafting.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
+from tests.tiny import build_engine
+from tests.tiny_block import tiny_block_head
 
 TOKENS = tuple(range(10, 40))
+TREE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
 
 
 class PreparingDrafter(ToyDrafter):
@@ -77,7 +91,7 @@ def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyP
                 (found,) = remote.request([context("a", TOKENS[:length], base=base)])()
                 assert isinstance(found, DraftTree)
                 assert not found.grown_ahead
-            eventually(lambda: len(failures) == 3)
+                eventually(lambda length=length: len(failures) == length - 4)
             assert not remote._prepared._trees
         finally:
             remote.close()
@@ -93,3 +107,106 @@ def test_a_prepared_tree_serves_only_the_commit_after_its_root(change: dict[str,
     commit = replace(context("a", TOKENS[:6], base=5), **change)  # type: ignore[arg-type]
     assert (trees.take(commit) is not None) == taken
     assert trees.take(commit) is None, "it is used up"
+
+
+def test_alone_waits_for_a_tree_that_a_batch_decodes_without() -> None:
+    """Once trees took much longer than steps, and prepared ones are there."""
+    with serving(drafter := ToyDrafter()) as address:
+        remote = RemoteDrafter(address, DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=10.0))
+        with closing(remote):
+            eventually(lambda: remote.connected)
+            remote._has_prepared = True
+            for average, value in ((remote._wait._wait_s, 1e9), (remote._wait._demanded, 2.0)):
+                average.add(value)
+            remote.request([context(name, TOKENS[:5]) for name in "abc"])()
+            batch = [context(name, TOKENS[:6], base=5) for name in "abc"]
+            assert remote.request(batch)() == [DraftTree.root_only(15)] * 3
+            for length in range(7, 12):
+                (alone,) = remote.request([context("a", TOKENS[:length], base=length - 1)])()
+                assert alone == DraftTree.chain([TOKENS[length - 1] + i for i in range(4)])
+            assert sorted(map(len, drafter.sessions.values())) == [6, 6, 11], "commits without trees reach the drafter"
+
+
+class WatchedDrafter(DraftAheadDrafter):
+    """Counts the trees that it prepares. is_idle: whether there is nothing left to prepare."""
+
+    num_prepared, is_idle, has_more = 0, True, False
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self.is_idle = False
+        return super().propose(contexts)
+
+    def draft_ahead(self) -> bool:
+        self.has_more = super().draft_ahead()
+        return self.has_more
+
+    def take_prepared(self) -> list[PreparedTree]:
+        found = super().take_prepared()
+        self.num_prepared += len(found)
+        self.is_idle = not self.has_more
+        return found
+
+
+class PatientVerifier(RemoteDrafter):
+    """Commits when the drafter has nothing left to prepare, as if verify passes took long."""
+
+    drafter: WatchedDrafter
+    num_received = 0
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        end = time.monotonic() + 1.0  # what a session that ended has prepared may never arrive
+        while not (self.drafter.is_idle and self.num_received == self.drafter.num_prepared) and time.monotonic() < end:
+            time.sleep(0.0005)
+        return super().request(contexts)
+
+    def _receive(self, reply: DraftResponse) -> None:
+        super()._receive(reply)
+        self.num_received += len(reply.prepared)
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_trees_sent_ahead_and_steps_without_any_change_no_token(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four sequences; of steps with missing trees, every third waits for them, and the others decode plainly."""
+    calls, taken, skipped = count(), list[str](), list[str]()
+    take = PreparedTrees.take
+
+    def waits(rule: StepWait, lengths: Mapping[str, int], missing: Collection[str]) -> bool:
+        is_waiting = bool(missing) and next(calls) % 3 == 0
+        skipped.extend([] if is_waiting else missing)
+        return is_waiting
+
+    def counted(trees: PreparedTrees, context: DraftContext) -> DraftTree | None:
+        tree = take(trees, context)
+        taken.extend([context.session] if tree else [])
+        return tree
+
+    monkeypatch.setattr(StepWait, "waits", waits)
+    monkeypatch.setattr(PreparedTrees, "take", counted)
+    monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
+    monkeypatch.setattr(OnDemand, "explores", lambda *args: False)
+    head = tiny_block_head(method, tiny_target) if method == "dspark" else tiny_head
+    inner = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, DraftingConfig(2048, ranking_temperature=1))
+    drafter, fuser = WatchedDrafter(inner, AHEAD), build_fuser(method, head, tiny_target, "float32", "cpu")  # type: ignore[arg-type]
+    needs = inner.needs
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
+    samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0, 1.0)]
+    requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    config = DraftClientConfig(draft_timeout_s=30.0)
+    with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
+        remote.drafter = drafter
+        eventually(lambda: remote.connected)
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=512), TREE, remote)
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+        engine.check()
+        assert remote.num_lost == 0
+    assert len(set(taken)) > 1
+    assert len(set(skipped)) > 1
+    for request in requests:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

@@ -1,0 +1,184 @@
+"""What a tree that is ready is worth against one on demand, measured while a drafter that drafts ahead serves.
+
+A tree on demand knows the true features of all committed tokens, but the verifier waits for it. One that is ready was made
+before the commit, and costs nothing. So it is verified as it is if a fresh one would gain less than that wait costs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from eyas.tree import DraftTree
+
+# What a fresh tree gains before any is measured, as a share of the tokens of a step.
+FIRST_GAIN = 0.2
+# Trees whose claim is so near to their depth gain less from true features: levels over which the gain fades.
+FADING_LEVELS = 2.0
+# Of trees that are worth verifying, every 17th is made on demand to measure the gain, and every 7th until there are 16
+# measurements.
+EXPLORATION, FIRST_EXPLORATION, NUM_FIRST = 17, 7, 16
+
+
+@dataclass
+class Average:
+    """A running mean, whose first measurements count alike. weight: how many it is based on."""
+
+    RATE: ClassVar[float] = 0.02
+
+    value: float = 0.0
+    weight: int = 0
+
+    def add(self, value: float) -> None:
+        """Add a measurement."""
+        self.weight += 1
+        self.value += max(self.RATE, 1 / self.weight) * (value - self.value)
+
+
+@dataclass(frozen=True)
+class SentTree:
+    """A tree that a session has. asked, answered: times of its commit and of the answer.
+
+    has_tree: whether the verifier had it before. is_waiting: whether a tree of the same answer was made on demand.
+    claim: what a tree that was ready, and was not sent, claimed to yield; 0 if there was none.
+    """
+
+    tree: DraftTree
+    asked: float
+    answered: float
+    has_tree: bool
+    is_waiting: bool
+    claim: float
+
+
+@dataclass
+class OnDemand:
+    """Decides between trees that are ready and trees on demand, for all sessions together.
+
+    clock: seconds. max_tokens: that a step can yield. wait_s: from a commit to its tree on demand. away_s: from there to
+    the next commit. step_s: from a commit whose tree was there to the next one; away_s less this is a round trip. grow_s: to
+    make a tree from what has run ahead. tokens, interval_s: of all steps. claimed, yielded: tokens of trees that were
+    ready. gain: tokens that a tree on demand yielded beyond what one that was ready would have.
+    """
+
+    clock: Callable[[], float]
+    max_tokens: int
+    wait_s: Average = field(default_factory=Average)
+    away_s: Average = field(default_factory=Average)
+    step_s: Average = field(default_factory=Average)
+    grow_s: Average = field(default_factory=Average)
+    tokens: Average = field(default_factory=Average)
+    interval_s: Average = field(default_factory=Average)
+    claimed: Average = field(default_factory=Average)
+    yielded: Average = field(default_factory=Average)
+    gain: Average = field(default_factory=Average)
+    num_asked: int = 0
+
+    def committed(self, sent: SentTree, num_tokens: int, now: float) -> None:
+        """Take in what a session has committed, and when."""
+        self.tokens.add(num_tokens)
+        self.interval_s.add(now - sent.asked)
+        (self.step_s if sent.has_tree else self.away_s).add(now - sent.answered)
+        if sent.tree.grown_ahead:
+            self.claimed.add(claim(sent.tree))
+            self.yielded.add(num_tokens)
+            if not sent.is_waiting and not sent.has_tree:
+                self.grow_s.add(sent.answered - sent.asked)
+        elif not sent.has_tree:
+            self.wait_s.add(sent.answered - sent.asked)
+            if sent.claim and (share := self._share(sent.claim)):
+                self.gain.add((num_tokens - self._calibrated(sent.claim)) / share)
+
+    @property
+    def rate(self) -> float:
+        """Tokens of a session per second."""
+        return self.tokens.value / self.interval_s.value if self.interval_s.value else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """Seconds on the wire, both ways, as far as it is known."""
+        return max(self.away_s.value - self.step_s.value, 0.0) if self.away_s.weight and self.step_s.weight else 0.0
+
+    def is_worth(self, claimed: float, is_sent: bool) -> bool:
+        """Whether to verify a tree that is ready, by the tokens that it claims. is_sent: before its commit, which then costs
+        no round trip.
+        """
+        saved = self.rate * (self.wait_s.value + is_sent * self.round_trip_s)
+        return not self.wait_s.weight or self.known_gain * self._share(claimed) <= saved
+
+    @property
+    def known_gain(self) -> float:
+        """`gain`, beginning with a guess that counts as NUM_FIRST measurements."""
+        guess, weight = FIRST_GAIN * self.tokens.value, self.gain.weight
+        return (NUM_FIRST * guess + weight * self.gain.value) / (NUM_FIRST + weight)
+
+    def explores(self) -> bool:
+        """Whether to make the next tree on demand although one is ready. Counts the calls."""
+        self.num_asked += 1
+        return self.num_asked % (EXPLORATION if self.gain.weight >= NUM_FIRST else FIRST_EXPLORATION) == 0
+
+    @property
+    def is_worth_growing(self) -> bool:
+        """Whether to make trees from what has run ahead, instead of on demand."""
+        saved = self.rate * (self.wait_s.value - self.grow_s.value)
+        return not self.wait_s.weight or self.known_gain <= saved
+
+    def _calibrated(self, claimed: float) -> float:
+        return min(claimed * self.yielded.value / self.claimed.value if self.claimed.value else claimed, self.max_tokens)
+
+    def _share(self, claimed: float) -> float:
+        """The share of the gain that true features can still bring."""
+        return min(max((self.max_tokens - claimed) / FADING_LEVELS, 0.0), 1.0)
+
+
+class StepWait:
+    """Decides for a verifier whether a step waits for trees on demand, if other sequences have their trees.
+
+    Waiting costs all sequences of the step time. Without it, those whose trees are missing decode one token plainly, and the
+    drafter goes on for them meanwhile. A single sequence waits: it gained nothing from plain steps.
+    """
+
+    RETRY = 32  # of steps that would not wait, every 32nd does, so that both sides are measured on
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._tokens, self._interval_s, self._wait_s, self._demanded = Average(), Average(), Average(), Average()
+        self._began = 0.0
+        self._running: dict[str, bool] = {}  # sessions of the last step: whether it waited for their trees
+        self._num_skipped = 0
+
+    def waits(self, lengths: Mapping[str, int], missing: Collection[str]) -> bool:
+        """Begin a step. lengths: tokens that sessions bring. missing: those of them whose trees are not there.
+
+        Call `waited` with the seconds if this returns True.
+        """
+        now, known = self.clock(), self._running.keys() & lengths.keys()
+        if known:
+            self._interval_s.add(now - self._began)
+        for session in known:
+            self._tokens.add(lengths[session])
+            if self._running[session]:
+                self._demanded.add(lengths[session])
+        is_known = self._wait_s.weight and self._demanded.weight and len(lengths) > 1
+        is_worth = not is_known or self._pays(len(missing), len(lengths))
+        self._num_skipped += not is_worth
+        waits = bool(missing) and (is_worth or self._num_skipped % self.RETRY == 0)
+        self._began, self._running = now, {session: waits and session in missing for session in lengths}
+        return waits
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the trees took."""
+        self._wait_s.add(seconds)
+
+    def _pays(self, num_missing: int, num_sessions: int) -> bool:
+        """Whether trees yield more than all sequences lose while they wait."""
+        lost = num_sessions * self._tokens.value * self._wait_s.value / max(self._interval_s.value, 1e-9)
+        return num_missing * (self._demanded.value - 1) >= lost
+
+
+def claim(tree: DraftTree) -> float:
+    """The tokens that a verify step of a tree yields, by its scores."""
+    return math.fsum(math.exp(score) for score in tree.log_probs)
