@@ -28,6 +28,7 @@ from tests.services.router.scripted_verifier import (
 )
 
 PATIENT = RetryConfig(max_attempts=3, budget_s=20.0, initial_backoff_s=0.01, max_backoff_s=0.05)
+ENDLESS = replace(PATIENT, max_attempts=10_000)  # however long a verifier that fails every call takes to stop
 NUM_CHUNKS = -(-len(REST) // CHUNK_TOKENS)
 
 
@@ -71,7 +72,7 @@ def test_a_deadline_that_has_not_passed_is_a_failed_attempt(url: str, fails_afte
 @pytest.mark.parametrize("num_chunks", [0, 2])
 def test_a_request_waits_for_a_verifier_to_come_back(url: str, num_chunks: int) -> None:
     async def body() -> None:
-        async with router(url, retry=PATIENT) as address, AsyncExitStack() as dying:
+        async with router(url, retry=ENDLESS) as address, AsyncExitStack() as dying:
             script = Script(TOKENS, fails_after=num_chunks)
             await dying.enter_async_context(worker(url, script))
             answer = asyncio.create_task(send(address, CALL))
@@ -120,7 +121,7 @@ def test_a_wait_without_a_verifier_ends_with_the_budget(url: str) -> None:
 
 def test_a_wait_without_a_verifier_ends_at_the_deadline(url: str) -> None:
     async def body() -> None:
-        async with router(url, retry=PATIENT, request_timeout_s=1.0) as address, AsyncExitStack() as dying:
+        async with router(url, retry=ENDLESS, request_timeout_s=1.0) as address, AsyncExitStack() as dying:
             script = Script(TOKENS, fails_after=1)
             await dying.enter_async_context(worker(url, script))
             answer = asyncio.create_task(failure(address, CALL))
