@@ -12,7 +12,7 @@ mkdir -p "$work"
 
 # Half of the answers are greedy, half sampled at temperature 1. Packages beside the library count as its sources.
 "$eyas" train regenerate "$text" --model "$target" --out "$work/answers.jsonl" --exclude models/demo/heldout_modules.json \
-    --dtype float32 --prompt-tokens 64 --max-tokens 192 --prompts-per-document 4 --max-entries "${ENTRIES:-16000}"
+    --dtype float32 --prompt-tokens 64 --max-tokens 192 --prompts-per-document 4 --max-entries "${ENTRIES:-16000}" --threads 1
 [ -f "$work/data/prepared.json" ] || "$eyas" train prepare "$work/answers.jsonl" "$text" --model "$target" \
     --out "$work/data" --exclude models/demo/heldout_modules.json --max-length 256
 
