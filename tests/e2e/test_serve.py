@@ -47,7 +47,7 @@ class Server:
     def complete(self, model: str) -> str:
         body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}).encode()
         request = urllib.request.Request(f"{self.http}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=100) as answer:
             return str(json.load(answer)["choices"][0]["text"])
 
 
@@ -68,7 +68,7 @@ def serving(command: list[str], folder: Path, env: Mapping[str, str], *options: 
         yield Server(process, "".join(lines), f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
 
 
 def is_open(port: int) -> bool:
@@ -121,7 +121,7 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     options = ("--draft-model", HEAD, *(word for setting in settings for word in ("--set", setting)))
     with serving([str(eyas)], tmp_path, env, *options) as server:
         assert set(server.ports) == {"draft", "verifier", "router"}
-        with urllib.request.urlopen(f"{server.http}/", timeout=30) as page:
+        with urllib.request.urlopen(f"{server.http}/", timeout=100) as page:
             assert "<title>Eyas playground</title>" in page.read().decode()
         assert f"playground: {server.http}/" in server.output
         text = server.complete(TARGET)
@@ -135,7 +135,7 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
                 break
         assert final["stats"]["num_drafted"] > 0
         server.process.send_signal(signal.SIGINT)
-        server.process.wait(30)
+        server.process.wait(100)
     assert server.process.returncode == 0
     assert not any(map(is_open, server.ports.values()))
     assert not list(tmp_path.glob("eyas-*"))
@@ -173,7 +173,7 @@ def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> Non
         assert server.complete("demo") == text
         (verifier,) = child_pids(server.process.pid, "verifier")
         os.kill(verifier, signal.SIGKILL)
-        _, errors = server.process.communicate(timeout=30)
+        _, errors = server.process.communicate(timeout=100)
     assert server.process.returncode == 1
     (logs,) = tmp_path.glob("eyas-*")
     reason = "verifier was killed (SIGKILL), perhaps for lack of memory"

@@ -96,12 +96,12 @@ def test_a_proxy_outlives_a_service_that_is_not_there() -> None:
     proxy.start()
     with closing(proxy):
         host, _, own = proxy.address.partition(":")
-        with socket.create_connection((host, int(own)), timeout=5) as refused:
+        with socket.create_connection((host, int(own)), timeout=60) as refused:
             assert refused.recv(1) == b""
         late = socket.create_server(("127.0.0.1", port))
-        with closing(late), socket.create_connection((host, int(own)), timeout=5) as caller:
+        with closing(late), socket.create_connection((host, int(own)), timeout=60) as caller:
             caller.sendall(b"x")
-            late.settimeout(5)
+            late.settimeout(60)
             service, _ = late.accept()
             with closing(service):
                 assert service.recv(1) == b"x"

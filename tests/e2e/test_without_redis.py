@@ -40,7 +40,7 @@ def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) ->
             stack.enter_context(
                 service(name, tmp_path / name, f"server.port={ports[name]}", *workers, *settings.get(name, ()))
             )
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 250
         while not (drafted := attempt(router, sampling)) or not drafted.stats.num_accepted:
             assert time.monotonic() < deadline, [(tmp_path / name).read_text() for name in ports]
             time.sleep(0.1)

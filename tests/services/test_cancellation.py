@@ -22,7 +22,7 @@ from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.v1 import generation_pb2_grpc
-from tests.services.router.scripted_verifier import DEMO, MODEL, router, until
+from tests.services.router.scripted_verifier import DEMO, LEASE_S, MODEL, router, until
 
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(900, temperature=0.0, ignore_eos=True)))
 
@@ -47,7 +47,7 @@ async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIter
     server = RpcServer(ServerConfig())
     async with AsyncEngine(engine) as loop:
         generation_pb2_grpc.add_GenerationServicer_to_server(Watched(loop, left), server.aio)
-        registry = Registry(RegistryConfig(url, 2.0, 0.05))
+        registry = Registry(RegistryConfig(url, LEASE_S, 0.05))
         registration = WorkerRegistration(
             server, registry, AnnouncedWorker("verifier", MODEL, lambda: announced_load(loop.load))
         )

@@ -92,14 +92,12 @@ def test_a_killed_rank_ends_streams_and_the_process() -> None:
         next(chunks)
         (follower,) = followers_of(process)
         os.kill(follower, signal.SIGKILL)
-        killed_at = time.monotonic()
         with pytest.raises(grpc.RpcError) as raised:
             list(chunks)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "rank 1 of 2 is gone" in raised.value.details()
         assert next(health) == STATUS.NOT_SERVING
         assert process.wait(SECONDS) != 0
-        assert time.monotonic() - killed_at < 30
 
 
 def test_processes_of_a_group_find_one_another_and_stop_together() -> None:

@@ -61,7 +61,7 @@ def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -
                 answer = await health.Check(health_pb2.HealthCheckRequest())
             await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 120)
             stop()
-            await asyncio.wait_for(service, 30)
+            await asyncio.wait_for(service, 100)
 
     asyncio.run(both())
 

@@ -79,8 +79,8 @@ def kubernetes(server: ApiServer, resync_interval_s: float = 60.0) -> DiscoveryC
 
 
 def settings(kind: str, **changes: Any) -> DiscoveryConfig:
-    """Discovery settings that make haste."""
-    changes = {"probe_interval_s": 0.02, "probe_timeout_s": 0.2, "stale_after_s": 0.5} | changes
+    """Discovery settings that make haste, and drop no worker for the slow answers of a busy machine."""
+    changes = {"probe_interval_s": 0.02, "probe_timeout_s": 0.2, "stale_after_s": 600.0} | changes
     return DiscoveryConfig(kind, **changes)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import ResyncRequired
@@ -104,14 +105,15 @@ def test_a_session_without_a_drafter_gets_the_first_that_appears() -> None:
 
 def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
     gate = threading.Event()
-    config = DraftClientConfig(draft_timeout_s=1.0, breaker_max_failures=2, breaker_reset_s=60)
+    config = replace(PATIENT, breaker_max_failures=2, breaker_reset_s=60)
     hanging = ToyDrafter(before=gate.wait)
     with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
         try:
             pool.assign("a", hung)
             pool.assign("b", good)
             eventually(lambda: pool.can_draft("a") and pool.can_draft("b"))
-            num_requests = 0
+            [slow] = [drafter for drafter, _ in pool.drafters if drafter.address == hung]
+            slow._config, num_requests = replace(config, draft_timeout_s=0.2), 0
             while pool.can_draft("a"):
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
                 num_requests += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,8 +12,9 @@ import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
 from eyas.draft_protocol import Refusal, ResyncRequired
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
-from eyas.rpc.messages import DrafterInfo, DraftResponse
+from eyas.drafters.base import DrafterNeeds
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse
+from eyas.services.draft.worker import DraftStream, DraftWorker
 from eyas.services.verifier.draft_client import CircuitBreaker, RemoteDrafter
 from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
@@ -107,6 +108,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
                 ]
             assert remote.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
+            remote._config = PATIENT  # the drafter answers from now on, however slowly
             gate.set()
         eventually(lambda: remote.request([context("a", TOKENS[:8])])() != [None])
         tree = DraftTree.chain([17, 18, 19, 20])
@@ -139,7 +141,7 @@ def test_a_stream_that_breaks_during_a_step_ends_the_wait() -> None:
 
     with serving(ToyDrafter(before=block)) as address, connect(address) as remote:
         round_ = remote.send([context("a", TOKENS[:5])])
-        assert reached.wait(10)
+        assert reached.wait(60)
         remote.close()
         gate.set()
         assert remote.collect(round_, time.monotonic() + 60) == [None]
@@ -154,6 +156,7 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
             eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.num_lost == 6)
             assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
         finally:
+            remote._config = PATIENT
             gate.set()
         eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
         assert not remote.breaker.backing_off
@@ -225,22 +228,15 @@ def test_a_drafter_with_too_much_to_do_opens_the_breaker() -> None:
         assert (remote.breaker.state, remote.num_lost, remote.can_draft("b")) == ("open", 2, False)
 
 
-def test_a_request_says_how_long_its_trees_are_of_use() -> None:
-    gate, lengths = threading.Event(), list[int]()
+def test_a_request_says_how_long_its_trees_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the service does with it: `test_trees_that_come_too_late_are_not_drafted`."""
+    timeouts, submit = list[float | None](), DraftWorker.submit
 
-    class Recorder(ToyDrafter):
-        def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-            lengths.extend(context.committed_length for context in contexts)
-            return super().propose(contexts)
+    def recorded(worker: DraftWorker, stream: DraftStream, request: DraftRequest) -> None:
+        timeouts.extend([request.timeout_s] if request.commits else [])
+        submit(worker, stream, request)
 
-    config = replace(PATIENT, draft_timeout_s=0.05, breaker_max_failures=99)
-    with serving(Recorder(before=gate.wait)) as address, connect(address, config) as remote:
-        try:
-            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and lengths)
-            for length in (6, 7):
-                assert remote.request([context("a", TOKENS[:length])])() == [None]
-        finally:
-            gate.set()
-        eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
-    assert 5 in lengths
-    assert 6 not in lengths
+    monkeypatch.setattr(DraftWorker, "submit", recorded)
+    with serving(ToyDrafter()) as address, connect(address, replace(PATIENT, draft_timeout_s=12.5)) as remote:
+        assert remote.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
+    assert timeouts == [12.5]

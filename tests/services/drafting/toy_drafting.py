@@ -120,7 +120,7 @@ def serving_all(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert ready.wait(10), "the toy service did not start"
+    assert ready.wait(60), "the toy service did not start"
     address, loop, stop = started[0]
     try:
         yield address

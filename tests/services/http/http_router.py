@@ -33,7 +33,7 @@ from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import Tokenizer, load_tokenizer
-from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, RETRY, TEXT, TOKENS, Script, until, worker
+from tests.services.router.scripted_verifier import DEMO, LEASE_S, PROMPT, REST, RETRY, TEXT, TOKENS, Script, until, worker
 
 TOKENIZER = load_tokenizer(DEMO)
 PROMPT_TEXT = TOKENIZER.decode(PROMPT)
@@ -64,7 +64,7 @@ async def http_router(
     playground: bool = True,
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
-    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
+    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05))
     workers = WorkerPool(
         registry, RouterConfig((), outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2)), Peers()
     )

@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -48,7 +49,7 @@ from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
 from tests.services.redis_server import running_redis
-from tests.services.router.scripted_verifier import MODEL, TOKENS
+from tests.services.router.scripted_verifier import LEASE_S, MODEL, RETRY, TOKENS
 from tests.services.router.test_router_cli import eyas
 
 
@@ -72,7 +73,7 @@ def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
     async def body() -> None:
-        async with http_router(url) as base:
+        async with http_router(url, retry=replace(RETRY, budget_s=0.3)) as base:
             assert await becomes(base, "/ready", 200) == {"status": "ready"}
             await serves_only_later(base)
             async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
@@ -114,7 +115,7 @@ def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
         async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
             await reason(base, "the discovery of verifiers has not answered yet: Redis is away")
         gone = Lease("verifier", f"127.0.0.1:{free_port()}", "gone", MODEL, Load(0, 0, 9))
-        registry = Registry(RegistryConfig(url, 2.0, 0.05))
+        registry = Registry(RegistryConfig(url, LEASE_S, 0.05))
         await registry.publish(lambda: gone)
         async with http_router(url) as base:
             await reason(base, "no verifier can be reached")

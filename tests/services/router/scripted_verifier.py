@@ -36,8 +36,9 @@ from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_
 DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 CHUNK_TOKENS = 3
-# Little patience: a request whose verifiers all fail ends soon.
-RETRY = RetryConfig(max_attempts=4, budget_s=1.0, initial_backoff_s=0.01, max_backoff_s=0.05)
+LEASE_S = 60.0  # no lease runs out while a busy machine does not beat
+# A request whose verifiers all fail ends soon; one without a verifier waits, as on a machine that does not keep up.
+RETRY = RetryConfig(max_attempts=4, budget_s=20.0, initial_backoff_s=0.01, max_backoff_s=0.05)
 
 TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
 TOKENS = load_tokenizer(DEMO).encode(TEXT)
@@ -160,7 +161,7 @@ async def worker(
     peers = peers or Peers()
     server = worker_server(ServerConfig(), peers)
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
-    registry = Registry(RegistryConfig(url, 2.0, 0.05), peers.token)
+    registry = Registry(RegistryConfig(url, LEASE_S, 0.05), peers.token)
     registration = WorkerRegistration(server, registry, AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens)))
     address = await server.start([])
     await registration.register(address)
@@ -183,7 +184,7 @@ async def router(
 ) -> AsyncIterator[str]:
     """Run a real router for the model "demo"; yields its address."""
     peers = peers or Peers()
-    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05), peers.token)
+    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05), peers.token)
     workers = WorkerPool(registry, RouterConfig(()), peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
     telemetry = RouterTelemetry()

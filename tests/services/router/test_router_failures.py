@@ -22,6 +22,7 @@ from tests.services.redis_server import running_redis
 from tests.services.router.scripted_verifier import (
     CALL,
     CHUNK_TOKENS,
+    LEASE_S,
     MODEL,
     PROMPT,
     REST,
@@ -36,6 +37,7 @@ from tests.services.router.scripted_verifier import (
     worker,
 )
 
+LIMITS_S = (1.0, 4.0, 16.0, 64.0)  # a busy machine needs longer to reach the verifier
 ONE_ATTEMPT = RetryConfig(max_attempts=1)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -82,10 +84,10 @@ def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureF
     async def body() -> None:
         dead = f"127.0.0.1:{free_port()}"
         announced = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
-        lease = WorkerRegistration(RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05)), announced)
+        lease = WorkerRegistration(RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05)), announced)
         await lease.register(dead)
         try:
-            async with router(url) as address:
+            async with router(url, retry=RetryConfig(budget_s=0.3)) as address:
                 code, details = await failure(address, CALL)
         finally:
             await lease.deregister()
@@ -185,19 +187,19 @@ def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
 
 
 @pytest.mark.parametrize("silent_after", [0, 1])
-@pytest.mark.parametrize(("router_limit", "client_limit", "reason"), [(1.0, 30.0, "not done within 1.0 s"), (30.0, 1.0, "")])
-def test_router_and_client_timeouts_cancel_at_the_verifier(
-    url: str, router_limit: float, client_limit: float, reason: str, silent_after: int
-) -> None:
-    async def body() -> None:
+@pytest.mark.parametrize("limit", ["router", "client"])
+def test_router_and_client_timeouts_cancel_at_the_verifier(url: str, limit: str, silent_after: int) -> None:
+    async def reaches_the_verifier(limit_s: float) -> bool:
         script = Script(TOKENS, stalls_after=silent_after)
-        async with worker(url, script), router(url, request_timeout_s=router_limit) as address:
-            code, details = await failure(address, CALL, client_limit)
+        router_limit_s, client_limit_s = (limit_s, 300.0) if limit == "router" else (300.0, limit_s)
+        async with worker(url, script), router(url, request_timeout_s=router_limit_s) as address:
+            code, details = await failure(address, CALL, client_limit_s)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert reason in details
-            await until(lambda: script.num_cancelled == 1)
+            assert limit == "client" or f"not done within {limit_s} s" in details
+            await until(lambda: script.num_cancelled == len(script.calls))
+        return bool(script.calls)
 
-    asyncio.run(body())
+    assert any(asyncio.run(reaches_the_verifier(limit_s)) for limit_s in LIMITS_S)
 
 
 def test_a_client_that_disconnects_cancels_its_request(url: str) -> None:

@@ -55,7 +55,7 @@ async def exit_of(child: Process) -> tuple[int | None, str]:
 
 
 def registry(url: str) -> list[str]:
-    return [f"registry.url={url}", "registry.heartbeat_interval_s=0.1", "registry.ttl_s=2"]
+    return [f"registry.url={url}", "registry.heartbeat_interval_s=0.1"]
 
 
 def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
@@ -90,8 +90,10 @@ def test_keys_are_checked_before_a_message_is_read(url: str, tmp_path: Path) -> 
             found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
             assert found
             async with open_channel(found[1]) as channel:
-                silent = channel.stream_stream("/eyas.v1.Generation/Generate")(timeout=20)
-                return await silent.code()
+                generate = channel.stream_stream("/eyas.v1.Generation/Generate")
+                while (code := await generate(timeout=20).code()) is grpc.StatusCode.UNAVAILABLE:
+                    pass  # the connection took too long, on a busy machine
+                return code
 
     assert asyncio.run(body()) is grpc.StatusCode.UNAUTHENTICATED
 

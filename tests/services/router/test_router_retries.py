@@ -125,7 +125,7 @@ def test_a_wait_without_a_verifier_ends_at_the_deadline(url: str) -> None:
             script = Script(TOKENS, fails_after=1)
             await dying.enter_async_context(worker(url, script))
             answer = asyncio.create_task(failure(address, CALL))
-            await until(lambda: script.has_failed)
+            await until(lambda: script.has_failed or answer.done())
             await dying.aclose()
             code, details = await answer
             assert (code, "not done within 1.0 s" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
