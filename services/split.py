@@ -1,10 +1,11 @@
-"""`eyas bench split`: a verifier and draft services as processes on emulated devices, with a delaying proxy between them.
+"""`eyas bench split`: verifiers and draft services as processes on emulated devices, with a delaying proxy between them.
 
-Plain decoding, serial drafting and drafting ahead take turns on one verifier; each kind of drafting has a draft service.
+Plain decoding, serial drafting and drafting ahead take turns on the verifiers; each kind of drafting has a draft service.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import tempfile
@@ -128,38 +129,41 @@ class DelayingProxy:
 
 @dataclass(frozen=True)
 class Split:
-    """Running services. drafters: address to name in a request, and the log of passes, of each mode with drafts."""
+    """Running services. clients, verifiers, verifier_logs: one of each verifier, with its log of passes.
 
-    client: Client
-    verifier: Child
-    verifier_log: Path
+    proxies, children, logs: of the drafter of each mode with drafts, which all verifiers share.
+    """
+
+    clients: tuple[Client, ...]
+    verifiers: tuple[Child, ...]
+    verifier_logs: tuple[Path, ...]
     proxies: Mapping[Mode, DelayingProxy]
     children: Mapping[Mode, Child]
     logs: Mapping[Mode, Path]
 
-    def decode(self, mode: Mode, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Decoded:
+    def decode(self, mode: Mode, prompt: Prompt, sampling: SamplingParams, request_id: str, verifier: int = 0) -> Decoded:
         """Decode one prompt. Raises EyasError."""
         drafter = self.proxies[mode].address if mode in self.proxies else NO_DRAFTER
         request = Request(request_id, prompt, sampling, return_verify_steps=True)
         tokens, steps, started = list[int](), [], 0.0
-        for chunk in self.client.chunks(GenerateCall(request, drafter=drafter)):
+        for chunk in self.clients[verifier].chunks(GenerateCall(request, drafter=drafter)):
             tokens += chunk.chunk.token_ids
             started = started or (time.perf_counter() if tokens else 0.0)
             steps += [chunk.chunk.verify_step] if chunk.chunk.verify_step else []
         return Decoded(tuple(tokens), tuple(steps), started, time.perf_counter())
 
-    def decode_group(self, mode: Mode, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Decoded]:
-        """Decode prompts at once; prompt i draws with seed i."""
+    def decode_group(self, mode: Mode, prompts: Sequence[Prompt], sampling: SamplingParams, verifiers: int) -> list[Decoded]:
+        """Decode prompts at once, prompt i on verifier i modulo `verifiers`; it draws with seed i."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             calls = [
-                pool.submit(self.decode, mode, prompt, replace(sampling, seed=seed), f"{mode}-{seed}")
+                pool.submit(self.decode, mode, prompt, replace(sampling, seed=seed), f"{mode}-{seed}", seed % verifiers)
                 for seed, prompt in enumerate(prompts)
             ]
             return [call.result() for call in calls]
 
     def check(self) -> None:
         """Raises Unavailable with the reason if a service has ended."""
-        for child in (self.verifier, *self.children.values()):
+        for child in (*self.verifiers, *self.children.values()):
             child.check()
 
 
@@ -187,23 +191,25 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
             proxies[mode] = DelayingProxy(port)
             stack.enter_context(closing(proxies[mode]))
             proxies[mode].start()
-        log = folder / "verifier.log"
         addresses = ",".join(f"'{proxy.address}'" for proxy in proxies.values())
         pass_s = costs["verifier"].seconds("verify", 1)
         more = (
-            f"engine.emulated_device={written(costs['verifier'], folder / 'verifier.json', log)}",
             f"engine.max_num_seqs={max(settings.batches)}",
             "engine.prefix_cache=false",
             "validate_head=never",
             f"draft_client.draft_timeout_s={max(5.0, 20 * pass_s)}",
             f"discovery.drafters=[{addresses}]",
         )
-        port = free_port()
-        verifier = started("verifier", port, settings, method, folder / "verifier.out", more)
-        stack.callback(stop, verifier)
-        client = stack.enter_context(Client(f"127.0.0.1:{port}"))
-        split = Split(client, verifier, log, proxies, children, logs)
-        for child in (*children.values(), verifier):
+        verifiers, verifier_logs = list[Child](), list[Path]()
+        for number in range(max(settings.verifiers)):
+            verifier_logs.append(folder / f"verifier-{number}.log")
+            table = written(costs["verifier"], folder / f"verifier-{number}.json", verifier_logs[-1])
+            own, out = (*more, f"engine.emulated_device={table}"), folder / f"verifier-{number}.out"
+            verifiers.append(started("verifier", free_port(), settings, method, out, own))
+            stack.callback(stop, verifiers[-1])
+        clients = tuple(stack.enter_context(Client(child.address)) for child in verifiers)
+        split = Split(clients, tuple(verifiers), tuple(verifier_logs), proxies, children, logs)
+        for child in (*children.values(), *verifiers):
             wait_until_serving(split, child)
         yield split
 
@@ -255,41 +261,43 @@ def warm_up(split: Split, prompt: Prompt) -> None:
     """Decode with every drafter until trees come. Raises Unavailable if none do."""
     sampling = SamplingParams(WARM_UP_TOKENS, 0.0, ignore_eos=True)
     deadline = time.monotonic() + WARM_UP_TIMEOUT_S
-    for mode in split.proxies:
+    for mode, number in itertools.product(split.proxies, range(len(split.verifiers))):
         last = "the requests ended without trees"
         while True:
             try:
-                if any(step.drafted for step in split.decode(mode, prompt, replace(sampling, seed=0), "warm-up").steps):
+                if any(s.drafted for s in split.decode(mode, prompt, replace(sampling, seed=0), "warm-up", number).steps):
                     break
             except (EyasError, grpc.RpcError) as error:
                 last = repr(error)
             split.check()
             if time.monotonic() > deadline:
-                lines = "\n".join(split.verifier.last_log_lines(5))
+                lines = "\n".join(split.verifiers[number].last_log_lines(5))
                 raise Unavailable(f"no draft tree came in mode {mode}: {last}; the verifier says:\n{lines}")
             time.sleep(POLL_S)
 
 
 def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, list[Timeline]]:
-    """Measure every temperature, batch and delay. Raises EyasError."""
+    """Measure every temperature, batch, delay and number of verifiers. Raises EyasError."""
     method = default_method(settings.methods[0].name, settings.draft_model)
     costs = {name: DeviceCosts.read(getattr(settings, name)).scaled(settings.scale) for name in ("verifier", "drafter")}
     prompts = [task.token_ids for task in load_tasks(settings)]
     results: list[SplitResult] = []
     timelines: list[Timeline] = []
-    cells = [(t, b, d) for t in settings.temperatures for b in settings.batches for d in settings.delays]
+    axes = settings.temperatures, settings.batches, settings.delays, settings.verifiers
+    firsts = tuple(axis[0] for axis in axes[1:])
     starting = progress.add_task("starting the services", total=None)
     with running_split(settings, costs, method) as split:
         warm_up(split, prompts[0])
         progress.update(starting, total=1, completed=1)
-        for temperature, batch, delay in cells:
+        for temperature, batch, delay, verifiers in itertools.product(*axes):
             for proxy in split.proxies.values():
                 proxy.delay_s = delay * costs["verifier"].seconds("verify", 1)
-            runs = run_modes(split, settings, groups(prompts, batch, 1), temperature, progress)
-            found = [summary(split, costs, mode, (temperature, batch, delay), groups_) for mode, groups_ in runs.items()]
+            runs = run_modes(split, settings, groups(prompts, batch * verifiers, 1), temperature, verifiers, progress)
+            cell = temperature, batch, delay
+            found = [summary(split, mode, cell, verifiers, groups_) for mode, groups_ in runs.items()]
             agreed = [agreement(runs[r.mode], runs["plain"]) if "plain" in runs else "" for r in found]
             results += with_references([replace(r, identical=text) for r, text in zip(found, agreed, strict=True)])
-            if batch == settings.batches[0] and delay == settings.delays[0]:
+            if (batch, delay, verifiers) == firsts:
                 timelines += timelines_of(split, runs, temperature)
     prompt_tokens = round(fmean(map(len, prompts)))
     whole = SplitResults(tuple(results), costs["verifier"], costs["drafter"], prompt_tokens, settings.max_tokens, {})
@@ -298,7 +306,12 @@ def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, 
 
 
 def run_modes(
-    split: Split, settings: SplitSettings, batches: Sequence[Sequence[Prompt]], temperature: float, progress: Progress
+    split: Split,
+    settings: SplitSettings,
+    batches: Sequence[Sequence[Prompt]],
+    temperature: float,
+    verifiers: int,
+    progress: Progress,
 ) -> dict[Mode, list[list[Decoded]]]:
     """Decode each group of prompts in every mode before the next group."""
     runs: dict[Mode, list[list[Decoded]]] = {mode: [] for mode in settings.modes}
@@ -306,33 +319,30 @@ def run_modes(
     for index, group in enumerate(progress.track(batches, description=label)):
         for mode in rotated(list(runs), index):
             few = replace(sampling, max_tokens=settings.plain_tokens or settings.max_tokens)
-            runs[cast(Mode, mode)].append(split.decode_group(cast(Mode, mode), group, few if mode == "plain" else sampling))
+            own = few if mode == "plain" else sampling
+            runs[cast(Mode, mode)].append(split.decode_group(cast(Mode, mode), group, own, verifiers))
             split.check()
     return runs
 
 
 def summary(
-    split: Split,
-    costs: Mapping[str, DeviceCosts],
-    mode: Mode,
-    cell: tuple[float, int, float],
-    found: Sequence[Sequence[Decoded]],
+    split: Split, mode: Mode, cell: tuple[float, int, float], verifiers: int, found: Sequence[Sequence[Decoded]]
 ) -> SplitResult:
     """The result of a mode, with the passes that its devices have logged."""
-    verifier = read_log(split.verifier_log)
+    verifier = [record for log in split.verifier_logs[:verifiers] for record in read_log(log)]
     drafter = read_log(split.logs[mode]) if mode in split.logs else []
     shares, seconds = list[Shares](), list[float]()
     for group in found:
         started, ended = min(r.started for r in group), max(r.ended for r in group)
-        shares.append(Shares.between(started, ended, verifier, drafter))
+        shares.append(Shares.between(started, ended, verifier, drafter, verifiers))
         seconds += [r.ended - r.began for r in verifier if started <= r.launched <= ended]
     mean = Shares(*(fmean(getattr(each, name) for each in shares) for name in ("verifier", "drafter", "late")))
-    return result(mode, *cell, found, mean, fmean(seconds))
+    return result(mode, *cell, found, mean, fmean(seconds), verifiers)
 
 
 def timelines_of(split: Split, runs: Mapping[Mode, list[list[Decoded]]], temperature: float) -> list[Timeline]:
     """The rounds of a typical request of each mode with drafts."""
-    verifier = read_log(split.verifier_log)
+    verifier = read_log(split.verifier_logs[0])
     return [
         Timeline.of(
             f"{mode}, temperature {temperature:g}",
@@ -355,6 +365,7 @@ def split(
     delay: Annotated[list[float], typer.Option(help="Delay of each way, in verify passes; may be repeated.")] = [0.0],  # noqa: B006
     batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    verifiers: Annotated[list[int], typer.Option(help="Verifiers that share the draft service; may be repeated.")] = [1],  # noqa: B006
     mode: Annotated[list[str], typer.Option(help="plain, serial and ahead; may be repeated.")] = list(MODES),  # noqa: B006
     num_prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
@@ -367,7 +378,7 @@ def split(
     threads: Annotated[int, typer.Option(help="CPU threads of each service.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = RESULTS,
 ) -> None:
-    """Measure verifier and draft service as processes on emulated devices; write a table and a timeline."""
+    """Measure verifiers and draft service as processes on emulated devices; write a table and a timeline."""
     settings = SplitSettings(
         model=model,
         methods=(MethodSpec(method, draft_model),),
@@ -379,6 +390,7 @@ def split(
         scale=scale,
         batches=tuple(batch),
         delays=tuple(delay),
+        verifiers=tuple(verifiers),
         modes=cast(tuple[Mode, ...], tuple(mode)),
         ahead=DraftAheadConfig(top_k=ahead_top_k, num_steps=ahead_steps),
         plain_tokens=plain_tokens,

@@ -51,6 +51,7 @@ class SplitSettings(MethodsSettings):
     delays: of each way between verifier and drafter, in verify passes. verifier, drafter: cost tables, see DeviceCosts.read.
     scale: all times of both tables are multiplied by it. ahead: how the drafter of mode "ahead" grows trees in advance.
     plain_tokens: tokens of each prompt in plain decoding, whose rate is the same at every token; 0 takes max_tokens.
+    verifiers: numbers of verifiers that share the draft service, each with a batch of its own.
     """
 
     draft_model: str
@@ -62,6 +63,7 @@ class SplitSettings(MethodsSettings):
     modes: tuple[Mode, ...] = MODES
     ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=64))
     plain_tokens: int = 0
+    verifiers: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +71,7 @@ class SplitSettings(MethodsSettings):
             one_of(Mode, modes=mode)
         require("serial" in self.modes, "modes must include serial: its trees are what efficiency refers to")
         require(self.scale > 0, f"scale is {self.scale}; it must be above 0")
-        at_least(1, batch=min(self.batches, default=0))
+        at_least(1, batch=min(self.batches, default=0), verifiers=min(self.verifiers, default=0))
         at_least(0, delay=min(self.delays, default=-1), plain_tokens=self.plain_tokens)
 
 
@@ -90,19 +92,24 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Shares:
-    """What the two devices did in a time. verifier, drafter: busy shares. late: share of late passes."""
+    """What the devices did in a time. verifier: busy share of one of them, in the mean. drafter: the same of the drafter.
+
+    late: share of late passes.
+    """
 
     verifier: float
     drafter: float
     late: float
 
     @classmethod
-    def between(cls, started: float, ended: float, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Shares:
-        """Count the parts of passes that lie between two times."""
+    def between(
+        cls, started: float, ended: float, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord], verifiers: int = 1
+    ) -> Shares:
+        """Count the parts of passes that lie between two times. verifier: the passes of all `verifiers`."""
         seconds = max(ended - started, 1e-9)
         busy = [sum(overlap(r, started, ended) for r in records) / seconds for records in (verifier, drafter)]
         inside = [r for r in (*verifier, *drafter) if started <= r.launched <= ended]
-        return cls(busy[0], busy[1], sum(r.late for r in inside) / max(len(inside), 1))
+        return cls(busy[0] / verifiers, busy[1], sum(r.late for r in inside) / max(len(inside), 1))
 
 
 def overlap(record: PassRecord, started: float, ended: float) -> float:
@@ -112,10 +119,11 @@ def overlap(record: PassRecord, started: float, ended: float) -> float:
 
 @dataclass(frozen=True)
 class SplitResult:
-    """One mode at one temperature, batch and delay.
+    """One mode at one temperature, batch and delay, with a number of verifiers.
 
-    rate: tokens per second, the batch times the tokens over the time of all requests, see `rate_of`. rates: the same of each
-    group of prompts. speedup: of rate over that of plain decoding. eta: see the module; None for plain decoding.
+    rate: tokens per second of a verifier, the batch times the tokens over the time of all requests, see `rate_of`.
+    rates: the same of each group of prompts. speedup: of rate over that of plain decoding.
+    eta: see the module; None for plain decoding.
     tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and of others.
     hit_rate: share of the steps with trees grown ahead.
     step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
@@ -146,6 +154,7 @@ class SplitResult:
     eta: float | None = None
     speedup: float | None = None
     identical: str = ""
+    verifiers: int = 1
 
     @property
     def host_ms(self) -> float:
@@ -171,6 +180,7 @@ def result(
     groups: Sequence[Sequence[Decoded]],
     shares: Shares,
     verify_s: float,
+    verifiers: int = 1,
 ) -> SplitResult:
     """Summarise the groups of prompts of one mode. verify_s: of a pass with as many rows as theirs."""
     requests = [request for group in groups for request in group]
@@ -200,6 +210,7 @@ def result(
         accepted_fresh=_histogram([step for step in steps if not step.grown_ahead]),
         accepted_hit=_histogram(hits),
         hit_draft_ms=_mean(step.details.draft_ms for step in hits if step.details),
+        verifiers=verifiers,
     )
 
 
@@ -257,11 +268,15 @@ class SplitResults:
 
     def tables(self) -> list[Table]:
         """The tables of the report."""
-        return [_speed(self), _step(self), _planned(self)]
+        shared = [_shared(self)] if any(r.verifiers > 1 for r in self.results) else []
+        return [_speed(self), _step(self), *shared, _planned(self)]
+
+
+COLUMNS = ("temperature", "batch", "delay", "verifiers", "mode")
 
 
 def _cell(result: SplitResult) -> tuple[str, ...]:
-    return f"{result.temperature:g}", f"{result.batch}", f"{result.delay:g}", result.mode
+    return f"{result.temperature:g}", f"{result.batch}", f"{result.delay:g}", f"{result.verifiers}", result.mode
 
 
 def _speed(found: SplitResults) -> Table:
@@ -287,8 +302,8 @@ def _speed(found: SplitResults) -> Table:
         f"passes. busy: shares of time of verifier and drafter. A rate with (late): over {MAX_LATE:.0%} of the passes took "
         "longer here than on the emulated device."
     )
-    columns = ("temperature", "batch", "delay", "mode", "tokens/s", "speedup", "eta", "tau", "hits", "tau hit / miss")
-    return Table("Efficiency", (*columns, "busy", "as plain"), rows, note)
+    columns = ("tokens/s", "speedup", "eta", "tau", "hits", "tau hit / miss", "busy", "as plain")
+    return Table("Efficiency", (*COLUMNS, *columns), rows, note)
 
 
 def _step(found: SplitResults) -> Table:
@@ -301,17 +316,50 @@ def _step(found: SplitResults) -> Table:
         "round trip = draft + wire: the draft service's own time, and the wire with the threads at its ends. A round trip "
         "begins when the verifier sends what it has committed; the wait is shorter by what the verifier does meanwhile."
     )
-    columns = ("temperature", "batch", "delay", "mode", "step", "pass", "wait", "host", "round trip", "draft", "wire")
-    return Table("Where the time goes", columns, rows, note)
+    columns = ("step", "pass", "wait", "host", "round trip", "draft", "wire")
+    return Table("Where the time goes", (*COLUMNS, *columns), rows, note)
+
+
+def round_s(drafter: DeviceCosts, levels: int, top_k: int, batch: int) -> float:
+    """Seconds of a round of serial drafting for a batch, without host work."""
+    first, level = (partial(drafter.seconds, kind) for kind in DRAFT_KINDS)
+    return first(batch * levels) + (levels - 1) * level(batch * top_k)
+
+
+def most_verifiers(verify_s: float, drafted_s: float) -> float:
+    """The closed form of one drafter's verifiers at an equal time per token: 1 + t_v / (gamma t_d).
+
+    verify_s: t_v, of a verify pass. drafted_s: gamma t_d, of a round. A step takes both, one after the other; the drafter is
+    busy for drafted_s of it. So it serves that many verifiers in turn, without batches and without a wait.
+    """
+    return 1 + verify_s / drafted_s
+
+
+def _shared(found: SplitResults) -> Table:
+    """What each number of verifiers makes of the time per token."""
+    rows, alone = [], dict[tuple[str, ...], SplitResult]()
+    for r in (r for r in found.results if r.mode != "plain"):
+        first = alone.setdefault((*_cell(r)[:3], r.mode), r)
+        profile = found.profiles[f"{r.temperature:g}"]
+        drafted_s = round_s(found.drafter, profile.num_levels, profile.top_k, r.batch)
+        most = f"{most_verifiers(1e-3 * first.verify_ms, drafted_s):.1f}" if r.mode == "serial" else ""
+        times = 1e3 * r.batch / r.rate, first.rate / r.rate, r.wait_ms
+        rows.append((*_cell(r), *map(number, times), f"{r.shares.drafter:.0%}", most))
+    note = (
+        "ms of a sequence for each token; the same over that with the fewest verifiers; the wait for trees of a step; the "
+        "share of time in which the drafter is busy. Closed form: 1 + t_v / (gamma t_d) verifiers at an equal time per "
+        "token, if the drafter serves one after the other and none comes while it is busy."
+    )
+    columns = ("ms/token", "over alone", "wait", "busy", "closed form")
+    return Table("One drafter for many verifiers", (*COLUMNS, *columns), tuple(rows), note)
 
 
 def profile_of(settings: SplitSettings, found: SplitResults, temperature: float) -> AcceptanceProfile:
     """The acceptance and the host work at a temperature, of the first batch and delay."""
-    wanted = temperature, settings.batches[0], settings.delays[0]
-    modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay) == wanted}
+    wanted = temperature, settings.batches[0], settings.delays[0], settings.verifiers[0]
+    modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay, r.verifiers) == wanted}
     serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
-    first, level = (partial(found.drafter.seconds, kind) for kind in DRAFT_KINDS)
-    round_s = first(serial.batch * tree.num_steps) + (tree.num_steps - 1) * level(serial.batch * tree.top_k)
+    drafted_s = round_s(found.drafter, tree.num_steps, tree.top_k, serial.batch)
     verify_s = 1e-3 * serial.verify_ms
     profile = AcceptanceProfile(
         fresh=serial.accepted_fresh,
@@ -324,7 +372,7 @@ def profile_of(settings: SplitSettings, found: SplitResults, temperature: float)
         ahead_top_k=settings.ahead.top_k,
         host_ms=max(serial.host_ms, 0.0),
         wire_ms=max(serial.wire_ms - 2e3 * serial.delay * found.pass_s, 0.0),
-        draft_host_ms=max(serial.draft_ms - 1e3 * round_s, 0.0),
+        draft_host_ms=max(serial.draft_ms - 1e3 * drafted_s, 0.0),
         hit_ms=ahead.hit_draft_ms if ahead else 0.0,
         one_pass=settings.methods[0].name in BLOCK_METHODS,
     )
@@ -339,13 +387,14 @@ def _planned(found: SplitResults) -> Table:
         profile, delay_s = found.profiles[f"{r.temperature:g}"], r.delay * found.pass_s
         num_tokens = found.max_tokens if r.mode != "plain" else FleetSettings.output_tokens
         fleet = FleetSettings(
-            found.verifier, found.drafter, found.drafter, profile, r.mode, concurrency=r.batch, max_num_seqs=r.batch,
+            found.verifier, found.drafter, found.drafter, profile, r.mode, r.verifiers,
+            concurrency=r.batch, max_num_seqs=r.batch,
             prompt_tokens=found.prompt_tokens, output_tokens=num_tokens, delay_s=delay_s, seconds=NUM_PLANNED * found.pass_s,
         )  # fmt: skip
-        planned = FleetSimulation(fleet).run().tokens_per_s
+        planned = FleetSimulation(fleet).run().tokens_per_s / r.verifiers
         rows.append((*_cell(r), number(r.rate), number(planned), f"{planned / r.rate - 1:+.1%}"))
     note = "Tokens per second, measured and by `eyas plan`, which knows the acceptance and host work of the first setting."
-    columns = ("temperature", "batch", "delay", "mode", "measured", "planned", "difference")
+    columns = (*COLUMNS, "measured", "planned", "difference")
     return Table("Planned and measured", columns, tuple(rows), note)
 
 
@@ -418,10 +467,10 @@ def typical(requests: Sequence[Decoded]) -> Decoded:
 
 def with_references(results: Sequence[SplitResult]) -> list[SplitResult]:
     """The results with eta and speedup, against serial trees and plain decoding of the same temperature, batch and delay."""
-    found = {(r.temperature, r.batch, r.delay, r.mode): r for r in results}
+    found = {(r.temperature, r.batch, r.delay, r.verifiers, r.mode): r for r in results}
     compared = []
     for r in results:
-        plain, serial = (found.get((r.temperature, r.batch, r.delay, mode)) for mode in ("plain", "serial"))
+        plain, serial = (found.get((r.temperature, r.batch, r.delay, r.verifiers, mode)) for mode in ("plain", "serial"))
         free = r.batch * serial.tau / (1e-3 * r.verify_ms) if serial else 0.0
         eta = r.rate / free if r.mode != "plain" and free else None
         compared.append(replace(r, eta=eta, speedup=r.rate / plain.rate if plain else None))

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
+from eyas.bench.plan import AcceptanceProfile
 from eyas.bench.settings import MethodSpec
-from eyas.bench.split import Decoded, Shares, SplitSettings, Timeline, agreement, draw, result, with_references
+from eyas.bench.split import Decoded, Shares, SplitResults, SplitSettings, Timeline, agreement, draw, result, with_references
 from eyas.config import TreeConfig
+from eyas.config.device_costs import flat
 from eyas.errors import ConfigError
 from eyas.models.emulation import PassRecord
 from eyas.request import VerifyStep, VerifyStepDetails
@@ -60,6 +62,19 @@ def test_rates_are_pooled_over_time_as_tau_over_steps() -> None:
     found = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.6)], [decoded(10, 3, 1.4)]], Shares(0.6, 0.3, 0.0), 0.060)
     assert found.rate == pytest.approx(40.0)
     assert [found.rates.low, found.rates.high] == [pytest.approx(40 / 1.4), pytest.approx(40 / 0.6)]
+
+
+def test_a_time_per_token_is_compared_with_that_of_one_verifier() -> None:
+    """60 ms a pass, 12 ms a round of 2 levels: six verifiers find the drafter free, if they come in turn."""
+    costs, profile = flat("v", verify=60.0), AcceptanceProfile((1,), num_nodes=8, num_levels=2, top_k=4)
+    alone = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.72)]], Shares(0.8, 0.2, 0.0), 0.060)
+    many = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.9)]] * 4, Shares(0.7, 0.6, 0.0), 0.060, verifiers=4)
+    drafter = flat("d", draft_round=6.0, draft_level=6.0)
+    found = SplitResults((alone, many), costs, drafter, 10, 40, {"0": profile})
+    [table] = [table for table in found.tables() if table.title == "One drafter for many verifiers"]
+    assert [(row[3], *row[5:7], *row[8:]) for row in table.rows] == [
+        ("1", "18", "1", "20%", "6.0"), ("4", "22.5", "1.25", "60%", "6.0")
+    ]  # fmt: skip
 
 
 def test_agreement_compares_as_far_as_both_go() -> None:
@@ -138,15 +153,16 @@ def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
     own = settings(
         model="models/demo/target", draft_model="models/demo/eagle3", methods=(MethodSpec("", "models/demo/eagle3"),),
         prompts=Path("models/demo/prompts.jsonl"), num_prompts=1, max_tokens=12, temperatures=(0.8,), verifier="200ms",
-        drafter="20ms", tree=TreeConfig(8, 3, 4), delays=(0.05,), dtype="float32", device="cpu", threads=1,
+        drafter="20ms", tree=TreeConfig(8, 3, 4), delays=(0.05,), dtype="float32", device="cpu", threads=1, verifiers=(2,),
     )  # fmt: skip
     with forked_services(), Progress(disable=True) as progress:
         found, timelines = measure(own, progress)
     by_mode = {r.mode: r for r in found.results}
-    assert {mode: r.identical for mode, r in by_mode.items()} == {"plain": "1 of 1", "serial": "1 of 1", "ahead": "1 of 1"}
+    assert {mode: r.identical for mode, r in by_mode.items()} == dict.fromkeys(("plain", "serial", "ahead"), "2 of 2")
     assert by_mode["serial"].tau > 1
     assert by_mode["serial"].verify_ms >= 199
     assert by_mode["serial"].round_trip_ms >= 2 * 10 + 2 * 20  # near the end trees have fewer levels
     assert 0 < (by_mode["serial"].eta or 0) < 1
     assert [line.title for line in timelines] == ["serial, temperature 0.8", "ahead, temperature 0.8"]
-    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", "Planned and measured"]
+    shared = "One drafter for many verifiers"
+    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", shared, "Planned and measured"]
