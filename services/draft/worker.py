@@ -349,6 +349,7 @@ class _Batch:
     """What the drafter does next: release sessions, then draft for the taken commits, each session at most once.
 
     closed: streams that end. jobs: those with a taken or stale commit. num_stale: commits whose trees come too late.
+    touched: the sessions that each stream has in the batch; shares: its tokens in it.
     """
 
     taken: list[tuple[_Job, Commit[TensorBytes]]] = field(default_factory=list)
@@ -356,15 +357,20 @@ class _Batch:
     closed: list[DraftStream] = field(default_factory=list)
     jobs: dict[_Job, None] = field(default_factory=dict)
     touched: dict[DraftStream, set[str]] = field(default_factory=dict)
+    shares: dict[DraftStream, int] = field(default_factory=dict)
     num_stale: int = 0
 
     def fill(self, waiting: Sequence[DraftStream], limits: DraftQueueConfig) -> list[DraftStream]:
-        """Take commits until the batch is full. Returns the streams that still wait, in the order of the next turn."""
-        self.touched = {stream: set() for stream in waiting}
+        """Take commits until the batch is full. Returns the streams that still wait, in the order of the next turn.
+
+        Those with the fewest tokens in this batch begin the next one. So no stream has what is left over twice in a row.
+        """
+        self.touched, self.shares = {stream: set() for stream in waiting}, dict.fromkeys(waiting, 0)
         turns, num_tokens, now = [(0, place) for place in range(len(waiting))], 0, time.perf_counter()
         while turns and len(self.taken) < limits.max_batch_size and num_tokens < limits.max_batch_tokens:
             own, place = heapq.heappop(turns)
             if size := self._take(waiting[place], now):
+                self.shares[waiting[place]] += size
                 num_tokens += size
                 heapq.heappush(turns, (own + size, place))
         for stream in waiting:
@@ -372,7 +378,7 @@ class _Batch:
                 self.closed.append(stream)
         for stream in waiting:
             stream.waiting = bool(stream.jobs) or (stream.closing and bool(self.touched[stream]))
-        return sorted(filter(lambda stream: stream.waiting, waiting), key=lambda stream: bool(self.touched[stream]))
+        return sorted((stream for stream in waiting if stream.waiting), key=self.shares.__getitem__)
 
     def finish(self, draft_ms: float) -> list[_Job]:
         """Add the time of the batch to its jobs; return those that are to be answered."""

@@ -1,5 +1,6 @@
 """Draft services start, die and return over real sockets while one request runs; the test steps the engine."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
@@ -94,6 +95,39 @@ def test_a_late_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
         running.wait_for_drafter()
         assert running.drafted(num_steps=6) > 0
     running.check()
+
+
+def test_a_session_moves_to_another_drafter_for_one_refeed(pool: DraftPool) -> None:
+    """The other one gets every committed token once, after it has refused the first commit; and features of as many."""
+    other, commits = drafter(), list[tuple[int, int, int]]()
+    propose = other.propose
+
+    def counted(contexts: Sequence[DraftContext]) -> list[Draft]:
+        commits.extend(
+            (context.start_position, len(context.tokens), 0 if context.features is None else len(context.features))
+            for context in contexts
+        )
+        return propose(contexts)
+
+    other.propose = counted  # type: ignore[method-assign]
+    with serving(other, INFO) as second:
+        with serving(drafter(), INFO) as first:
+            pool.assign("r", first)
+            running = Running(pool)
+            running.wait_for_drafter()
+            assert running.drafted(num_steps=12) > 0
+        eventually(lambda: not pool.can_draft("r"))
+        pool.rebalance([second])
+        running.wait_for_drafter()
+        assert running.drafted(num_steps=6) > 0
+        running.check()
+    refused, refeed, *later = commits
+    assert refused[0] > 0
+    assert refeed[0] == 0
+    assert refeed[1] >= refused[0] + refused[1]
+    for (start, length, _), (following, *_) in itertools.pairwise([refeed, *later]):
+        assert following == start + length, "no token is sent twice"
+    assert [num_features for *_, num_features in (refeed, *later)] == [refeed[1] - 1, *(length for _, length, _ in later)]
 
 
 class Invalid(LocalDrafter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -224,6 +225,44 @@ def test_batches_take_from_all_streams_in_turn() -> None:
     assert max(map(len, drafter.batches)) == 4
     assert [name for name, _ in replies] == ["other", "hog"]
     assert [len(reply.trees) for _, reply in replies if reply] == [3, 20]
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 5])
+def test_streams_with_long_queues_get_equal_shares(num_streams: int) -> None:
+    """At any time; four places in a batch do not divide by three or five."""
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO, queue=replace(LIMITS, max_sessions=40, max_pending_tokens=1000))
+    for _ in range(num_streams):
+        worker.submit(worker.open(replies.append), DraftRequest(1, commits(*(f"{i}" for i in range(40)), length=1)))
+    with worker:
+        eventually(lambda: len(replies) == num_streams)
+    served: Counter[str] = Counter()
+    for batch in drafter.batches:
+        served.update(name.partition("/")[0] for name in batch)
+        assert max(served.values()) - min(served[f"{number}"] for number in range(num_streams)) <= 1
+    assert set(served.values()) == {40}
+
+
+def test_a_burst_delays_another_verifier_by_one_batch_at_most() -> None:
+    """However many commits the burst has; its commits that wait are not before the other's."""
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO, queue=replace(LIMITS, max_sessions=200, max_pending_tokens=1000))
+    burst, other = worker.open(replies.append), worker.open(replies.append)
+    worker.submit(burst, DraftRequest(1, commits(*(f"b{i}" for i in range(200)), length=1)))
+    lengths = iter(range(1, 20))
+
+    def ask() -> None:
+        """The other verifier commits again as soon as it has its tree."""
+        if (length := next(lengths, None)) is not None:
+            base = length - 1
+            worker.submit(other, DraftRequest(length, (packed(context("a", TOKENS[:length], base=base)),)))
+
+    other.deliver = lambda reply: ask() if reply else None
+    ask()
+    with worker:
+        eventually(lambda: any(replies))
+    turns = [number for number, batch in enumerate(drafter.batches) if "1/a" in batch]
+    assert turns == list(range(19))
 
 
 def test_a_batch_is_shared_by_tokens_not_by_commits() -> None:
