@@ -69,10 +69,12 @@ class DelayingProxy:
     """A TCP proxy on loopback before the service at `port`: each piece of data arrives `delay_s` after it was sent.
 
     Pieces follow one another without waiting for each other, as on a long wire. A way holds MAX_CHUNKS of them at most.
+    num_bytes: what has gone to the service.
     """
 
     port: int
     delay_s: float = 0.0
+    num_bytes: int = 0
     listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _ends: list[socket.socket] = field(default_factory=list)
 
@@ -109,12 +111,13 @@ class DelayingProxy:
         for source, sink in ((caller, service), (service, caller)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             way: Queue[tuple[float, bytes]] = Queue(MAX_CHUNKS)
-            threading.Thread(target=self._read, args=(source, way), daemon=True).start()
+            threading.Thread(target=self._read, args=(source, way, sink is service), daemon=True).start()
             threading.Thread(target=self._write, args=(sink, way), daemon=True).start()
 
-    def _read(self, source: socket.socket, way: Queue[tuple[float, bytes]]) -> None:
+    def _read(self, source: socket.socket, way: Queue[tuple[float, bytes]], is_request: bool) -> None:
         with suppress(OSError):
             while data := source.recv(CHUNK_BYTES):
+                self.num_bytes += len(data) if is_request else 0
                 way.put((time.perf_counter() + self.delay_s, data))
         way.put((0.0, b""))
 
