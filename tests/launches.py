@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ FREE = {
     "split", "chunk", "unbind", "detach", "alias", "as_strided", "empty", "empty_like", "empty_strided", "new_empty",
     "_reshape_alias", "split_with_sizes", "lift_fresh", "view_as", "diagonal", "unfold", "view_dtype",
 }  # fmt: skip
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_product"}
 GATHERS = {"embedding", "index", "index_select", "gather"}
 # Arguments of kernels: the KV cache, words with prefixes and masks, an embedding, and logits that only rows of flat
 # distributions are read from again.
@@ -239,7 +239,7 @@ def _kind(dtype: torch.dtype) -> str:
 def attention_calls(sm: int) -> None:
     """The attention of a plain step and of a tree: Llama 3.1 8B, and where shared memory is least wide float32 heads."""
     from eyas.models.cuda import kernel
-    from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+    from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 
     layouts = ((torch.bfloat16, 32, 8, 128, None, None), (torch.float32, 16, 8, 256, 4096, 50.0))
     for dtype, heads, kv_heads, width, window, softcap in layouts[: 2 if sm == min(SHARED_KIB, key=SHARED_KIB.get) else 1]:
@@ -250,11 +250,15 @@ def attention_calls(sm: int) -> None:
             query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
             keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
             kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
+        shape = bucket_shape(64, 32, replace(tiling, longest=8192, fixed_part=FIXED_PART))
+        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
+        kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
 
 
 def layer_calls(sm: int) -> None:
     """The kernels of a fused layer: Llama 3.1 8B, Gemma 2 9B, and the widest rows in float32."""
     from eyas.models.cuda import layer_kernels
+    from eyas.models.cuda.layer_kernels import WIDE_OUTPUTS
     from eyas.models.fused import HeadLayout, RMSNorm
 
     for dtype, width, adds_one in (
@@ -271,6 +275,8 @@ def layer_calls(sm: int) -> None:
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
         slots = torch.zeros(64, dtype=torch.int64, device=META)
         layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
+        weight = torch.zeros(WIDE_OUTPUTS if adds_one else 4096, width, dtype=dtype, device=META)
+        layer_kernels.linear(x, weight, weight[0] if adds_one else None, dtype)
         layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
 
 

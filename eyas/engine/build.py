@@ -96,10 +96,10 @@ def assemble_engine(
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
     with workers.init_kv_cache(num_slots, plan):
         kv_cache = _kv_cache(target, num_slots, width)
+        backend = build_backend(plan, target, kv_cache)
         if engine.deterministic:
-            runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens)
+            runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens, backend)
         else:
-            backend = build_backend(plan, target, kv_cache)
             if engine.emulated_device:
                 backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device, clock))
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -70,26 +71,34 @@ class ModelRunner:
 class BatchInvariantRunner(ModelRunner):
     """The runner of deterministic mode: a token's logits do not depend on what else shares the step.
 
-    keeps_batches: whether the target's passes have that property by themselves. Then they hold all sequences, and prompts
-    are cut into segments that the target's kernels take. Otherwise every forward pass has the same number of rows, all of
-    one sequence, and its attention does not depend on the order of keys in memory: plain and speculative decoding run the
-    same kernels. ModelRunner is the fast one.
+    keeps_batches: whether the target's passes have that property by themselves, by kernels of the CPU or of CUDA. Then they
+    hold all sequences. Otherwise every forward pass has the same number of rows, all of one sequence, and its attention does
+    not depend on the order of keys in memory: plain and speculative decoding run the same kernels. ModelRunner is the fast
+    one.
     """
 
-    def __init__(self, target: TargetModel, kv_cache: KVCache, fuser: FeatureFuser | None, rows: int) -> None:
-        """rows: of every pass; no tree may have more.
+    def __init__(
+        self,
+        target: TargetModel,
+        kv_cache: KVCache,
+        fuser: FeatureFuser | None,
+        rows: int,
+        backend: ForwardBackend | None = None,
+    ) -> None:
+        """rows: of every pass; no tree may have more. backend: one with parts at fixed positions, if not the target itself.
 
         Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed.
         """
-        super().__init__(target, kv_cache, fuser)
+        super().__init__(target, kv_cache, fuser, backend)
         if target.is_mixture_of_experts:
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows = rows
-        self.keeps_batches = rows <= MAX_KERNEL_ROWS and is_batch_invariant(target.model)
+        self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
+        self.keeps_batches = rows <= self._max_rows and (self.backend is not target or is_batch_invariant(target.model))
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:
-            return super().forward([part for segment in segments for part in _kernel_segments(segment)])
+            return super().forward([part for segment in segments for part in _parts(segment, self._max_rows)])
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
         return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
@@ -104,12 +113,12 @@ class BatchInvariantRunner(ModelRunner):
         return out.logits[upload(block.logits_indices, out.logits.device)]
 
 
-def _kernel_segments(segment: Segment) -> list[Segment]:
-    """The segment in parts of MAX_KERNEL_ROWS rows; a tree is one part."""
+def _parts(segment: Segment, rows: int) -> list[Segment]:
+    """The segment in parts of at most `rows` rows; a tree is one part."""
     count = len(segment.tokens)
-    if segment.visible is not None or count <= MAX_KERNEL_ROWS:
+    if segment.visible is not None or count <= rows:
         return [segment]
-    return [segment.part(start, min(start + MAX_KERNEL_ROWS, count)) for start in range(0, count, MAX_KERNEL_ROWS)]
+    return [segment.part(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Segment:

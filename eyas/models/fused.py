@@ -28,12 +28,14 @@ from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
+from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
 
 # Segments of more rows are prompts, whose attention torch computes faster.
 MAX_KERNEL_ROWS = 64
 
 # Activations of the gate by the class that transformers makes of them.
+PLAIN_LINEAR = (nn.Linear, Float32Head)
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 
 
@@ -345,12 +347,17 @@ def unfuse_layers(model: Any) -> None:
 
 
 def is_batch_invariant(model: Any) -> bool:
-    """Whether a row gets the same bits in any pass, in segments of up to MAX_KERNEL_ROWS rows.
+    """Whether a row can get the same bits in any pass.
 
-    That holds for fused layers whose weights are all halves, run by the compiled kernels of the CPU.
+    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers whose weights are all halves, run by
+    the compiled kernels. On CUDA it holds for fused layers with plain weights, if a KernelBackend has parts at fixed
+    positions.
     """
-    runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if model.device.type != "cpu":
+        is_fused = all("forward" in vars(layer) for layer in model.get_decoder().layers)
+        return is_fused and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
+    runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
     return runs_here and runs_compiled(model.device) and all(map(_is_half, linear))
 
 

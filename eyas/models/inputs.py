@@ -205,6 +205,8 @@ class MetadataShape:
 
     rows, logits: packed rows, and rows whose logits are computed. tiles: runs of at most `tile_rows` rows of one segment.
     splits: parts into which the keys of a tile are cut at most. even_splits: parts of a tile with few keys.
+    fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0. Then
+    `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
     """
 
     rows: int
@@ -213,6 +215,8 @@ class MetadataShape:
     tile_rows: int
     splits: int
     even_splits: int
+    fixed_part: int = 0
+    part_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,8 +224,8 @@ class AttentionMetadata:
     """What the attention kernel reads, in the layout of eyas.models.cuda.metadata. All int32.
 
     A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows.
-    tiles: [tiles, 8]. positions: [rows]. slots, key_positions: of the own keys. num_logits: rows whose logits are asked for,
-    the first of those computed.
+    tiles: [tiles, 8], or [tiles, 12] with parts at fixed positions. positions: [rows]. slots, key_positions: of own keys.
+    num_logits: rows whose logits are asked for, the first of those computed.
     """
 
     shape: MetadataShape

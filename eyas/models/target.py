@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -96,6 +97,7 @@ class TargetModel:
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         self._whole_kv_shapes = kv_shapes
+        self._num_ranks = shard.size if shard else 1
         self._num_head_ranks = shard.size if shard and splits_heads(model) else 1
         self.shared_vocabulary: SharedVocabulary | None = None
         if shard and shares_vocabulary(model, shard):
@@ -149,6 +151,14 @@ class TargetModel:
         states = [self._collected[layer] for layer in self.aux_hidden_state_layers]
         self._collected.clear()
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Whether something was found on this rank or another that shares the target; all must ask at the same time."""
+        if self._num_ranks == 1:
+            return found
+        verdict = torch.tensor([float(found)], device=self.device)
+        dist.all_reduce(verdict, dist.ReduceOp.MAX)
+        return bool(verdict)
 
     def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
         """An empty KV cache of this rank's heads."""
@@ -215,16 +225,18 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
     """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
 
     A new version of transformers may change a layer whose code we know. On CUDA, too, the check pass takes the plain
-    operations between the products; `eyas.models.cuda.backend.check_kernels` compares the kernels with them.
+    operations between the products; `eyas.models.cuda.backend.check_kernels` compares the kernels with them. Each rank sees
+    the logits of its own part of the vocabulary, and all fuse or none does.
     """
-    if not fuse_layers(target.model):
+    if target.on_any_rank(not fuse_layers(target.model)):
+        unfuse_layers(target.model)
         return
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
     try:
         error = float((_check_attention(target) - expected).abs().max())
     except CheckpointError:
         error = math.nan
-    if not error <= tolerance * float(expected.abs().max()):
+    if target.on_any_rank(not error <= tolerance * float(expected.abs().max())):
         log.warning("%s: its layers run unfused, because fused ones compute something else", type(target.model).__name__)
         unfuse_layers(target.model)
 

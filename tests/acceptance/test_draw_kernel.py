@@ -83,6 +83,25 @@ def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
                 assert own.best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
 
 
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_scores_of_parts_keep_to_their_bound_of_rounding(scale: float) -> None:
+    """The proven error of `best_of_races`: parts differ from the whole only where two scores are closer than twice that."""
+    logits = scale * torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(int(scale)))
+    rows = [Draw(NoiseKey(seed, 0.3 + 0.01 * seed), seed) for seed in range(200)]
+    heat = torch.tensor([row.key.temperature for row in rows], dtype=torch.float32)
+    noise = exponential_noise([row.key.seed for row in rows], [row.position for row in rows], torch.arange(VOCAB))
+    below = (logits.amax(-1, keepdim=True).double() - logits.double()) / heat.double()[:, None]
+    exact = noise.double() * below.exp()
+    for part in torch.arange(VOCAB).chunk(4):
+        top, score, token = sampler.race(logits[:, part].contiguous(), rows, int(part[0]), VOCAB)
+        rest = (logits.amax(-1) - top.view(torch.float32)) / heat
+        found = score.view(torch.float32) * rest.exp()
+        wanted, distance = (x.gather(1, token.long()[:, None])[:, 0] for x in (exact, below))
+        error, is_drawable = (found.double() / wanted - 1).abs(), distance < sampler.MAX_BELOW
+        assert is_drawable.any()
+        assert (error <= (3 * distance + 12) * 2.0**-24)[is_drawable].all()
+
+
 def test_the_compiled_sampler_draws_as_operations_do() -> None:
     pytest.importorskip("numba")
     logits = 4 * torch.randn(300, 997, generator=torch.Generator().manual_seed(5))

@@ -13,22 +13,28 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
-from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.cuda.metadata import FIXED_PART, Tiling, pack_with_metadata, tight_shape
+from eyas.models.fused import is_batch_invariant
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 
 MAX_HEAD_WIDTH = 256
 MAX_HEADS_PER_KV = 64
 MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; no graph holds a pass with more
+CHECKED_PROMPT = 70  # tokens; more than a block of keys
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +61,29 @@ class BackendKind(IntEnum):
 
 @dataclass(frozen=True)
 class BackendPlan:
-    """Rank 0's decision for all ranks: NCCL needs a sum captured on every rank or on none, and in the same order."""
+    """Rank 0's decision for all ranks: NCCL needs a sum captured on every rank or on none, and in the same order.
+
+    batch_invariant: whether a row must get the same bits in any pass; with one rank only.
+    """
 
     kind: BackendKind
     limits: CaptureLimits
+    batch_invariant: bool = False
 
 
 def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, max_model_len: int) -> BackendPlan:
     """The fastest kind that the target's device and shapes allow. Logs what rules out the kernel on CUDA."""
     rows = engine.max_prefill_tokens + engine.max_num_seqs * tree.num_draft_tokens
     limits = CaptureLimits(rows, engine.max_num_seqs, min(engine.max_num_seqs * max_model_len, MAX_PREFIX))
-    if target.device.type != "cuda" or engine.deterministic:
+    if target.device.type != "cuda":
         return BackendPlan(BackendKind.PLAIN, limits)
-    if reason := why_no_kernel(target):
+    reason = why_no_kernel(target)
+    if not reason and engine.deterministic and not is_batch_invariant(target.model):
+        reason = "deterministic mode computes one sequence at a time, because the model's layers are not fused or quantised"
+    if reason:
         log.warning("%s: attention runs without the kernel and without CUDA graphs", reason)
         return BackendPlan(BackendKind.PLAIN, limits)
-    return BackendPlan(BackendKind.GRAPHS if engine.cuda_graphs else BackendKind.KERNEL, limits)
+    return BackendPlan(BackendKind.GRAPHS if engine.cuda_graphs else BackendKind.KERNEL, limits, engine.deterministic)
 
 
 def build_backend(
@@ -86,12 +99,16 @@ def build_backend(
     """
     if plan.kind is BackendKind.PLAIN:
         return target
-    if reason := why_no_kernel(target):
-        raise ConfigError(f"rank 0 takes the kernel for attention, but here {reason}; install the same on every rank")
+    reason = why_no_kernel(target)
+    if target.on_any_rank(bool(reason)):
+        where = f"here {reason}" if reason else "another rank cannot"
+        raise ConfigError(f"rank 0 takes the kernel for attention, but {where}; install the same on every rank")
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
-    tiling = replace(tiling, longest=target.max_model_len)
+    tiling = replace(tiling, longest=target.max_model_len, fixed_part=FIXED_PART if plan.batch_invariant else 0)
     launched = KernelBackend(target, tiling, kv_cache.scratch)
     check_kernels(launched)
+    if plan.batch_invariant:
+        check_batch_invariance(launched)
     if plan.kind is BackendKind.KERNEL:
         return launched
     return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), show_progress)
@@ -100,7 +117,8 @@ def build_backend(
 def check_kernels(launched: KernelBackend) -> None:
     """Compare a small tree behind a small prompt, computed by the kernels, with the plain pass.
 
-    Raises ConfigError if the logits differ by more than rounding. Experts are not checked: rounding may choose others.
+    Raises ConfigError on all ranks if the logits of one differ by more than rounding. Experts are not checked: rounding may
+    choose others.
     """
     target = launched.target
     ways: tuple[ForwardBackend, ...] = (target, launched)
@@ -115,11 +133,49 @@ def check_kernels(launched: KernelBackend) -> None:
         found = [way.forward(way.pack([segment]), kv).logits for way, kv in zip(ways, kv_caches, strict=True)]
     plain, ours = found
     tolerance = (1e-3 if target.dtype == torch.float32 else 0.1) * float(plain.abs().max())
-    if not (error := float((ours - plain).abs().max())) <= tolerance:  # NaN is an error too
+    error = float((ours - plain).abs().max())
+    if target.on_any_rank(not error <= tolerance):  # NaN is an error too
+        others = ", but another rank differs by more" if error <= tolerance else ""
         raise ConfigError(
             f"{type(target.model).__name__}: on {target.device} the kernels give logits that differ by {error:.2g} from "
-            f"those of plain operations, and rounding explains {tolerance:.2g}; install the versions of torch and triton in "
-            "constraints.txt, or uninstall triton to run without kernels"
+            f"those of plain operations, and rounding explains {tolerance:.2g}{others}; install the versions of torch and "
+            "triton in constraints.txt, or uninstall triton to run without kernels"
+        )
+
+
+def check_batch_invariance(launched: KernelBackend) -> None:
+    """Compare a tree behind a prompt with plain decoding of its path, behind a prompt in chunks and beside another sequence.
+
+    Raises ConfigError unless the logits are equal bit for bit.
+    """
+    target, none = launched.target, np.zeros(0, dtype=np.int64)
+    length = min(CHECKED_PROMPT, target.max_model_len - 3)
+    rows = np.arange(length + 3)
+    words = 3 + rows * 7 % min(64, target.vocab_size - 3)
+
+    def run(kv_cache: KVCache, *segments: Segment) -> Tensor:
+        return launched.forward(launched.pack(segments), kv_cache).logits[-1]
+
+    def part(start: int, end: int, prefix: npt.NDArray[np.int64], first_slot: int) -> Segment:
+        own = rows[start:end]
+        return Segment(words[own], own, first_slot + own, prefix, None, own[-1:] - start)
+
+    kv_cache, batch = target.new_kv_cache(length + 4), target.new_kv_cache(3 * length)
+    run(kv_cache, part(0, length, none, 0))
+    parents = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=np.bool_)  # the path is 0, 2, 3
+    path = words[length:]
+    tree = np.array([path[0], 3, path[1], path[2]])
+    positions, slots = length + np.array([0, 1, 1, 2]), length + np.arange(4)
+    drafted = run(kv_cache, Segment(tree, positions, slots, rows[:length], parents, np.array([3])))
+    other, start = part(0, length // 2, none, 2 * length), length // 3
+    run(batch, other, part(0, start, none, 0))
+    run(batch, part(start, length, rows[:start], 0), other)
+    for end in range(length, length + 3):
+        plain = run(batch, other, part(end, end + 1, rows[:end], 0))
+    if not torch.equal(drafted, plain):
+        raise ConfigError(
+            f"{type(target.model).__name__}: on {target.device} logits of a tree differ in their bits from plain decoding; "
+            "install the versions of torch and triton in constraints.txt, or set engine.deterministic to false"
         )
 
 
@@ -166,6 +222,24 @@ class KernelBackend:
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but hidden states may end with padding rows."""
         device = self.target.device
+        products = FixedProducts() if self.tiling.fixed_part else nullcontext()
         # Triton launches on the thread's current device, wherever the tensors are.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), products:
             return self.target.forward(packed, kv_cache)
+
+
+class FixedProducts(TorchFunctionMode):
+    """Inside the context every linear layer multiplies by `layer_kernels.linear`, whose tiles do not depend on the rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the two functions that linear layers and output heads call."""
+        from eyas.models.cuda.layer_kernels import linear
+
+        named = kwargs or {}
+        if func is F.linear:
+            values = dict(zip(("input", "weight", "bias"), args, strict=False)) | named
+            return linear(values["input"], values["weight"], values.get("bias"), values["input"].dtype)
+        if func is torch.mm:
+            rows, transposed = args
+            return linear(rows, transposed.T, None, named.get("out_dtype", rows.dtype))
+        return func(*args, **named)

@@ -18,7 +18,15 @@ from rich.progress import track
 
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import ConfigError
-from eyas.models.cuda.metadata import bucket_shape, build_words, count_logits, max_words, pack_with_metadata, view
+from eyas.models.cuda.metadata import (
+    bucket_shape,
+    build_words,
+    count_logits,
+    has_room,
+    max_words,
+    pack_with_metadata,
+    view,
+)
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
 from eyas.tensors import upload
@@ -85,7 +93,7 @@ class GraphBackend:
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments padded to a bucket if one holds them."""
         rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), count_logits(segments))
-        if rows is None:
+        if rows is None or not has_room(self._shapes[rows], segments):
             return self._launched.pack(segments)
         return pack_with_metadata(segments, self._shapes[rows], self._launched.scratch, self._launched.target.device)
 

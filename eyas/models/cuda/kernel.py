@@ -3,6 +3,9 @@
 Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a
 second kernel combines the parts, if there can be several. A long prefix has more parts than a short one, whose other
 programs end at once. Heads that share keys are rows of one matrix product. Only keys of the segment's own rows are masked.
+
+Deterministic mode has kernels of its own. They take the keys of a row by position, in blocks and parts that begin at fixed
+positions, and their matrix products have one shape. So a row gets the same bits alone, in a batch, in a tree and in a chunk.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ def attend(
     (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
     row_bytes = block_d * query.element_size()
+    if shape.fixed_part:
+        return _attend_by_position(query, keys, values, packed, scaling, window, softcap)
     is_whole = shape.splits == 1  # then the only part is the result
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     partials = sums = out
@@ -68,6 +73,49 @@ def attend(
     _combine[(rows, num_heads)](
         partials, sums, out, rows, shape.splits, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
     )
+    return out
+
+
+def _attend_by_position(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
+    meta = packed.metadata
+    assert meta is not None
+    (_, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
+    group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
+    row_bytes = block_d * query.element_size()
+    partials = query.new_empty((shape.part_rows, num_heads, width), dtype=torch.float32)
+    sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    # without fused operations, which the compiler would choose by what is around them
+    _attend_fixed_parts[(shape.tiles, num_kv)](
+        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.tiles, meta.slots, meta.positions),
+        float(scaling),
+        NUM_KV=num_kv,
+        GROUP=group,
+        WIDTH=width,
+        WINDOW=window or 0,
+        SOFTCAP=float(softcap or 0),
+        BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
+        BLOCK_N=_keys_per_block(row_bytes),
+        BLOCK_D=block_d,
+        num_warps=4 if row_bytes <= 256 else 8,
+        num_stages=NUM_STAGES,
+        maxnreg=FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
+        enable_fp_fusion=False,
+    )
+    _combine_in_order[(shape.tiles, num_heads)](
+        *(partials, sums, out, meta.tiles),
+        NUM_HEADS=num_heads, WIDTH=width, BLOCK_R=triton.next_power_of_2(shape.tile_rows), BLOCK_D=block_d,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
@@ -167,3 +215,82 @@ def _combine(
     total = tl.sum(weights, 0)
     mean = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + cell * WIDTH + d, mean.to(out.dtype.element_ty), mask=d < WIDTH)
+
+
+@triton.jit(do_not_specialize_on_alignment=["words", "tiles", "slots", "positions"])
+def _attend_fixed_parts(
+    query, keys, values, partials, sums, words, tiles, slots, positions, scaling,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its own path,
+    so that blocks there are taken once for each row, and rows without that path keep what they have."""
+    tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
+    first, count, own, lanes = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    length, prefix = tl.load(tile + 4), words + tl.load(tile + 5)
+    paths, depths = words + tl.load(tile + 6), tl.load(tile + 7)
+    begin, end, place = tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 10)
+    if begin >= end:
+        return
+    m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    live, row = m // GROUP < count, first + m // GROUP
+    position = tl.load(positions + row, mask=live, other=2147483647)
+    cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
+    kept = live[:, None] & (d < WIDTH)[None, :]
+    q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOW:  # blocks that no row sees change nothing
+        begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+    shared = tl.minimum(end, length // BLOCK_N * BLOCK_N)
+    for at in range(begin, shared, BLOCK_N):
+        where = (tl.load(prefix + at + n).to(tl.int64) * NUM_KV + head) * WIDTH
+        visible = live[:, None] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
+        top, total, acc = _fold(q, keys, values, where, n >= 0, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+    for at in range(tl.maximum(begin, shared), end, BLOCK_N):
+        for lane in range(lanes):
+            depth = at + n - length
+            is_own, inside = depth >= 0, at + n < end
+            node = tl.load(paths + lane * depths + depth, mask=is_own & (depth < depths), other=0)
+            node = tl.where(depths > 0, node, depth)
+            slot = tl.load(slots + own + node, mask=is_own & inside, other=0)
+            slot = tl.where(is_own, slot, tl.load(prefix + at + n, mask=inside & (depth < 0), other=0))
+            mine = live & ((lanes == 1) | (m // GROUP == lane))
+            visible = mine[:, None] & inside[None, :] & ((at + n)[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (position[:, None] - (at + n)[None, :] < WINDOW)
+            where = (slot.to(tl.int64) * NUM_KV + head) * WIDTH
+            top, total, sum_of_all = _fold(q, keys, values, where, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+            acc = tl.where(mine[:, None], sum_of_all, acc)
+    out = (place + m // GROUP).to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
+    some = tl.where(total == 0, 1.0, total)
+    tl.store(sums + out, tl.where(total == 0, float("-inf"), top + tl.log2(some)), mask=live)
+    tl.store(partials + out[:, None] * WIDTH + d[None, :], acc / some[:, None], mask=kept)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles"])
+def _combine_in_order(
+    partials, sums, out, tiles,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The parts of a tile's rows and one head, one after the other. Empty parts change nothing; padding rows get zeros."""
+    tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
+    first, count, place, parts = tl.load(tile), tl.load(tile + 1), tl.load(tile + 10), tl.load(tile + 11)
+    if parts < 0:
+        return
+    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    live, kept = r < count, (r < count)[:, None] & (d < WIDTH)[None, :]
+    top, total = tl.full([BLOCK_R], float("-inf"), tl.float32), tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for part in range(parts):
+        at = (place + part * count + r).to(tl.int64) * NUM_HEADS + head
+        more = tl.load(sums + at, mask=live, other=float("-inf"))
+        mean = tl.load(partials + at[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
+        higher = tl.maximum(top, more)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, weight = tl.exp2(top - base), tl.exp2(more - base)
+        acc = acc * shrink[:, None] + mean * weight[:, None]
+        top, total = higher, total * shrink + weight
+    mean = acc / tl.where(total == 0, 1.0, total)[:, None]
+    where = ((first + r).to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
+    tl.store(out + where, mean.to(out.dtype.element_ty), mask=kept)

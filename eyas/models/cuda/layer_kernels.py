@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from eyas.models.fused import HeadLayout, RMSNorm
 
 GATE_BLOCK = 1024
+# Rows of a tile of `linear` for narrow types, and outputs from which on its tiles are wide.
+PRODUCT_ROWS = 64
+WIDE_OUTPUTS = 8192
 
 
 def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
@@ -98,6 +101,49 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
             gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
         )
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [..., K] times weight [N, K] plus bias [N], in one launch: [..., N] of `dtype`, summed in float32.
+
+    Tiles depend on the weight alone and nothing is summed across programs. So a row gets the same bits in any batch, which
+    libraries do not promise: they choose kernels by the number of rows.
+    """
+    (outputs, inputs), rows = weight.shape, x.numel() // weight.shape[1]
+    out = torch.empty((*x.shape[:-1], outputs), dtype=dtype, device=x.device)
+    block_n, block_k = (128, 64) if outputs >= WIDE_OUTPUTS else (32, 128)
+    block_m = PRODUCT_ROWS
+    if x.dtype == torch.float32:  # without matrix units
+        block_m, block_n, block_k = 16, 64, 32
+    with torch.cuda.device_of(x):
+        _product[(triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n))](
+            *(x.contiguous(), weight.contiguous(), weight if bias is None else bias, out, rows, inputs, outputs),
+            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=4, num_stages=4 if x.dtype != torch.float32 else 2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
+def _product(
+    x, weight, bias, out, rows, inputs, outputs,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x += row[:, None] * inputs + k[None, :]
+    weight += column[:, None] * inputs + k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, inputs, BLOCK_K):
+        inside = (at + k < inputs)[None, :]
+        a = tl.load(x + at, mask=(row < rows)[:, None] & inside, other=0.0)
+        b = tl.load(weight + at, mask=(column < outputs)[:, None] & inside, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+    kept = (row < rows)[:, None] & (column < outputs)[None, :]
+    tl.store(out + row[:, None] * outputs + column[None, :], acc.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit

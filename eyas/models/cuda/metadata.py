@@ -7,12 +7,21 @@ segment, the slots of its prefix and its mask, one bit for each pair of its rows
     2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
     4, 5  length of the prefix, and the word at which it begins
     6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
+
+Parts at fixed positions make results independent of the batch. Then a tile is listed once for each of its parts, in
+FIXED_TILE_WORDS words, and instead of masks there are the paths of tree nodes: the own keys of a row, by position.
+
+    0 to 2, 4, 5  as above
+    3, 6, 7  rows with paths: all of a tree, else 1; the word at which the first row's path begins, and words of a path
+    8, 9  first key of the part, and the key behind its last one, by position
+    10, 11  place of the part's results, in rows; and how many parts the tile has, FOLLOWS for all but the first of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +29,13 @@ import torch
 from torch import Tensor
 
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, Segment
-from eyas.tensors import Bools, upload
+from eyas.tensors import Bools, Ints, upload
 
 Words = npt.NDArray[np.int32]
 
 TILE_WORDS = 8
+FIXED_TILE_WORDS = 12
+FOLLOWS = -1
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
 # Keys from which on a tile is cut into more parts than filling the device takes: others would wait for one long prefix.
@@ -32,6 +43,9 @@ LONG_PART = 2048
 # Parts of a long prefix where tiles alone fill the device, and the most rows of all parts together: they take memory.
 LONG_SPLITS = 8
 MAX_PART_ROWS = 4096
+# Keys of a part at fixed positions, a multiple of the keys that a program holds; parts beyond one for each tile of a graph.
+FIXED_PART = 1024
+MAX_MORE_PARTS = 256
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,8 @@ class Tiling:
 
     heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
     num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
-    longest: the most keys that a row may see.
+    longest: the most keys that a row may see. fixed_part: keys of parts at fixed positions; 0 cuts keys so that the device
+    is full, and results depend on the batch.
     """
 
     heads_per_kv: int
@@ -48,11 +63,12 @@ class Tiling:
     num_processors: int
     max_rows: int = 64
     longest: int = 1 << 30
+    fixed_part: int = 0
 
     def tile_rows(self, longest: int) -> int:
         """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
         few = max(1, 16 // self.heads_per_kv)
-        return few if longest <= few else max(1, self.max_rows // self.heads_per_kv)
+        return few if longest <= few and not self.fixed_part else max(1, self.max_rows // self.heads_per_kv)
 
     def shape(self, rows: int, logits: int, tiles: int, tile_rows: int, filled: int | None = None) -> MetadataShape:
         """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
@@ -66,6 +82,11 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
     """The shape of segments without padding."""
     counts = [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
+    if tiling.fixed_part:
+        needs = count_parts(segments, tile_rows, tiling.fixed_part)
+        return MetadataShape(
+            sum(counts), count_logits(segments), needs.tiles, tile_rows, 1, 1, tiling.fixed_part, needs.part_rows
+        )
     tiles = sum(-(-count // tile_rows) for count in counts)
     return tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
 
@@ -74,12 +95,44 @@ def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
     """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
     tiles = min(rows, max_segments + 1 + rows // tile_rows)
+    if tiling.fixed_part:
+        most = -(-tiling.longest // tiling.fixed_part)
+        parts = min(tiles * most, tiles + MAX_MORE_PARTS)
+        part_rows = min(parts * tile_rows, rows * most, rows + MAX_PART_ROWS)
+        return MetadataShape(rows, rows, parts, tile_rows, 1, 1, tiling.fixed_part, part_rows)
     return tiling.shape(rows, rows, tiles, tile_rows, -(-rows // tile_rows))
+
+
+class PartCount(NamedTuple):
+    """What parts at fixed positions take: tiles listed once for each part, and rows of results of all of them."""
+
+    tiles: int
+    part_rows: int
+
+
+def count_parts(segments: Sequence[Segment], tile_rows: int, part: int) -> PartCount:
+    """What a pass takes without padding."""
+    tiles = part_rows = 0
+    for segment in segments:
+        firsts, ends = _tile_ends(segment, tile_rows)
+        parts = -(-ends // part)
+        tiles += int(parts.sum())
+        part_rows += int(parts @ np.minimum(tile_rows, len(segment.tokens) - firsts))
+    return PartCount(tiles, part_rows)
+
+
+def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
+    """Whether a shape of `bucket_shape` holds the parts of a pass whose rows it holds."""
+    if not shape.fixed_part:
+        return True
+    needs = count_parts(segments, shape.tile_rows, shape.fixed_part)
+    padding = -(-(shape.rows - sum(len(s.tokens) for s in segments)) // shape.tile_rows)
+    return needs.tiles + padding <= shape.tiles and needs.part_rows <= shape.part_rows
 
 
 def max_words(shape: MetadataShape) -> int:
     """The most words that a pass of this shape can take, without its prefixes."""
-    return _num_fixed_words(shape) + shape.rows * -(-shape.rows // 32)
+    return _num_fixed_words(shape) + shape.rows * (shape.rows if shape.fixed_part else -(-shape.rows // 32))
 
 
 def count_logits(segments: Sequence[Segment]) -> int:
@@ -98,36 +151,91 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int)
     """The words of a pass."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
-    tiles = np.zeros((shape.tiles, TILE_WORDS), dtype=np.int32)
+    tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
     ragged: list[npt.NDArray[np.integer]] = []
-    start = tile = num_logits = 0
+    start = tile = part_row = num_logits = 0
     at = _num_fixed_words(shape)
     for segment in segments:
         count, length = len(segment.tokens), len(segment.prefix)
         rows[:3, start : start + count] = segment.tokens, segment.positions, segment.slots
         rows[3, num_logits : num_logits + len(segment.logits_indices)] = segment.logits_indices + start
-        firsts = np.arange(0, count, shape.tile_rows)
-        own = tiles[tile : tile + len(firsts)]
-        own[:, 0] = start + firsts
-        own[:, 1] = np.minimum(shape.tile_rows, count - firsts)
-        mask = _mask_words(segment)
-        stride = len(mask) // count
-        own[:, 2:6] = start, stride, length, at
-        own[:, 6], own[:, 7] = at + length + firsts * stride, firsts + own[:, 1]  # no row sees a later one
-        ragged += [segment.prefix, mask]
-        start, tile, num_logits = start + count, tile + len(firsts), num_logits + len(segment.logits_indices)
-        at += length + len(mask)
+        own, seen = _part_tiles(segment, shape) if shape.fixed_part else _split_tiles(segment, shape)
+        places = np.array([start, 0, start, 0, 0, at, at + length, 0, 0, 0, part_row, 0])
+        tiles[tile : tile + len(own)] = own + places[: own.shape[1]]
+        ragged += [segment.prefix, seen]
+        start, tile, num_logits = start + count, tile + len(own), num_logits + len(segment.logits_indices)
+        at, part_row = at + length + len(seen), part_row + int(own[:, 1].sum())
     firsts = np.arange(start, shape.rows, shape.tile_rows)  # padding, which sees nothing
     tiles[tile : tile + len(firsts), 0] = firsts
     tiles[tile : tile + len(firsts), 1] = np.minimum(shape.tile_rows, shape.rows - firsts)
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 
+class TilesOfSegment(NamedTuple):
+    """Words of tiles with places counted from the segment's, and the words of its mask or its paths."""
+
+    tiles: Words
+    seen: Words
+
+
+def _split_tiles(segment: Segment, shape: MetadataShape) -> TilesOfSegment:
+    count = len(segment.tokens)
+    firsts = np.arange(0, count, shape.tile_rows)
+    tiles = np.zeros((len(firsts), TILE_WORDS), dtype=np.int32)
+    tiles[:, 0] = firsts
+    tiles[:, 1] = np.minimum(shape.tile_rows, count - firsts)
+    mask = _mask_words(segment)
+    stride = len(mask) // count
+    tiles[:, 3], tiles[:, 4] = stride, len(segment.prefix)
+    tiles[:, 6], tiles[:, 7] = firsts * stride, firsts + tiles[:, 1]  # no row sees a later one
+    return TilesOfSegment(tiles, mask)
+
+
+def _part_tiles(segment: Segment, shape: MetadataShape) -> TilesOfSegment:
+    firsts, ends = _tile_ends(segment, shape.tile_rows)
+    parts = -(-ends // shape.fixed_part)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)  # of a part within its tile
+    paths = _path_words(segment)
+    tiles = np.zeros((len(number), FIXED_TILE_WORDS), dtype=np.int32)
+    tiles[:, 0] = np.repeat(firsts, parts)
+    tiles[:, 1] = np.minimum(shape.tile_rows, len(segment.tokens) - tiles[:, 0])
+    tiles[:, 3] = tiles[:, 1] if paths.size else 1
+    tiles[:, 4], tiles[:, 6], tiles[:, 7] = len(segment.prefix), tiles[:, 0] * paths.shape[1], paths.shape[1]
+    tiles[:, 8] = number * shape.fixed_part
+    tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, np.repeat(ends, parts))
+    tiles[:, 10] = np.cumsum(tiles[:, 1]) - tiles[:, 1]
+    tiles[:, 11] = np.where(number == 0, np.repeat(parts, parts), FOLLOWS)
+    return TilesOfSegment(tiles, paths.ravel())
+
+
+class TileEnds(NamedTuple):
+    """First rows of a segment's tiles, and the position behind the last key that each tile sees."""
+
+    firsts: Ints
+    ends: Ints
+
+
+def _tile_ends(segment: Segment, tile_rows: int) -> TileEnds:
+    firsts = np.arange(0, len(segment.tokens), tile_rows)
+    return TileEnds(firsts, np.maximum.reduceat(segment.positions, firsts) + 1)
+
+
+def _path_words(segment: Segment) -> Words:
+    """Own keys of each row of a tree by depth [n, depths]; nothing for causal rows [n, 0]."""
+    depths = segment.positions - len(segment.prefix)
+    if segment.visible is None or not (segment.visible != np.tri(len(depths), dtype=np.bool_)).any():
+        return np.zeros((len(depths), 0), dtype=np.int32)
+    paths = np.zeros((len(depths), int(depths.max()) + 1), dtype=np.int32)
+    row, key = np.nonzero(segment.visible)
+    paths[row, depths[key]] = key
+    return paths
+
+
 def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
     """A pass over words that are on the device."""
     stride = _aligned(shape.rows)
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
-    tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, TILE_WORDS)
+    tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, _tile_words(shape))
     tokens, positions, slots, logits_indices = rows.long()
     metadata = AttentionMetadata(shape, num_logits, words, words, tiles, rows[1], rows[2], rows[1])
     return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
@@ -135,7 +243,11 @@ def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
 
 def _num_fixed_words(shape: MetadataShape) -> int:
     """Words before the prefixes and masks."""
-    return 4 * _aligned(shape.rows) + TILE_WORDS * shape.tiles
+    return 4 * _aligned(shape.rows) + _tile_words(shape) * shape.tiles
+
+
+def _tile_words(shape: MetadataShape) -> int:
+    return FIXED_TILE_WORDS if shape.fixed_part else TILE_WORDS
 
 
 def _mask_words(segment: Segment) -> Words:

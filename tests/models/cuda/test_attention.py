@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.models import attention
-from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
+from eyas.models.cuda.metadata import Tiling, bucket_shape, has_room, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
 
@@ -38,6 +38,14 @@ def padded(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
     return pack_with_metadata(segments, shape, scratch, DEVICE)
 
 
+def by_position(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    """Parts of 64 keys at fixed positions."""
+    tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, longest=1024, fixed_part=64)
+    shape = bucket_shape(sum(len(s.tokens) for s in segments) + 7, len(segments) + 2, tiling)
+    assert has_room(shape, segments)
+    return pack_with_metadata(segments, shape, scratch, DEVICE)
+
+
 def check(
     packing: Packing,
     segments: list[Segment],
@@ -60,7 +68,7 @@ def check(
     assert not got[rows:].any(), "padding rows attend to nothing"
 
 
-@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@pytest.mark.parametrize("packing", [plainly, tightly, padded, by_position])
 @settings(max_examples=10)
 @given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS)
 def test_attention_equals_its_definition(
@@ -72,7 +80,7 @@ def test_attention_equals_its_definition(
 SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]
 
 
-@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@pytest.mark.parametrize("packing", [plainly, tightly, padded, by_position])
 @pytest.mark.parametrize("window", [None, 33])
 def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window: int | None) -> None:
     check(packing, make_pass(SIZES), Heads(4, 1, 16), window)
@@ -102,7 +110,7 @@ def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> Non
     check(tightly, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("packing", [plainly, tightly])
+@pytest.mark.parametrize("packing", [plainly, tightly, by_position])
 def test_nan_reaches_only_the_rows_that_attend_to_it(packing: Packing) -> None:
     heads, sizes = Heads(4, 2, 16), [(True, 2, 9), (False, 2, 14), (True, 3, 11)]
     segments = make_pass(sizes)

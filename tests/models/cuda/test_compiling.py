@@ -28,7 +28,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, Any]]) -> None:
     kernels = [kernel for kernel in compiled if kernel["sm"] == sm]
     names = {kernel["name"] for kernel in kernels}
-    assert names >= {"_attend_parts", "_combine", "_add_norm", "_rotate_and_store", "_gate", "_race", "_winners"}
+    assert names >= {"_attend_parts", "_combine", "_add_norm", "_rotate_and_store", "_gate", "_race", "_winners",
+                     "_product", "_attend_fixed_parts", "_combine_in_order"}  # fmt: skip
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
     assert all(kernel["loads_ahead"] for kernel in attention)

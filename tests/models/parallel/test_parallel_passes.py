@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,22 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.models import target as target_module
 from eyas.models.attention import attend
-from eyas.models.cuda.backend import BackendKind, BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
+from eyas.models.cuda.backend import (
+    BackendKind,
+    BackendPlan,
+    ForwardBackend,
+    KernelBackend,
+    build_backend,
+    plan_backend,
+    release_backend,
+)
 from eyas.models.cuda.graphs import CaptureLimits, Out
 from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
-from eyas.models.inputs import Segment, pack
+from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
-from eyas.models.target import TargetModel, load_target
+from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import RankInfo, TargetWorkers, start_workers
 from eyas.request import Request, SamplingParams
@@ -117,6 +127,33 @@ def check_notes(ours: list[str], theirs: list[str]) -> None:
     assert len(set(ours[5:-5])) > 1, "passes of several sizes were replayed"
     assert all(line.startswith("replayed") for line in ours[5:-5])
     assert all(line.startswith("freed") and line.endswith("in the group") for line in ours[-5:])
+
+
+def be_a_wrong_rank(folder: str, info: RankInfo) -> None:
+    """A rank that cannot fuse layers, and whose kernels give other logits in its part of the vocabulary."""
+    target_module.fuse_layers = lambda model: False  # type: ignore[attr-defined]
+    right = KernelBackend.forward
+
+    def doubled(backend: KernelBackend, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
+        out = right(backend, packed, kv_cache)
+        return TargetOutput(2 * out.logits, out.aux_hidden_states)
+
+    KernelBackend.forward = doubled  # type: ignore[method-assign]
+    run_worker(folder, "float32", 0, info)
+
+
+def test_ranks_give_up_fused_layers_and_kernels_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 by itself would keep both: it sees no difference in its own part of the vocabulary."""
+    folder = str(write_target(tmp_path / "target", layers=1))
+    ranks = start_workers(RankInfo(0, 2, "cpu"), partial(be_a_wrong_rank, folder))
+    plan = replace(PLAN, kind=BackendKind.KERNEL)
+    try:
+        target = load_target(folder, shard=Shard(0, 2))
+        assert "forward" not in vars(target.model.get_decoder().layers[0]), "not fused"
+        with pytest.raises(ConfigError, match="another rank differs by more"), ranks.init_kv_cache(NUM_SLOTS, plan):
+            build_backend(plan, target, target.new_kv_cache(NUM_SLOTS))
+    finally:
+        ranks.close()
 
 
 @settings(max_examples=8)
