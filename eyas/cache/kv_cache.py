@@ -1,13 +1,16 @@
 """The tensors of the KV cache: keys, values and fused features, one slot per token.
 
-Legend: S slots, J key-value heads, D head width, H width of fused features.
+Keys and values may have 8 bits, divided by a scale of their layer. torch copies such numbers between slots as bytes.
+Legend: S slots, R rows, J key-value heads, D head width, H width of fused features.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +22,20 @@ from eyas.tensors import Floats
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
 MAX_SLOTS_ON_CPU = 2**16
+# Types of keys and values by the names of vLLM; "auto" is the model's.
+KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Bytes; rows that begin within a line are slower to read.
 CACHE_LINE = 64
+
+
+class KVScales(NamedTuple):
+    """What the keys and values of a layer are divided by before they are rounded to 8 bits."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = KVScales()
 
 
 class KVCache:
@@ -30,12 +45,23 @@ class KVCache:
     """
 
     def __init__(
-        self, num_slots: int, shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_slots: int,
+        shapes: list[tuple[int, int]],
+        feature_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+        scales: Sequence[KVScales] = (),
     ) -> None:
-        """shapes: (key-value heads, head width) of each layer."""
+        """shapes: (key-value heads, head width) of each layer. kv_dtype: of keys and values, if not `dtype`. scales: of each
+        layer, if keys and values have 8 bits; 1 by default."""
         self.scratch = num_slots
-        self.keys = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
-        self.values = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
+        kv_dtype = kv_dtype or dtype
+        self.keys = [_zeros((num_slots + 1, *shape), kv_dtype, device) for shape in shapes]
+        self.values = [_zeros((num_slots + 1, *shape), kv_dtype, device) for shape in shapes]
+        self.is_narrow = kv_dtype in KV_CACHE_DTYPES.values()
+        self.scales = list(scales) if self.is_narrow and scales else [UNSCALED] * len(shapes)
         self.features = _zeros((num_slots + 1, feature_width), dtype, device)
 
     @cached_property
@@ -54,9 +80,31 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-def bytes_per_slot(shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype) -> int:
+def store_rows(pool: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
+    """Write keys or values [R, J, D] to their slots of [S, J, D]: divided by `scale` and rounded, if the pool has 8 bits."""
+    if pool.dtype == rows.dtype:
+        pool.index_copy_(0, slots, rows)
+        return
+    most = torch.finfo(pool.dtype).max
+    narrow = (rows.float() / scale).clamp(-most, most).to(pool.dtype)
+    pool.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
+
+
+def load_rows(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of slots [n] as [n, J, D] of `dtype`, not yet multiplied by their scale."""
+    if pool.dtype == dtype:
+        return pool.index_select(0, slots)
+    is_narrow = pool.dtype in KV_CACHE_DTYPES.values()
+    found = pool.view(torch.uint8).index_select(0, slots).view(pool.dtype) if is_narrow else pool.index_select(0, slots)
+    return found.to(dtype)
+
+
+def bytes_per_slot(
+    shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> int:
     """Bytes of one token in `KVCache`."""
-    return (sum(2 * heads * width for heads, width in shapes) + feature_width) * dtype.itemsize
+    kv_bytes = sum(2 * heads * width for heads, width in shapes) * (kv_dtype or dtype).itemsize
+    return kv_bytes + feature_width * dtype.itemsize
 
 
 def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device) -> int:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -15,7 +15,8 @@ from rich.table import Table
 
 from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumSteps, Threads
 from eyas.bench.settings import OfflineSettings
-from eyas.config import TreeConfig
+from eyas.config import EngineConfig, TreeConfig
+from eyas.config.engine import KVCacheDtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def equality(
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic mode for both.")] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Type of keys and values: auto, fp8, fp8_e4m3 or fp8_e5m2.")] = "auto",
     threads: Threads = 0,
 ) -> None:
     """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
@@ -125,8 +127,9 @@ def equality(
             model, draft_model, method, prompts, batches=(8,), temperatures=(temperature,), max_tokens=max_tokens,
             tree=TreeConfig(num_draft_tokens, num_steps), dtype=dtype, device=device, threads=threads,
         )  # fmt: skip
+        modes = EngineConfig(deterministic=deterministic, kv_cache_dtype=cast(KVCacheDtype, kv_cache_dtype))
         with Progress(console=Console(stderr=True)) as progress:
-            report = compare(settings, deterministic, progress)
+            report = compare(settings, modes, progress)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

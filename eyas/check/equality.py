@@ -84,8 +84,10 @@ class EqualityReport:
         )
 
 
-def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) -> EqualityReport:
+def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) -> EqualityReport:
     """Decode every prompt plainly and speculatively, in batches of the settings' size, at its temperature.
+
+    modes: of the engine, such as `deterministic`; the sizes come from the settings.
 
     Raises EyasError for models and prompts that cannot be used.
     """
@@ -95,10 +97,10 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
     prompts = load_prompts(settings, parts.target.vocab_size)
     batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)
     num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + settings.tree.num_draft_tokens)
-    config = EngineConfig(max_kv_tokens=num_tokens, max_num_seqs=batch, deterministic=deterministic)
+    config = replace(modes, max_kv_tokens=num_tokens, max_num_seqs=batch)
     engines = engine_contenders(settings, replace(parts, drafter=parts.drafter or replay), config)
     progress.update(loading, total=1, completed=1)
-    explainer, sampling = DivergenceExplainer(settings), settings.sampling(settings.temperatures[0])
+    explainer, sampling = DivergenceExplainer(settings, modes.kv_cache_dtype), settings.sampling(settings.temperatures[0])
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     comparisons: list[EqualityComparison] = []
     stats = GenerationStats()
@@ -116,8 +118,9 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
 class DivergenceExplainer:
     """Explains a difference with the logits of a float32 copy of the target, loaded on first use."""
 
-    def __init__(self, settings: OfflineSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: OfflineSettings, kv_cache_dtype: str = "auto") -> None:
+        """kv_cache_dtype: of the copy's keys and values, too."""
+        self._settings, self._kv_cache_dtype = settings, kv_cache_dtype
 
     def divergence(self, prompt: Prompt, seed: int, plain: Sequence[int], speculative: Sequence[int]) -> Divergence | None:
         """The first difference between two outputs of a prompt, drawn with `seed`; None if they are equal."""
@@ -134,7 +137,9 @@ class DivergenceExplainer:
 
     @cached_property
     def _target(self) -> TargetModel:
-        return load_target(self._settings.model, "float32", self._settings.device)
+        target = load_target(self._settings.model, "float32", self._settings.device)
+        target.set_kv_cache_dtype(self._kv_cache_dtype)
+        return target
 
     def _logits(self, tokens: Prompt) -> Tensor:
         """After the last token, [V]."""

@@ -12,6 +12,7 @@ AcceptanceRule = Literal["match", "rejection"]
 # "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["fixed", "adaptive"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class EngineConfig:
         max_kv_tokens: capacity of the KV cache in tokens. 0 takes as many as gpu_memory_utilization allows.
         gpu_memory_utilization: share of the memory left after loading the weights that the KV cache takes, in (0, 1].
             Used if max_kv_tokens is 0.
+        kv_cache_dtype: type of keys and values, as vLLM names it. "auto" is the model's; "fp8", which is "fp8_e4m3", and
+            "fp8_e5m2" take 8 bits: twice the tokens in the same memory, at some loss of accuracy.
         max_num_seqs: maximum number of sequences in a step.
         max_queued_requests: maximum number of waiting requests, besides those that can start at once.
         max_prefill_tokens: maximum number of prompt tokens in a step; longer prompts are prefilled in chunks.
@@ -46,6 +49,7 @@ class EngineConfig:
 
     max_kv_tokens: int = 0
     gpu_memory_utilization: float = 0.85
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_num_seqs: int = 32
     max_queued_requests: int = 1024
     max_prefill_tokens: int = 512
@@ -64,6 +68,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of(AcceptanceRule, acceptance=self.acceptance)
         one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
+        one_of(KVCacheDtype, kv_cache_dtype=self.kv_cache_dtype)
         at_least(1, max_num_seqs=self.max_num_seqs, max_prefill_tokens=self.max_prefill_tokens)
         at_least(1, max_verify_tokens=self.max_verify_tokens, tensor_parallel_size=self.tensor_parallel_size)
         at_least(0, max_kv_tokens=self.max_kv_tokens, max_queued_requests=self.max_queued_requests)

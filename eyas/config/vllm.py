@@ -23,7 +23,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "a quantised checkpoint says so in its config.json; docs/models.md lists the kinds"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
     "data_parallel_size": ((1,), "run several verifiers behind a router"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype; set dtype"),
     "swap_space": ((0, None), "the KV cache stays on the device; set max_kv_tokens"),
     "cpu_offload_gb": ((0,), "weights stay on the device; use tensor_parallel_size"),
     "enable_lora": ((False, None), "merge the adapter into the checkpoint"),

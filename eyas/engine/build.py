@@ -87,7 +87,8 @@ def assemble_engine(
         raise ConfigError("engine.deterministic runs each sequence by itself; leave engine.emulated_device empty")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
-    slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
+    target.set_kv_cache_dtype(engine.kv_cache_dtype)
+    slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype)
     num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, engine.gpu_memory_utilization, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
     engine = replace(engine, max_kv_tokens=num_slots)
@@ -146,6 +147,7 @@ def run_worker(
     for command in worker.commands():
         if isinstance(command, InitKVCache):
             release_backend(runner.backend)
+            model.set_kv_cache_dtype(command.plan.kv_cache_dtype)
             kv_cache = _kv_cache(model, command.num_slots)
             runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache))
         else:

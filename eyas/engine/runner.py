@@ -94,7 +94,8 @@ class BatchInvariantRunner(ModelRunner):
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows = rows
         self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
-        self.keeps_batches = rows <= self._max_rows and (self.backend is not target or is_batch_invariant(target.model))
+        keeps_rows = self.backend is not target or (is_batch_invariant(target.model) and not kv_cache.is_narrow)
+        self.keeps_batches = rows <= self._max_rows and keeps_rows
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, load_rows, store_rows
 from eyas.errors import CheckpointError
 from eyas.models.inputs import PackedInputs, PaddedGroup
 
@@ -64,10 +64,25 @@ def slot_attention(
             f"{type(module).__name__} uses attention sinks, which Eyas does not support; use another model"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values, slots = kv_cache.keys[layer], kv_cache.values[layer], packed.slots
-    keys.index_copy_(0, slots, key[0].transpose(0, 1))
-    values.index_copy_(0, slots, value[0].transpose(0, 1))
-    return attend_slots(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)[None], None
+    scales = kv_cache.scales[layer]
+    store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
+    store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
+    return attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, sliding_window, softcap)[None], None
+
+
+def attend_layer(
+    query: Tensor,
+    kv_cache: KVCache,
+    layer: int,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values, behind."""
+    keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
+    out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap)
+    return out if scales.value == 1 else out * scales.value
 
 
 def attend_slots(
@@ -86,7 +101,7 @@ def attend_slots(
         num_rows, num_heads, width = query.shape
         bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
-        k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
+        k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
         return masked_attention(q, k, v, bias, scaling, softcap).view(num_heads, num_rows, width).transpose(0, 1)
     attend_rows = packed.attend or attend
     return attend_rows(query, keys, values, packed, scaling, window, softcap)
@@ -136,15 +151,17 @@ def _attend_group(
     (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (_gather(slots, group).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
+    k, v = (_gather(slots, group, q.dtype).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
     o = masked_attention(q, k, v, bias, scaling, softcap)
     o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
     return o.reshape(batch * cells, num_heads, width)
 
 
-def _gather(slots: Tensor, group: PaddedGroup) -> Tensor:
-    """Keys or values [S, J, D] of the group's keys, [B * K, J, D]."""
-    return slots[slice(*group.slot_range)] if group.slot_range else slots.index_select(0, group.keys.flatten())
+def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
+    """Keys or values [S, J, D] of the group's keys, [B * K, J, D] of `dtype`."""
+    if group.slot_range:
+        return slots[slice(*group.slot_range)].to(dtype)
+    return load_rows(slots, group.keys.flatten(), dtype)
 
 
 def masked_attention(

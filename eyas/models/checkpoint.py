@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError
 from eyas.tokenizer import check_source
@@ -47,6 +50,8 @@ QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
     "awq": ("gptqmodel", "accelerate"),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
+# Scales of the KV cache, as checkpoints for vLLM name them: of the attention, or of the projection.
+KV_SCALE = re.compile(r"layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.)?(?:(?P<of>[kv])_proj\.)?(?P<kind>[kv])_scale$")
 Setting = TypeVar("Setting", int, float, bool)
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 FUSER_PREFIXES = tuple(
@@ -143,6 +148,30 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
         if name in files:
             return dict(_read_file(files[name], name))[name]
     raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
+
+
+def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
+    """Scales of keys and values with 8 bits that a checkpoint names, of all layers; nothing if it has none.
+
+    Raises CheckpointError if it has some of them only, or one that is no positive number.
+    """
+    names = weight_map(folder)
+    found: dict[tuple[int, str], float] = {}
+    for name in names:
+        match = KV_SCALE.search(name)
+        if match is not None:
+            found[int(match["layer"]), match["kind"]] = float(read_tensor(folder, (name,)).float().max())
+    if not found:
+        return []
+    wanted = {(layer, kind) for layer in range(num_layers) for kind in "kv"}
+    wrong = sorted(wanted ^ set(found)) or [place for place, scale in sorted(found.items()) if not 0 < scale < math.inf]
+    if wrong:
+        layer, kind = wrong[0]
+        raise CheckpointError(
+            f"{folder} has scales of the KV cache, but the {kind}_scale of layer {layer} is missing or no positive number; "
+            "leave all scales out, or write one of each kind for every layer"
+        )
+    return [KVScales(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)]
 
 
 def weight_map(folder: Path) -> dict[str, Path]:

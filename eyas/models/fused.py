@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
-from eyas.models.attention import attend_slots
+from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
+from eyas.models.attention import attend_layer
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
 from eyas.models.numerics import Float32Head
@@ -117,19 +117,25 @@ def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm |
 
 
 def rotate_and_store(
-    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor,
+    heads: HeadLayout,
+    rotary: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
 
-    rotary: cos, and sin with a negative first half, [R, 1, D] each. Returns [R, H, D].
+    rotary: cos, and sin with a negative first half, [R, 1, D] each. scales: of keys and values of 8 bits. Returns [R, H, D].
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
     x = qkv[:, :num_rotated]
     x = heads.norms(x) if heads.norms else x
     cos, sin = rotary
     turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
-    keys.index_copy_(0, slots, turned[:, heads.num_heads :])
-    values.index_copy_(0, slots, qkv[:, num_rotated:])
+    store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
+    store_rows(values, slots, qkv[:, num_rotated:], scales.value)
     return turned[:, : heads.num_heads]
 
 
@@ -198,7 +204,8 @@ class FusedLayer:
         **_: Any,
     ) -> Tensor:
         """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
-        stream, keys, values = self._stream, kv_cache.keys[self._index], kv_cache.values[self._index]
+        stream, index = self._stream, self._index
+        pools = kv_cache.keys[index], kv_cache.values[index], packed.slots, kv_cache.scales[index]
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
@@ -207,10 +214,10 @@ class FusedLayer:
         normed = self.input_norm(hidden_states) if normed is None else normed
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
-            query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), keys, values, packed.slots)
+            query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
         else:
-            query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, keys, values, packed.slots)
-        attended = attend_slots(query, keys, values, packed, *self._attention)
+            query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
+        attended = attend_layer(query, kv_cache, index, packed, *self._attention)
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
@@ -250,12 +257,14 @@ class CpuDecoder:
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
     ) -> Any:
-        """What we read of what transformers' decoder returns. Several threads and other ways to attend go to its own code.
+        """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
+        attend go to its own code.
 
         Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
         segment.
         """
-        if packed.attend is not None or not packed.segments or not runs_compiled(input_ids.device):
+        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
+        if is_plain or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
         from eyas.models import cpu_kernels

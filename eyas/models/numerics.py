@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import load_rows
 from eyas.models.inputs import PackedInputs, Segment
 
 CHUNK_ELEMENTS = 1 << 20
@@ -103,7 +104,7 @@ def batch_invariant_attend(
     slots = group.keys[0]
     bias = packed.bias(0, window, torch.float64, 1)
     q = query.double().view(len(query), num_kv, -1, query.shape[-1]).permute(1, 2, 0, 3)
-    k, v = (cache.index_select(0, slots).double().transpose(0, 1)[:, None] for cache in (keys, values))
+    k, v = (load_rows(cache, slots, torch.float64).transpose(0, 1)[:, None] for cache in (keys, values))
     scores = q @ k.transpose(-1, -2) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     out = torch.softmax(scores if bias is None else scores + bias[0], dim=-1) @ v

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
+from eyas.config.engine import KVCacheDtype
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import Segment
@@ -25,6 +27,7 @@ KEPT_PASSES = 16
 SEARCHED_SLOTS = 1 << 16
 # Known prefix, kept slots of it, new slots, rows, wanted logits, whether there is a mask, whether there is a noise key.
 HEADER_INTS = 7
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 UNKNOWN = -1
 _KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8")])
 FORWARD, INIT_KV_CACHE = 0, 1
@@ -89,7 +92,8 @@ class CommandEncoder:
         if isinstance(command, InitKVCache):
             self.__init__()  # type: ignore[misc]
             plan, limits = command.plan, command.plan.limits
-            values = [INIT_KV_CACHE, command.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix]
+            dtype = KV_CACHE_DTYPES.index(plan.kv_cache_dtype)
+            values = [INIT_KV_CACHE, command.num_slots, plan.kind, dtype, limits.rows, limits.segments, limits.prefix]
             return np.array(values).astype("<i4").tobytes()
         prefixes = [segment.prefix.copy() for segment in command]  # the scheduler goes on writing to its own
         kept = [self._find(prefix) for prefix in prefixes]
@@ -143,8 +147,9 @@ class CommandDecoder:
         kind, count = np.frombuffer(message, "<i4", 2).tolist()
         if kind == INIT_KV_CACHE:
             self._known = KnownPrefixes()
-            _, num_slots, backend, *limits = np.frombuffer(message, "<i4").tolist()
-            return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
+            _, num_slots, kind, dtype, *limits = np.frombuffer(message, "<i4").tolist()
+            plan = BackendPlan(BackendKind(kind), CaptureLimits(*limits), kv_cache_dtype=KV_CACHE_DTYPES[dtype])
+            return InitKVCache(num_slots, plan)
         headers = np.frombuffer(message, "<i4", HEADER_INTS * count, 8).reshape(count, HEADER_INTS).astype(np.int64)
         numbers, kept, added, rows, logits, masked, keyed = headers.T
         sizes = np.concatenate([added, rows, rows, rows, logits])

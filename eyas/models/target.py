@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from eyas.cache.kv_cache import KVCache
-from eyas.errors import CheckpointError
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.attention import ATTENTION_NAME, register_attention
 from eyas.models.checkpoint import (
     WeightFiles,
     check_device,
     check_quantisation,
     read_config,
+    read_kv_scales,
     read_target_config,
     resolve,
 )
@@ -54,6 +55,8 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
+# First NVIDIA GPUs that convert to and from float8_e4m3.
+E4M3_CAPABILITY = (8, 9)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What transformers and torch raise for a model that does not work the way we call it.
 MODEL_ERRORS = (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError)
@@ -97,6 +100,8 @@ class TargetModel:
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         self._whole_kv_shapes = kv_shapes
+        self.kv_scales: Sequence[KVScales] = ()  # of keys and values with 8 bits, by layer; empty for 1
+        self.kv_dtype: torch.dtype | None = None  # of keys and values, if not `dtype`
         self._num_ranks = shard.size if shard else 1
         self._num_head_ranks = shard.size if shard and splits_heads(model) else 1
         self.shared_vocabulary: SharedVocabulary | None = None
@@ -162,7 +167,23 @@ class TargetModel:
 
     def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
         """An empty KV cache of this rank's heads."""
-        return KVCache(num_slots, self.kv_shapes, feature_width, self.dtype, self.device)
+        shapes, scales = self.kv_shapes, self.kv_scales
+        return KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales)
+
+    def set_kv_cache_dtype(self, name: str) -> None:
+        """Keep keys and values as `engine.kv_cache_dtype` says in KV caches that are made from now on.
+
+        Raises ConfigError for a type that the device does not have.
+        """
+        self.kv_dtype = KV_CACHE_DTYPES.get(name)
+        if self.kv_dtype == torch.float8_e4m3fn and self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+            if capability < E4M3_CAPABILITY:
+                gpu = torch.cuda.get_device_name(self.device)
+                raise ConfigError(
+                    f"engine.kv_cache_dtype is {name}, which {gpu} does not have: its compute capability is "
+                    f"{capability[0]}.{capability[1]}, and 8.9 is the first. Set it to fp8_e5m2 or auto"
+                )
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -214,6 +235,7 @@ def load_target(
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = path_or_id
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
+    target.kv_scales = read_kv_scales(folder, len(shapes))
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     _adapt(target, max_model_len)

@@ -24,7 +24,7 @@ def test_arguments_of_vllm_become_engine_settings() -> None:
     ("arguments", "reason"),
     [
         ({"trust_remote_code": True}, "trust_remote_code=True is not supported: Eyas runs no code of a checkpoint"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not supported"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4'"),
         ({"speculative_model": "m"}, "use speculative_config, or draft_model"),
         ({"max_num_seq": 4}, "max_num_seq is no argument that Eyas knows; did you mean max_num_seqs?"),
         ({"qwertyuiop": 4}, "qwertyuiop is no argument that Eyas knows; leave it out"),

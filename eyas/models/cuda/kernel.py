@@ -187,6 +187,7 @@ def _fold(
     d = tl.arange(0, q.shape[1])
     at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
     k, v = tl.load(keys + at, mask=kept, other=0.0), tl.load(values + at, mask=kept, other=0.0)
+    k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if SOFTCAP > 0:
         scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # tanh

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.cache.kv_cache import UNSCALED, KVScales
+
 if TYPE_CHECKING:
     from eyas.models.fused import HeadLayout, RMSNorm
 
@@ -73,8 +75,9 @@ def pair_inputs(
 
 
 def rotate_and_store(
-    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None
-) -> Tensor:
+    qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None,
+    scales: KVScales = UNSCALED,
+) -> Tensor:  # fmt: skip
     """Rotate and write to the cache as `fused.rotate_and_store`: one launch. rotary: plain cos and sin [1, R, D].
 
     slots: without them row r writes to slot r.
@@ -84,10 +87,11 @@ def rotate_and_store(
     with torch.cuda.device_of(qkv):
         _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
             *(qkv, query, keys, values, qkv if slots is None else slots, cos, sin, norms.weight if norms else qkv),
-            norms.eps if norms else 0.0,
+            norms.eps if norms else 0.0, scales.key, scales.value,
             NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, WIDTH=width, ROTARY_STRIDE=cos.stride(-2),
             HAS_SLOTS=slots is not None, HAS_NORM=norms is not None,
-            ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width), num_warps=1,
+            ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width),
+            MOST=0.0 if keys.dtype == qkv.dtype else torch.finfo(keys.dtype).max, num_warps=1,
         )  # fmt: skip
     return query
 
@@ -199,18 +203,19 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    qkv, query, keys, values, slots, cos, sin, norms, eps,
+    qkv, query, keys, values, slots, cos, sin, norms, eps, key_scale, value_scale,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, WIDTH: tl.constexpr, ROTARY_STRIDE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row."""
+    """One head of one row. MOST: the largest number of a narrow cache; 0 for the type of qkv."""
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     kept, left = d < WIDTH, d < WIDTH // 2
     source = qkv + (row * (NUM_HEADS + 2 * NUM_KV) + head) * WIDTH
     slot = (tl.load(slots + row).to(tl.int64) if HAS_SLOTS else row) * NUM_KV
     x = tl.load(source + d, mask=kept, other=0.0)
     if head >= NUM_HEADS + NUM_KV:
-        tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, x, mask=kept)
+        tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, _narrow(x, value_scale, values, MOST), mask=kept)
     else:
         partner = tl.where(left, d + WIDTH // 2, d - WIDTH // 2)
         y = tl.load(source + partner, mask=kept, other=0.0)
@@ -224,7 +229,18 @@ def _rotate_and_store(
         if head < NUM_HEADS:
             tl.store(query + (row * NUM_HEADS + head) * WIDTH + d, turned.to(x.dtype), mask=kept)
         else:
-            tl.store(keys + (slot + head - NUM_HEADS) * WIDTH + d, turned.to(x.dtype), mask=kept)
+            turned = _narrow(turned.to(x.dtype), key_scale, keys, MOST)
+            tl.store(keys + (slot + head - NUM_HEADS) * WIDTH + d, turned, mask=kept)
+
+
+@triton.jit
+def _narrow(x, scale, pool, MOST: tl.constexpr):
+    """What a cache of 8 bits keeps of x; NaN stays."""
+    if MOST > 0:
+        y = tl.div_rn(x.to(tl.float32), scale)
+        y = tl.where(y > MOST, MOST, tl.where(y < -MOST, -MOST, y))
+        return y.to(pool.dtype.element_ty)
+    return x
 
 
 @triton.jit

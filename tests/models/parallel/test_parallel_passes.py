@@ -181,7 +181,8 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
 
 
 def test_the_largest_plan_fits_into_a_command(tiny_target: str) -> None:
-    plan = plan_backend(load_target(tiny_target), EngineConfig(max_kv_tokens=8, max_num_seqs=4096), TreeConfig(), 1 << 24)
+    engine = EngineConfig(max_kv_tokens=8, max_num_seqs=4096, kv_cache_dtype="fp8_e5m2")
+    plan = plan_backend(load_target(tiny_target), engine, TreeConfig(), 1 << 24)
     assert CommandDecoder().decode(CommandEncoder().encode(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 
