@@ -19,7 +19,7 @@ from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.random_passes import make_pass, num_slots
-from tests.tiny import write_target
+from tests.tiny import shared_target, write_target
 
 NARROW = ("fp8_e4m3", "fp8_e5m2")
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_drafts_do_not_change_the_tokens(name: str, deterministic: bool, tiny_ta
     params = [SamplingParams(12, temperature, seed=seed, ignore_eos=True) for seed, temperature in enumerate((0.0, 0.9))]
     outputs = []
     for drafter in (None, RandomDrafter(48)):
-        engine = assemble_engine(load_target(tiny_target), None, config, TreeConfig(7, 4, 4), drafter)
+        engine = assemble_engine(shared_target(tiny_target), None, config, TreeConfig(7, 4, 4), drafter)
         assert engine._runner.kv_cache.keys[0].dtype == KV_CACHE_DTYPES[name]
         for sampling in params:
             engine.submit(Request(f"{sampling.seed}", tuple(range(3, 24)), sampling))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.models import attention
-from eyas.models.cuda.metadata import Tiling, bucket_shape, has_room, pack_with_metadata, tight_shape
+from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
 
@@ -40,10 +40,8 @@ def padded(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
 
 def by_position(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
     """Parts of 64 keys at fixed positions."""
-    tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, longest=1024, fixed_part=64)
-    shape = bucket_shape(sum(len(s.tokens) for s in segments) + 7, len(segments) + 2, tiling)
-    assert has_room(shape, segments)
-    return pack_with_metadata(segments, shape, scratch, DEVICE)
+    tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, fixed_part=64)
+    return pack_with_metadata(segments, tight_shape(segments, tiling), scratch, DEVICE)
 
 
 def check(
