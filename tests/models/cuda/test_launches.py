@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.measuring import llama_head
+from eyas.cache.kv_cache import UNSCALED
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters import neural
 from eyas.drafters.eagle import EagleDrafter
@@ -60,7 +61,8 @@ def target_pass(num_layers: int, rows: int, fixed_part: int = 0) -> Launches:
     target, tiling = llama_8b(num_layers), Tiling(4, 8, 132, longest=8192 if fixed_part else 1 << 30, fixed_part=fixed_part)
     shape = bucket_shape(rows, 32, tiling)
     kv: Any = SimpleNamespace(
-        **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * num_layers for name in ("keys", "values")}
+        scales=[UNSCALED] * num_layers,
+        **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * num_layers for name in ("keys", "values")},
     )
     words = torch.empty(max_words(shape) + 100, dtype=torch.int32, device=META)
     with Launches() as found:
