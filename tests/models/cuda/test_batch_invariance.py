@@ -40,6 +40,7 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "optimize_for_cpu", lambda model: None)  # products are those of torch
         patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
+        patch.setattr("eyas.models.cuda.backend.CHECKED_PROMPT", 20)
         yield target.load_target(str(folder))
 
 
