@@ -9,7 +9,7 @@ from eyas.bench.settings import OfflineSettings
 from eyas.cache.kv_cache import KVCache
 from eyas.check.equality import DivergenceExplainer, ReplayDrafter, compare
 from eyas.cli import app
-from eyas.config import TreeConfig
+from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput
@@ -32,7 +32,7 @@ def settings_for(target: str, temperature: float = 0.0, **changes: object) -> Of
 
 
 def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> None:
-    result = compare(settings_for(tiny_target), False, Progress(disable=True))
+    result = compare(settings_for(tiny_target), EngineConfig(), Progress(disable=True))
     assert result.holds
     assert [c.divergence for c in result.comparisons] == [None] * 8
     assert result.stats.acceptance_length > 4
