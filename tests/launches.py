@@ -62,13 +62,13 @@ class Launch:
 def keys_read(launch: Launch) -> int:
     """Keys that a launch of the attention kernel reads, on a device whose words can be read: each once for each tile."""
     tiles = launch.arguments["tiles"]
-    return int((tiles[:, 4] + tiles[:, 7]).sum())
+    return int((tiles[:, 4] + tiles[:, 7] - tiles[:, 8]).sum())
 
 
 def longest_part(launch: Launch) -> int:
     """Keys that one program of such a launch reads at most, as the kernel cuts them."""
     values = launch.arguments
-    keys = values["tiles"][:, 4] + values["tiles"][:, 7]
+    keys = values["tiles"][:, 4] + values["tiles"][:, 7] - values["tiles"][:, 8]
     even, least = (-(-keys // values[name]) for name in ("even_splits", "splits"))
     return int(torch.maximum(least, even.clamp(max=values["LONG_PART"])).max())
 

@@ -207,6 +207,7 @@ class MetadataShape:
     splits: parts into which the keys of a tile are cut at most. even_splits: parts of a tile with few keys.
     fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0. Then
     `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
+    shared_tiles: of `tiles`, those over a prefix that several segments share; rows then have twice the results.
     """
 
     rows: int
@@ -217,6 +218,12 @@ class MetadataShape:
     even_splits: int
     fixed_part: int = 0
     part_rows: int = 0
+    shared_tiles: int = 0
+
+    @property
+    def num_results(self) -> int:
+        """Results of each row that are combined."""
+        return self.splits * (2 if self.shared_tiles else 1)
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class AttentionMetadata:
     """What the attention kernel reads, in the layout of eyas.models.cuda.metadata. All int32.
 
     A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows.
-    tiles: [tiles, 8], or [tiles, 12] with parts at fixed positions. positions: [rows]. slots, key_positions: of own keys.
+    tiles: [tiles, 10], or [tiles, 12] with parts at fixed positions. positions: [rows]. slots, key_positions: of own keys.
     num_logits: rows whose logits are asked for, the first of those computed.
     """
 

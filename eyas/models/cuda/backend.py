@@ -27,7 +27,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
-from eyas.models.cuda.metadata import FIXED_PART, Tiling, pack_with_metadata, tight_shape
+from eyas.models.cuda.metadata import FIXED_PART, Tiling, pack_with_metadata, shared_runs, tight_shape
 from eyas.models.fused import is_batch_invariant
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
@@ -221,7 +221,9 @@ class KernelBackend:
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments without padding."""
-        return pack_with_metadata(segments, tight_shape(segments, self.tiling), self.scratch, self.target.device)
+        runs = shared_runs(segments, self.tiling)
+        shape = tight_shape(segments, self.tiling, runs)
+        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but hidden states may end with padding rows."""

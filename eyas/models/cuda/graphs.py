@@ -25,6 +25,7 @@ from eyas.models.cuda.metadata import (
     has_room,
     max_words,
     pack_with_metadata,
+    shared_runs,
     view,
 )
 from eyas.models.inputs import PackedInputs, Segment
@@ -91,7 +92,9 @@ class GraphBackend:
         self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in buckets}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments padded to a bucket if one holds them."""
+        """Segments padded to a bucket if one holds them, and if they share no long prefix."""
+        if shared_runs(segments, self._launched.tiling):
+            return self._launched.pack(segments)
         rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), count_logits(segments))
         if rows is None or not has_room(self._shapes[rows], segments):
             return self._launched.pack(segments)

@@ -3,6 +3,7 @@
 Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a
 second kernel combines the parts, if there can be several. A long prefix has more parts than a short one, whose other
 programs end at once. Heads that share keys are rows of one matrix product. Only keys of the segment's own rows are masked.
+A prefix that segments share is read by tiles with rows of several of them, and their results are combined with the others.
 
 Deterministic mode has kernels of its own. They take the keys of a row by position, in blocks and parts that begin at fixed
 positions, and their matrix products have one shape. So a row gets the same bits alone, in a batch, in a tree and in a chunk.
@@ -44,12 +45,12 @@ def attend(
     row_bytes = block_d * query.element_size()
     if shape.fixed_part:
         return _attend_by_position(query, keys, values, packed, scaling, window, softcap)
-    is_whole = shape.splits == 1  # then the only part is the result
+    is_whole = shape.num_results == 1  # then the only part is the result
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     partials = sums = out
     if not is_whole:
-        partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
-        sums = query.new_empty((shape.splits, rows, num_heads), dtype=torch.float32)
+        partials = query.new_empty((shape.num_results, rows, num_heads, width), dtype=torch.float32)
+        sums = query.new_empty((shape.num_results, rows, num_heads), dtype=torch.float32)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
@@ -69,9 +70,9 @@ def attend(
     )
     if is_whole:
         return out
-    block_s = triton.next_power_of_2(shape.splits)
+    block_s = triton.next_power_of_2(shape.num_results)
     _combine[(rows, num_heads)](
-        partials, sums, out, rows, shape.splits, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
+        partials, sums, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
     )
     return out
 
@@ -134,14 +135,16 @@ def _attend_parts(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    tile, head, split = tiles + 8 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, split = tiles + 10 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count, own, stride = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), masks + tl.load(tile + 6)
     m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
     last = length + tl.load(tile + 7)
-    lowest = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length) if WINDOW else 0
+    lowest, result = tl.load(tile + 8), split + tl.load(tile + 9)
+    if WINDOW:
+        lowest = tl.maximum(lowest, tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length))
     part = tl.maximum(tl.cdiv(last - lowest, splits), tl.minimum(tl.cdiv(last - lowest, even_splits), LONG_PART))
     part = tl.cdiv(part, BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
@@ -152,7 +155,7 @@ def _attend_parts(
             zero = tl.zeros([BLOCK_M, BLOCK_D], partials.dtype.element_ty)
             tl.store(partials + cell[:, None] * WIDTH + d[None, :], zero, mask=kept)
         else:
-            tl.store(sums + split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, float("-inf"), mask=live)
+            tl.store(sums + result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, float("-inf"), mask=live)
         return
     q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -171,7 +174,7 @@ def _attend_parts(
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
         top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
-    out = split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
+    out = result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
     some = tl.where(total == 0, 1.0, total)  # a row may see nothing of its part
     if not IS_WHOLE:
         tl.store(sums + out, top + tl.log2(some), mask=live)

@@ -7,6 +7,10 @@ segment, the slots of its prefix and its mask, one bit for each pair of its rows
     2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
     4, 5  length of the prefix, and the word at which it begins
     6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
+    8, 9  the first key that it reads, and the number of results that stand before its own for each row
+
+Where neighbouring segments begin with the same long prefix, tiles of rows of all of them read it once for all. Their results
+stand behind those of the other tiles, which begin behind that prefix (cascade attention, Ye et al., 2024).
 
 Parts at fixed positions make results independent of the batch. Then a tile is listed once for each of its parts, in
 FIXED_TILE_WORDS words, and instead of masks there are the paths of tree nodes: the own keys of a row, by position.
@@ -20,7 +24,7 @@ FIXED_TILE_WORDS words, and instead of masks there are the paths of tree nodes: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +37,7 @@ from eyas.tensors import Bools, Ints, upload
 
 Words = npt.NDArray[np.int32]
 
-TILE_WORDS = 8
+TILE_WORDS = 10
 FIXED_TILE_WORDS = 12
 FOLLOWS = -1
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
@@ -43,6 +47,9 @@ LONG_PART = 2048
 # Parts of a long prefix where tiles alone fill the device, and the most rows of all parts together: they take memory.
 LONG_SPLITS = 8
 MAX_PART_ROWS = 4096
+# Keys of a prefix that segments share, at least, and those that a pass must spare: it is then launched kernel by kernel.
+SHARED_KEYS = 512
+SPARED_KEYS = 1 << 16
 # Keys of a part at fixed positions, a multiple of the keys that a program holds; parts beyond one for each tile of a graph.
 FIXED_PART = 1024
 MAX_MORE_PARTS = 256
@@ -68,7 +75,12 @@ class Tiling:
     def tile_rows(self, longest: int) -> int:
         """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
         few = max(1, 16 // self.heads_per_kv)
-        return few if longest <= few and not self.fixed_part else max(1, self.max_rows // self.heads_per_kv)
+        return few if longest <= few and not self.fixed_part else self.most_rows
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest tile."""
+        return max(1, self.max_rows // self.heads_per_kv)
 
     def shape(self, rows: int, logits: int, tiles: int, tile_rows: int, filled: int | None = None) -> MetadataShape:
         """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
@@ -78,8 +90,8 @@ class Tiling:
         return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
 
 
-def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
-    """The shape of segments without padding."""
+def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
+    """The shape of segments without padding. runs: those of `shared_runs`."""
     counts = [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     if tiling.fixed_part:
@@ -87,8 +99,48 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
         return MetadataShape(
             sum(counts), count_logits(segments), needs.tiles, tile_rows, 1, 1, tiling.fixed_part, needs.part_rows
         )
-    tiles = sum(-(-count // tile_rows) for count in counts)
-    return tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
+    tile_rows = tiling.most_rows if runs else tile_rows
+    shared = sum(-(-run.rows // tile_rows) for run in runs)
+    tiles = sum(-(-count // tile_rows) for count in counts) + shared
+    return replace(tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows), shared_tiles=shared)
+
+
+class SharedRun(NamedTuple):
+    """Neighbouring segments, from one to another, their rows together, and the length of the prefix that they share."""
+
+    first: int
+    end: int
+    rows: int
+    length: int
+
+
+def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
+    """All segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few keys."""
+    runs, first, spared = list[SharedRun](), 0, 0
+    prefixes = [segment.prefix for segment in segments]
+    for end in range(1, len(segments) + 1):
+        if end < len(segments) and _num_common(prefixes[first], prefixes[end]) > 0:
+            continue
+        counts = [len(segment.tokens) for segment in segments[first:end]]
+        length = min((_num_common(prefixes[first], other) for other in prefixes[first + 1 : end]), default=0)
+        tiles, shared = sum(-(-count // tiling.most_rows) for count in counts), -(-sum(counts) // tiling.most_rows)
+        length = length if tiles >= 2 * shared else 0
+        spared += (tiles - shared) * length
+        runs.append(SharedRun(first, end, sum(counts), length))
+        first = end
+    return runs if spared >= SPARED_KEYS and not tiling.fixed_part else []
+
+
+def _num_common(one: Ints, other: Ints) -> int:
+    """Slots that two prefixes begin with; 0 for fewer than SHARED_KEYS. The same slot at a position has the same before it,
+    since a slot of the prefix cache belongs to one prefix."""
+    low, high = SHARED_KEYS, min(len(one), len(other))
+    if high < low or one[low - 1] != other[low - 1]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
+    return low
 
 
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
@@ -141,13 +193,20 @@ def count_logits(segments: Sequence[Segment]) -> int:
 
 
 def pack_with_metadata(
-    segments: Sequence[Segment], shape: MetadataShape, scratch: int, device: torch.device
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    device: torch.device,
+    runs: Sequence[SharedRun] = (),
 ) -> PackedInputs:
-    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing."""
-    return view(upload(build_words(segments, shape, scratch), device), shape, count_logits(segments))
+    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
+
+    runs: those that the shape was made for.
+    """
+    return view(upload(build_words(segments, shape, scratch, runs), device), shape, count_logits(segments))
 
 
-def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int) -> Words:
+def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int, runs: Sequence[SharedRun] = ()) -> Words:
     """The words of a pass."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
@@ -155,20 +214,37 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int)
     ragged: list[npt.NDArray[np.integer]] = []
     start = tile = part_row = num_logits = 0
     at = _num_fixed_words(shape)
-    for segment in segments:
+    shared = np.repeat([run.length for run in runs], [run.end - run.first for run in runs]) if runs else None
+    places_of_prefixes = []
+    for index, segment in enumerate(segments):
         count, length = len(segment.tokens), len(segment.prefix)
         rows[:3, start : start + count] = segment.tokens, segment.positions, segment.slots
         rows[3, num_logits : num_logits + len(segment.logits_indices)] = segment.logits_indices + start
         own, seen = _part_tiles(segment, shape) if shape.fixed_part else _split_tiles(segment, shape)
-        places = np.array([start, 0, start, 0, 0, at, at + length, 0, 0, 0, part_row, 0])
+        first_key = 0 if shared is None else shared[index]
+        places = np.array([start, 0, start, 0, 0, at, at + length, 0, first_key, 0, part_row, 0])
+        places_of_prefixes.append(at)
         tiles[tile : tile + len(own)] = own + places[: own.shape[1]]
         ragged += [segment.prefix, seen]
         start, tile, num_logits = start + count, tile + len(own), num_logits + len(segment.logits_indices)
         at, part_row = at + length + len(seen), part_row + int(own[:, 1].sum())
+    if runs:
+        tiles[tile:] = _shared_tiles(runs, shape, places_of_prefixes)
     firsts = np.arange(start, shape.rows, shape.tile_rows)  # padding, which sees nothing
     tiles[tile : tile + len(firsts), 0] = firsts
     tiles[tile : tile + len(firsts), 1] = np.minimum(shape.tile_rows, shape.rows - firsts)
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
+
+
+def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Sequence[int]) -> Words:
+    """Tiles of rows of several segments over the prefix that they share. They cover all rows, some with no key."""
+    tiles, start = [], 0
+    for run in runs:
+        for first in range(0, run.rows, shape.tile_rows):
+            count, at = min(shape.tile_rows, run.rows - first), places_of_prefixes[run.first]
+            tiles.append((start + first, count, 0, 0, run.length, at, 0, 0, 0, shape.splits))
+        start += run.rows
+    return np.array(tiles, dtype=np.int32)
 
 
 class TilesOfSegment(NamedTuple):

@@ -4,13 +4,16 @@ Where there is no GPU the kernel runs in triton's interpreter.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.models import attention
+from eyas.models.cuda import metadata
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
@@ -102,6 +105,26 @@ def test_long_prefixes_have_more_parts_than_others(monkeypatch: pytest.MonkeyPat
         return packed
 
     check(full, segments, heads)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, 2.0)])
+def test_a_shared_prefix_is_read_for_several_segments(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six sessions behind one prefix of 90 slots and parts of their own, and two others before and behind them."""
+    monkeypatch.setattr(metadata, "SHARED_KEYS", 20)
+    monkeypatch.setattr(metadata, "SPARED_KEYS", 1)
+    alone, *group, last = make_pass([(True, 3, 100), *[(True, 1 + n % 2, 95 + n) for n in range(6)], (False, 2, 3)])
+    group = [replace(s, prefix=np.concatenate([group[0].prefix[:90], s.prefix[90:]])) for s in group]
+    segments, heads = [alone, *group, last], Heads(4, 2, 16)
+    tiling = Tiling(2, 2, 6, max_rows=16)
+    runs = metadata.shared_runs(segments, tiling)
+    assert [run.length for run in runs] == [0, 90, 0]
+
+    def shared(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+        return pack_with_metadata(segments, tight_shape(segments, tiling, runs), scratch, DEVICE, runs)
+
+    check(shared, segments, heads, window, softcap)
 
 
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interpreter cannot multiply bfloat16")

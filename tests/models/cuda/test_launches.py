@@ -25,6 +25,7 @@ from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_word
 from eyas.models.fused import fuse_layers
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import tensor_shapes
+from eyas.models.inputs import Segment
 from eyas.models.numerics import use_float32_head
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
@@ -151,6 +152,29 @@ def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
     parts = [launch for launch in launches if launch.function.__name__ == "_attend_parts"]
     assert [keys_read(launch) for launch in parts] == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]
     assert max(map(longest_part, parts)) <= 32070 // 6, "one program reads much of the longest prefix"
+
+
+def keys_of_a_plain_step(num_shared: int) -> int:
+    """Keys that attention reads for 64 sessions with a prefix of 8,392 tokens, of which all share as many."""
+    system, tiling = np.arange(num_shared), Tiling(4, 8, 132)
+    segments = []
+    for session in range(64):
+        own = 10_000 * (session + 1) + np.arange(8393)
+        prefix, one = np.concatenate([system, own[num_shared:-1]]), np.ones(1, dtype=np.int64)
+        segments.append(Segment(one, 8392 * one, own[-1:], prefix, None, 0 * one))
+    cpu = torch.device("cpu")
+    backend = KernelBackend(SimpleNamespace(device=cpu), tiling, 0)  # type: ignore[arg-type]
+    packed, launches = backend.pack(segments), list[Launch]()
+    keys = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    with recorded(launches.append):
+        attend(torch.zeros(64, 32, 128, dtype=torch.bfloat16), keys, keys, packed, 1.0)
+    assert len(launches) == 2, "parts, and what combines them"
+    return keys_read(launches[0])
+
+
+def test_a_prefix_that_all_share_is_read_once_for_16_rows() -> None:
+    assert keys_of_a_plain_step(0) == 64 * 8393
+    assert keys_of_a_plain_step(8192) == 64 * 201 + 4 * 8192
 
 
 @pytest.mark.parametrize(("rows", "key", "launches", "times_logits"), [
