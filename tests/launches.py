@@ -178,7 +178,9 @@ def _nbytes(x: Tensor) -> int:
 class Compiled:
     """What the compiler made of a launch. shared: bytes of shared memory. residents: programs that a processor holds, by
     registers and shared memory. matrix: kind of matrix instructions, or ''. loads_ahead: whether keys and values are loaded
-    while earlier ones are used. slots_ahead: loads of int32 slots that are under way as well.
+    while earlier ones are used. slots_ahead: loads of int32 slots that are under way as well. load_bytes: of the widest load
+    ahead, 16 at most. conversions: of layouts in loops, but those between layouts of matrix instructions, which stay in
+    registers. products: kinds of matrix products in the loops, with their shapes.
     """
 
     name: str
@@ -190,6 +192,9 @@ class Compiled:
     matrix: str
     loads_ahead: bool
     slots_ahead: int
+    load_bytes: int
+    conversions: int
+    products: list[str]
 
 
 def compiled(launch: Launch, sm: int) -> Compiled:
@@ -228,7 +233,29 @@ def compiled(launch: Launch, sm: int) -> Compiled:
     shared, warps = made.metadata.shared, made.metadata.num_warps
     residents = min(65536 // (-(-registers // 8) * 256 * warps), (SHARED_KIB[sm] + 1) * 1024 // (shared + 1024))
     slots = len(re.findall(r"async_copy_global_to_local .*tensor<\d+x!tt\.ptr<i32>", made.asm["ttgir"]))
-    return Compiled(function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots)
+    widths = [int(width, 16) for width in re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)]
+    loops = _loops(made.asm["ttgir"])
+    layouts = re.findall(r"convert_layout .*?tensor<[^,>]*, (.*?)>* -> tensor<[^,>]*, (.*?)> loc", loops)
+    conversions = sum(not all("#mma" in layout for layout in pair) for pair in layouts)
+    dots = re.findall(r"(warp_group_dot|tc_gen5_mma|tt\.dot) .*: (.*?) loc", loops)
+    products = sorted({re.sub(r", mutable|#\w+", "", f"{name} {kinds}") for name, kinds in dots})
+    return Compiled(
+        function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots,
+        max(widths, default=0), conversions, products,
+    )  # fmt: skip
+
+
+def _loops(ttgir: str) -> str:
+    """The lines inside loops."""
+    inside, ends = list[str](), list[str]()
+    for line in ttgir.splitlines():
+        if ends and line.startswith(ends[-1]):
+            ends.pop()
+        if ends:
+            inside.append(line)
+        if "scf.for" in line:
+            ends.append(line[: len(line) - len(line.lstrip())] + "}")
+    return "\n".join(inside)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -105,7 +105,7 @@ def _attend_by_position(
         WINDOW=window or 0,
         SOFTCAP=float(softcap or 0),
         BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
-        BLOCK_N=_keys_per_block(row_bytes),
+        BLOCK_N=max(16, _keys_per_block(row_bytes) // 2),  # with more, sm_100 spills
         BLOCK_D=block_d,
         num_warps=4 if row_bytes <= 256 else 8,
         num_stages=NUM_STAGES,

@@ -35,6 +35,11 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, 
     assert all(kernel["loads_ahead"] for kernel in attention)
     assert all(kernel["slots_ahead"] >= 2 for kernel in attention), "of the prefix, and of the segment's own keys"
     assert attention[0]["matrix"], "bfloat16 without matrix instructions"
+    assert all(kernel["load_bytes"] == 16 for kernel in attention), "keys and values are not loaded in whole vectors"
+    turns = {100: 2}.get(sm, 0)  # between tensor memory and registers
+    assert all(kernel["conversions"] <= turns for kernel in attention[:2]), "a layout changes at every block of keys"
+    for kernel in kernels:
+        assert kernel["name"] != "_attend_fixed_parts" or len(kernel["products"]) == 2, "both loops multiply alike"
     plain_step, tree = attention[:2]
     assert plain_step["residents"] >= {80: 3, 90: 4}.get(sm, 2)
     assert tree["residents"] >= {90: 2}.get(sm, 1)

@@ -155,7 +155,7 @@ def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
 
 
 def keys_of_a_plain_step(num_shared: int) -> int:
-    """Keys that attention reads for 64 sessions with a prefix of 8,392 tokens, of which all share as many."""
+    """Keys that attention reads for 64 sessions with a prefix of 8,392 tokens, the first `num_shared` in common."""
     system, tiling = np.arange(num_shared), Tiling(4, 8, 132)
     segments = []
     for session in range(64):
