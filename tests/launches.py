@@ -260,7 +260,13 @@ def _loops(ttgir: str) -> str:
 
 def _kind(dtype: torch.dtype) -> str:
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    kinds |= {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
     return kinds.get(dtype) or f"i{8 * dtype.itemsize}"
+
+
+def narrow_type(sm: int) -> torch.dtype:
+    """A type of 8 bits that a GPU has."""
+    return torch.float8_e4m3fn if sm >= 89 else torch.float8_e5m2
 
 
 def attention_calls(sm: int) -> None:
@@ -277,6 +283,9 @@ def attention_calls(sm: int) -> None:
             query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
             keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
             kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
+            if dtype == torch.bfloat16 and rows == 64:
+                narrow = keys.to(narrow_type(sm))
+                kernel.attend(query, narrow, narrow, packed, width**-0.5)
         shape = bucket_shape(64, 32, replace(tiling, longest=8192, fixed_part=FIXED_PART))
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
@@ -302,6 +311,8 @@ def layer_calls(sm: int) -> None:
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
         slots = torch.zeros(64, dtype=torch.int64, device=META)
         layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
+        narrow = pool.to(narrow_type(sm))
+        layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), narrow, narrow, slots)
         weight = torch.zeros(WIDE_OUTPUTS if adds_one else 4096, width, dtype=dtype, device=META)
         layer_kernels.linear(x, weight, weight[0] if adds_one else None, dtype)
         layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")

@@ -229,18 +229,19 @@ def _rotate_and_store(
         if head < NUM_HEADS:
             tl.store(query + (row * NUM_HEADS + head) * WIDTH + d, turned.to(x.dtype), mask=kept)
         else:
-            turned = _narrow(turned.to(x.dtype), key_scale, keys, MOST)
-            tl.store(keys + (slot + head - NUM_HEADS) * WIDTH + d, turned, mask=kept)
+            key = _narrow(turned.to(x.dtype), key_scale, keys, MOST)
+            tl.store(keys + (slot + head - NUM_HEADS) * WIDTH + d, key, mask=kept)
 
 
 @triton.jit
 def _narrow(x, scale, pool, MOST: tl.constexpr):
     """What a cache of 8 bits keeps of x; NaN stays."""
     if MOST > 0:
-        y = tl.div_rn(x.to(tl.float32), scale)
+        y = tl.div_rn(x.to(tl.float32), tl.full([x.shape[0]], 1.0, tl.float32) * scale)
         y = tl.where(y > MOST, MOST, tl.where(y < -MOST, -MOST, y))
         return y.to(pool.dtype.element_ty)
-    return x
+    else:
+        return x
 
 
 @triton.jit
