@@ -283,9 +283,11 @@ def attention_calls(sm: int) -> None:
             query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
             keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
             kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
-            if dtype == torch.bfloat16 and rows == 64:
+            if dtype == torch.bfloat16 and rows == 64 and sm in (80, 90):
                 narrow = keys.to(narrow_type(sm))
                 kernel.attend(query, narrow, narrow, packed, width**-0.5)
+        if dtype == torch.float32:
+            continue
         shape = bucket_shape(64, 32, replace(tiling, longest=8192, fixed_part=FIXED_PART))
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
@@ -311,11 +313,14 @@ def layer_calls(sm: int) -> None:
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
         slots = torch.zeros(64, dtype=torch.int64, device=META)
         layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
-        narrow = pool.to(narrow_type(sm))
-        layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), narrow, narrow, slots)
+        layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
+        if dtype == torch.float32:  # the rest is compiled for bfloat16 alone
+            continue
+        if not adds_one:
+            narrow = pool.to(narrow_type(sm))
+            layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), narrow, narrow, slots)
         weight = torch.zeros(WIDE_OUTPUTS if adds_one else 4096, width, dtype=dtype, device=META)
         layer_kernels.linear(x, weight, weight[0] if adds_one else None, dtype)
-        layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
 
 
 def sampling_calls(sm: int) -> None:
