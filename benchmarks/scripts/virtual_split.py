@@ -6,7 +6,9 @@ Host work and the wire take no time besides the given delay, and no machine is t
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +38,7 @@ from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 
 MARKOV_SHARE = 1 / 24  # a level of a one-pass head after the first, in passes of the head
+LARGE_BATCH = 8
 LAYERS = {"dspark": 2.0}  # a pass of the head in levels of EAGLE, as in the report of the services
 
 
@@ -135,6 +138,11 @@ class Settings:
     max_tokens: int
     ahead: DraftAheadConfig
     max_ahead: int
+    minutes: float
+
+    def tokens_of(self, batch: int) -> int:
+        """Tokens to decode of each prompt: fewer where the batch itself gives many steps."""
+        return self.max_tokens if batch <= LARGE_BATCH else self.max_tokens // 2
 
 
 class Recorder:
@@ -190,7 +198,10 @@ class Recording:
 
 @dataclass
 class Replayed:
-    """Decoding of some prompts. seconds: of all requests. num_prepared: trees that were there before the commit."""
+    """Decoding of some prompts, without the first step of each: its tree is always on demand.
+
+    seconds: of all requests. num_prepared: trees that were there before the commit.
+    """
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -225,7 +236,7 @@ class VirtualSplit:
         recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + self._tree.num_steps + 4
         prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
         num_slots = sum(map(len, prompts)) + count * num_tokens
-        engine_config = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=count, prefix_cache=False)
+        engine_config = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=count, prefix_cache=False, draft_budget="fixed")
         target = load_target(s.model, "float32", "cpu", self._fuser.aux_hidden_state_layers)
         engine = assemble_engine(target, self._fuser, engine_config, self._tree, recorder)
         sampling = SamplingParams(num_tokens, temperature, ignore_eos=True)
@@ -247,7 +258,6 @@ class VirtualSplit:
         service = self._service(cell, clock)
         for start in range(0, len(recordings), cell.batch):
             self._replay(recordings[start : start + cell.batch], service, clock, found)
-        found.num_prepared = service.num_prepared
         rate, num_steps = found.num_tokens / found.seconds, len(found.accepted)
         return replace(
             cell, eta=rate / (free or found.tau), speedup=rate, tau=found.tau, num_steps=num_steps,
@@ -272,21 +282,27 @@ class VirtualSplit:
     def _replay(
         self, group: Sequence[Recording], service: VirtualDraftService, clock: VirtualClock, found: Replayed
     ) -> None:
-        """Decode requests that begin together, `max_tokens` behind the first token of each."""
-        began, lengths = clock.now, [recording.num_prompt + 1 for recording in group]
+        """Decode requests that begin together, some tokens behind the first tree of each."""
+        began, lengths = 0.0, [recording.num_prompt + 1 for recording in group]
         starts, budget = [0] * len(group), TreeBudget(self._tree.num_draft_tokens, self._tree.num_steps)
-        running = list(range(len(group)))
+        running, first = list(range(len(group))), list[int]()
         while running:
+            num_prepared = service.num_prepared
             contexts = [group[i].commit(f"{i}", starts[i], lengths[i], budget) for i in running]
             for i, tree in zip(running, service.request(contexts)(), strict=True):
                 assert isinstance(tree, DraftTree)
                 accepted = group[i].num_accepted(tree, lengths[i])
                 starts[i], lengths[i] = lengths[i], lengths[i] + accepted + 1
-                found.accepted.append(accepted)
-                found.grown_ahead.append(tree.grown_ahead)
+                if first:
+                    found.accepted.append(accepted)
+                    found.grown_ahead.append(tree.grown_ahead)
             clock.now += 1.0
-            ended = [i for i in running if lengths[i] - group[i].num_prompt > self.settings.max_tokens]
-            found.num_tokens += sum(lengths[i] - group[i].num_prompt - 1 for i in ended)
+            if not first:
+                began, first = clock.now, list(lengths)
+                continue
+            found.num_prepared += service.num_prepared - num_prepared
+            ended = [i for i in running if lengths[i] - group[i].num_prompt > self.settings.tokens_of(len(group))]
+            found.num_tokens += sum(lengths[i] - first[i] for i in ended)
             found.seconds += len(ended) * (clock.now - began)
             service.release([f"{i}" for i in ended])
             running = [i for i in running if i not in ended]
@@ -314,7 +330,8 @@ def main(
     num_prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 40,
     ahead_top_k: Annotated[int, typer.Option(help="Rows of a session in a pass ahead.")] = 128,
-    max_ahead: Annotated[int, typer.Option(help="Largest batch that drafts ahead; larger ones draft serially.")] = 8,
+    max_ahead: Annotated[int, typer.Option(help="Largest batch that drafts ahead; larger ones draft serially.")] = 64,
+    minutes: Annotated[float, typer.Option(help="Cells that have not begun by then are left out.")] = 90.0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure serial drafting and drafting ahead at every cost, delay, temperature and batch.
@@ -323,7 +340,7 @@ def main(
     """
     ahead = DraftAheadConfig(top_k=ahead_top_k)
     axes = tuple(head), tuple(c), tuple(delay), tuple(temperature), tuple(batch)
-    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead)
+    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead, minutes)
     tasks = MethodsSettings(model=model, methods=(MethodSpec("eagle3"),), prompts=prompts, num_prompts=num_prompts)
     try:
         loaded = [task.token_ids for task in load_tasks(tasks)]
@@ -338,45 +355,54 @@ def main(
 
 
 def measure(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -> list[Cell]:
-    """All cells; trees of serial drafting do not depend on time, so that their tau is that of free drafting."""
-    s, cells = settings, list[Cell]()
-    for head in s.heads:
-        split = VirtualSplit(s, head, prompts)
-        for t in s.temperatures:
-            most = max(len(prompts), *s.batches)
-            recordings = split.record(t, most)
-            for b in s.batches:
-                own = recordings[: max(len(prompts), b)]
-                plain = split.cell(own, Cell(split.name, t, b, s.costs[0], s.delays[0], "serial"), 0.0)
-                kinds = [(c, delay) for c in s.costs for delay in s.delays]
-                for c, delay in progress.track(kinds, description=f"{split.name}, temperature {t:g}, batch {b}"):
-                    serial = split.serial(replace(plain, c=c, delay=delay))
-                    is_ahead = b <= s.max_ahead
-                    ahead = (
-                        replace(serial, mode="ahead")
-                        if not is_ahead
-                        else split.cell(own, Cell(split.name, t, b, c, delay, "ahead"), serial.tau)
-                    )
-                    cells += [serial, ahead]
+    """All cells, small batches first; trees of serial drafting do not depend on time, so their tau is that of free drafting.
+
+    Cells that time did not suffice for have no steps.
+    """
+    s, cells, deadline = settings, list[Cell](), time.monotonic() + 60 * settings.minutes
+    splits = {head: VirtualSplit(s, head, prompts) for head in s.heads}
+    axes = list(itertools.product(s.heads, s.temperatures))
+    recorded = {
+        (head, t): splits[head].record(t, max(len(prompts), *s.batches))
+        for head, t in progress.track(axes, description="plain decoding")
+    }
+    for batch, (head, t) in itertools.product(s.batches, axes):
+        split, own = splits[head], recorded[head, t][: max(len(prompts), batch)]
+        plain = split.cell(own, Cell(split.name, t, batch, s.costs[0], s.delays[0], "serial"), 0.0)
+        kinds = list(itertools.product(s.costs, s.delays))
+        for c, delay in progress.track(kinds, description=f"batch {batch}, {split.name}, temperature {t:g}"):
+            serial = split.serial(replace(plain, c=c, delay=delay))
+            ahead = replace(serial, mode="ahead")
+            if batch <= s.max_ahead:
+                empty = Cell(split.name, t, batch, c, delay, "ahead")
+                ahead = split.cell(own, empty, serial.tau) if time.monotonic() < deadline else empty
+            cells += [serial, ahead]
     return cells
 
 
 def draw(cells: Sequence[Cell], file: Path) -> None:
-    """Draw eta over the delay at batch 1: a panel for each head and temperature, a colour for each cost."""
+    """Draw eta over the delay: a row of panels for each batch, a colour for each cost."""
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys((cell.head, cell.temperature) for cell in cells))
-    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
-    for place, (head, temperature) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1, ylim=(0, 1), xlabel="delay of each way, verify passes")
-        own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, temperature, 1)]
+    columns = list(dict.fromkeys((cell.head, cell.temperature) for cell in cells))
+    batches = list(dict.fromkeys(cell.batch for cell in cells))
+    figure = Figure(figsize=(3.2 * len(columns), 2.6 * len(batches)), layout="constrained")
+    panels = figure.subplots(len(batches), len(columns), sharex=True, sharey=True, squeeze=False)
+    for (row, batch), (column, (head, t)) in itertools.product(enumerate(batches), enumerate(columns)):
+        axes = panels[row, column]
+        own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, t, batch) and cell.num_steps]
         for number, c in enumerate(dict.fromkeys(cell.c for cell in own)):
             for mode, style in (("serial", "--"), ("ahead", "-")):
                 line = [(cell.delay, cell.eta) for cell in own if (cell.c, cell.mode) == (c, mode)]
-                axes.plot(*zip(*line, strict=True), style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
-        axes.set_title(f"{head}, temperature {temperature:g}", fontsize=9)
-        axes.set_ylabel("eta" if not place else "")
-    axes.legend(fontsize=7)
+                x, y = zip(*line, strict=True) if line else ((), ())
+                axes.plot(x, y, style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
+        axes.set_title(f"{head}, temperature {t:g}, batch {batch}", fontsize=9)
+        axes.set_ylim(0, 1)
+    for axes in panels[-1]:
+        axes.set_xlabel("delay of each way, verify passes", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("eta")
+    panels[0, 0].legend(fontsize=7)
     figure.savefig(file)
 
 
@@ -385,13 +411,16 @@ def table(cells: Sequence[Cell]) -> Table:
     rows = []
     for serial, ahead in zip(cells[::2], cells[1::2], strict=True):
         where = serial.head, f"{serial.temperature:g}", f"{serial.batch}", f"{serial.c:g}", f"{serial.delay:g}"
-        found = f"{serial.eta:.2f}", f"{ahead.eta:.2f}", f"{serial.tau:.2f}", f"{ahead.tau:.2f}"
-        rows.append((*where, *found, f"{ahead.hits:.2f}", f"{ahead.prepared:.2f}", f"{serial.num_steps}, {ahead.num_steps}"))
+        ready = (f"{ahead.eta:.2f}", f"{ahead.tau:.2f}", f"{ahead.hits:.2f}", f"{ahead.prepared:.2f}")
+        eta, tau, hits, prepared = ready if ahead.num_steps else ("-",) * 4
+        found = f"{serial.eta:.2f}", eta, f"{serial.tau:.2f}", tau, hits, prepared
+        rows.append((*where, *found, f"{serial.num_steps}, {ahead.num_steps}"))
     note = (
         "eta: rate over that of free drafting, which is tau of serial drafting in one verify pass. c: an EAGLE level in "
         "verify passes; a one-pass head takes 2 c and its further levels a 24th of that each. hits: share of steps with "
         "trees grown ahead; prepared: share of steps that waited for nothing, as the tree was there before the commit. "
-        "steps: of each mode, few, so that a difference of 0.02 is noise."
+        "The first step of a request does not count. A pass takes as long for many sessions as for one. "
+        "steps: of each mode; few at batch 1, so that a difference of 0.02 is noise there. -: there was no time."
     )
     columns = ("head", "temperature", "batch", "c", "delay", "eta serial", "eta ahead", "tau serial", "tau ahead")
     return Table("Efficiency in virtual time", (*columns, "hits", "prepared", "steps"), tuple(rows), note)
