@@ -17,6 +17,7 @@ import numpy.typing as npt
 from eyas.errors import InvalidTree
 
 MASS_TOLERANCE = 1e-4
+WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class DraftTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Distance of each node from the root."""
-        depths = [0] * len(self.tokens)
-        for node in range(1, len(depths)):
-            depths[node] = depths[self.parents[node]] + 1
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
         return tuple(depths)
 
     @property
@@ -112,8 +113,8 @@ class DraftTree:
     def families(self) -> dict[int, list[int]]:
         """The children of each node that has any, in order."""
         families: dict[int, list[int]] = {}
-        for node in range(1, len(self)):
-            families.setdefault(self.parents[node], []).append(node)
+        for node, parent in enumerate(self.parents[1:], 1):
+            families.setdefault(parent, []).append(node)
         return families
 
     def child(self, node: int, token: int) -> int | None:
@@ -170,10 +171,12 @@ class DraftTree:
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """mask[i, j] is true where node j lies on the path from the root to node i, i itself included; [N, N]."""
-        mask = np.eye(len(self), dtype=np.bool_)
-        for node in range(1, len(self)):
-            mask[node] |= mask[self.parents[node]]
-        return mask
+        seen = [1]  # of each node, the nodes on its path as the bits of a number
+        for node, parent in enumerate(self.parents[1:], 1):
+            seen.append(seen[parent] | 1 << node)
+        words = [[bits >> shift & WORD for bits in seen] for shift in range(0, len(self), 64)]
+        packed = np.ascontiguousarray(np.array(words, dtype="<u8").T).view(np.uint8)
+        return np.unpackbits(packed, axis=1, count=len(self), bitorder="little").view(np.bool_)
 
     def validate(self, root: int, vocab_size: int, max_nodes: int, max_depth: int) -> None:
         """Range-check a tree that may come from an untrusted drafter.

@@ -1,7 +1,8 @@
 """The thread that runs an Engine, and the async interface to it: requests go in, chunks come out.
 
 Submissions and cancellations wait in an inbox and are applied between steps; the thread sleeps while there is no work.
-The chunks of a step reach the event loop in one call. A step that raises fails only the requests that run then.
+The chunks of a step reach the event loop in one call, while a draft service works or the device runs the next pass. A step
+that raises fails only the requests that run then.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class AsyncEngine:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._running = True
+        self._unsent: tuple[StepReport, Sequence[Chunk]] | None = None
         self._live: set[str] = set()
         self._streams: dict[str, _Unread] = {}
         self._max_unread_bytes = max_unread_bytes
@@ -216,6 +218,7 @@ class AsyncEngine:
         try:
             while self._running:
                 self._run_once()
+            self._send()
         except Exception:
             log.exception("the engine is broken")
             error = RequestFailed("the engine broke; the log has the traceback")
@@ -231,9 +234,9 @@ class AsyncEngine:
             self._step_started = None
             self._announce_at = self._announce_at or time.monotonic() + ANNOUNCE_SECONDS
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
-            if self._on_step is not None:
-                chunks = self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
-            self._call_soon(self._deliver, chunks)
+            self._unsent = self._engine.report, chunks
+            if not self._engine.can_overlap:
+                self._send()
         self._load = self._engine.load
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
             self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
@@ -246,11 +249,20 @@ class AsyncEngine:
             commands, self._inbox = self._inbox, []
         return commands
 
+    def _send(self) -> None:
+        """Hand over the chunks of the last step: at once if the next wait is a drafter's, else while the next pass runs."""
+        if self._unsent is not None:
+            (report, chunks), self._unsent = self._unsent, None
+            if self._on_step is not None:
+                chunks = self._on_step(report, chunks)  # before the chunks can end their requests
+            self._call_soon(self._deliver, chunks)
+
     def _step(self) -> Sequence[Chunk]:
         """Run one step. If it raises, every live request ends with an error chunk and leaves the engine."""
         try:
-            return self._engine.step()
+            return self._engine.step(self._send)
         except Exception:
+            self._send()
             if not self._live:
                 raise
             log.exception("a step failed, and with it %d requests", len(self._live))

@@ -56,6 +56,11 @@ class DraftManager:
         """Whether the drafter needs the target's samples at every node of its trees."""
         return self._drafter is not None and self._drafter.needs.samples
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a drafter elsewhere works on answers; one in this process begins when they are collected."""
+        return bool(self._requested) and not isinstance(self._drafter, LocalDrafter)
+
     def drafts(self, request: Request) -> bool:
         """Whether a request gets draft trees."""
         return self._drafter is not None and request.num_draft_tokens != 1
@@ -91,10 +96,8 @@ class DraftManager:
         if requested:
             features = self._features(requested) if drafter.needs.features else [None] * len(requested)
             contexts = [
-                replace(
-                    self._context(s, budgets[s.request.id], drafter, rows),
-                    allowed=allowed.get(s.request.id, b""),
-                    logit_biases=logit_biases.get(s.request.id, ()),
+                self._context(
+                    s, budgets[s.request.id], rows, allowed.get(s.request.id, b""), logit_biases.get(s.request.id, ())
                 )
                 for s, rows in zip(requested, features, strict=True)
             ]
@@ -128,7 +131,14 @@ class DraftManager:
         slots = [sequence.slots[max(sequence.drafted - 1, 0) : sequence.computed] for sequence in sequences]
         return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
 
-    def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter, features: Tensor | None) -> DraftContext:
+    def _context(
+        self,
+        sequence: Sequence,
+        budget: TreeBudget,
+        features: Tensor | None,
+        allowed: bytes,
+        logit_biases: tuple[KnownLogitBias, ...],
+    ) -> DraftContext:
         start, key = sequence.drafted, sequence.request.noise_key
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
         return Commit(
@@ -139,10 +149,12 @@ class DraftManager:
             features=features,
             noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
             budget=budget,
-            samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
+            samples=sequence.samples if self.needs_samples and proposal == "deterministic" else (),
             proposal=proposal,
             wants_sources=sequence.request.return_verify_steps,
             tenant_key=sequence.request.tenant_key,
+            allowed=allowed,
+            logit_biases=logit_biases,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:

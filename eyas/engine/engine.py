@@ -17,10 +17,10 @@ from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.token_masks import TokenMasks
-from eyas.sampling.verify import verify
+from eyas.sampling.verify import nothing, verify
 from eyas.validation import check_engine_request, check_request
 
 
@@ -92,8 +92,11 @@ class Engine:
         self.max_model_len = max_model_len
         self.report = StepReport()
 
-    def step(self) -> list[Chunk]:
-        """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended."""
+    def step(self, meanwhile: Callable[[], None] = nothing) -> list[Chunk]:
+        """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended.
+
+        meanwhile: work of the host that the step does not need. It is called once, while the device runs the pass.
+        """
         self.report = StepReport()
         chunks = self._scheduler.reap()
         if chunks:
@@ -110,15 +113,16 @@ class Engine:
         batch = self._scheduler.schedule(drafts)
         outputs: list[VerifyOutput] = []
         if batch:
-            rows = [scheduled.logit_rows for scheduled in batch]
-            wait_for_masks = self._grammars.start(rows) if self._grammars.outputs else TokenMasks
+            wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
-            outputs = verify(rows, output, self._rules, wait_for_masks)
+            outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
             outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed)
             chunks += committed
+        else:
+            meanwhile()
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         self._budget.observe(batch, outputs, wait, verified)
@@ -163,6 +167,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._scheduler.sequences)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether the next step first waits for its pass: not for a draft service, and not because the host computes it."""
+        return self.has_work and self._runner.runs_beside_host and not self._draft_manager.is_awaited
 
     @property
     def load(self) -> EngineLoad:
@@ -233,6 +242,10 @@ class Engine:
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
+
+
+def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:
+    return [scheduled.logit_rows for scheduled in batch]
 
 
 def _without_samples(

@@ -56,6 +56,11 @@ class ModelRunner:
             shared = self.target.shared_vocabulary
             return shared.collect(segments, out.logits) if shared else StepOutput(out.logits)
 
+    @property
+    def runs_beside_host(self) -> bool:
+        """Whether `forward` returns while the device still computes."""
+        return self.target.device.type == "cuda" or isinstance(self.backend, EmulatedBackend)
+
     def features(self, slots: Slots) -> Tensor:
         """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
         if isinstance(self.backend, EmulatedBackend):
@@ -128,8 +133,9 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
     draws_on_ranks: whether ranks draw at these rows, if the request allows it.
     """
     sequence, tree, first, slots = scheduled.sequence, scheduled.tree, scheduled.first, scheduled.slots
-    num_rows, logit_rows = len(slots), scheduled.logit_rows
-    num_logits = len(logit_rows.prompt_tokens) + len(logit_rows.positions)
+    num_rows = num_logits = len(slots)  # each node of a tree has logits
+    if tree is None:
+        num_logits = len(scheduled.logit_rows.prompt_tokens) + len(scheduled.logit_rows.positions)
     return Segment(
         tokens=np.array(tree.tokens if tree is not None else sequence.tokens[first : first + num_rows], dtype=np.int64),
         positions=first + (np.array(tree.depths, dtype=np.int64) if tree is not None else np.arange(num_rows)),
@@ -137,5 +143,5 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
         prefix=sequence.slots[: sequence.computed],
         visible=tree.ancestor_mask() if tree is not None else None,
         logits_indices=np.arange(num_rows - num_logits, num_rows),
-        noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(logit_rows) else None,
+        noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) else None,
     )

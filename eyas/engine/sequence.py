@@ -110,7 +110,8 @@ class ScheduledSequence:
         sequence, tree, end = self.sequence, self.tree, self.first + len(self.slots)
         positions: tuple[int, ...] = ()
         if tree is not None:
-            positions = tuple(len(sequence.tokens) + depth for depth in tree.depths)
+            length = len(sequence.tokens)
+            positions = tuple([length + depth for depth in tree.depths])
         elif end == len(sequence.tokens):
             tree, positions = DraftTree.root_only(sequence.tokens[-1]), (end,)
         asks = sequence.request.sampling.prompt_logprobs is not None

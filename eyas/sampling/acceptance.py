@@ -91,8 +91,10 @@ class VerifyOutput:
 
 def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:
     """Apply the rule `match`. sampled[i]: the target's sample at node i."""
-    drafted = [token == sampled[parent] for token, parent in zip(tree.tokens, tree.parents, strict=True)]
-    return walk(tree, drafted, sampled)
+    path = [0]
+    while (child := tree.child(path[-1], sampled[path[-1]])) is not None:
+        path.append(child)
+    return Accepted(tuple(path), tuple(sampled[node] for node in path))
 
 
 def walk(tree: DraftTree, passed: Sequence[bool], drawn: Sequence[int]) -> Accepted:

@@ -61,6 +61,8 @@ def read_logprobs(
 ) -> list[tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]]:
     """Turn what `compute_logprobs` gave, once it is on the host, into the values of each request: of
     `LogitRows.prompt_tokens`, and of the accepted tokens."""
+    if not len(computed):
+        return [((), ())] * len(batch)
     lines = iter(computed.tolist())
     prompts = [tuple(_entry(token, next(lines), _num_prompt_top(rows)) for token in rows.prompt_tokens) for rows in batch]
     levels = 1 + max((rows.tree.depth for rows in batch if rows.tree and _reports_output(rows)), default=0)

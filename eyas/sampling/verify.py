@@ -17,20 +17,29 @@ from eyas.tensors import download
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 
 
+def nothing() -> None:
+    """What the host does meanwhile, by default."""
+
+
 def verify(
-    batch: Sequence[LogitRows], output: StepOutput, rules: LogitRules, wait_for_masks: Callable[[], TokenMasks] = TokenMasks
+    batch: Sequence[LogitRows],
+    output: StepOutput,
+    rules: LogitRules,
+    wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
+    meanwhile: Callable[[], None] = nothing,
 ) -> list[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
+    meanwhile: other work of the host, called once before it waits.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
     if output.tokens is None:
-        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None)[0]
+        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile)[0]
     kinds = list(zip(batch, output.is_drawn, strict=True))
     whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
-    outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens)
+    outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens, meanwhile)
     of_whole, of_drawn = iter(outputs), iter(_verify_tokens(drawn, tokens, output.logits.shape[1]))
     return [next(of_drawn if is_drawn else of_whole) for is_drawn in output.is_drawn]
 
@@ -64,7 +73,12 @@ def _verify_tokens(batch: Sequence[LogitRows], tokens: Sequence[int], vocab_size
 
 
 def _verify_logits(
-    batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules, masks: TokenMasks, drawn: Tensor | None
+    batch: Sequence[LogitRows],
+    logits: Tensor,
+    rules: LogitRules,
+    masks: TokenMasks,
+    drawn: Tensor | None,
+    meanwhile: Callable[[], None],
 ) -> tuple[list[VerifyOutput], list[int]]:
     """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
@@ -72,8 +86,12 @@ def _verify_logits(
     draws = [Draw(rows.request.noise_key, position) for rows in batch for position in rows.positions]
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(batch, ruled, draws)
-    others = tokens[:0] if drawn is None else drawn
-    on_host = download(tokens, verdicts.cells, compute_logprobs(batch, logits, tokens, verdicts), others)
+    others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
+    meanwhile()
+    for rows in batch:
+        if rows.tree:
+            rows.tree.families  # noqa: B018  the walk down the tree reads them
+    on_host = download(tokens, verdicts.cells, logprobs, others)
     samples: list[int] = on_host[0].astype(int).tolist()
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
 

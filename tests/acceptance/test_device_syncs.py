@@ -2,16 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
+from eyas.drafters.base import DrafterNeeds
 from eyas.engine.engine import Engine
+from eyas.models.cuda.backend import KernelBackend
+from eyas.models.cuda.metadata import Tiling
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.target import TargetModel, TargetOutput
 from eyas.request import Request
+from eyas.sampling import verify
 from eyas.sampling.acceptance import accept
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.rejection import SiblingVerdicts
@@ -20,6 +31,7 @@ from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.device_syncs import Waits, unwatched, watched
 from tests.engine.drafters import RandomDrafter
+from tests.launches import FREE
 from tests.strategies import trees
 
 GREEDY = replace(PARAMS, temperature=0.0)
@@ -52,6 +64,77 @@ def test_a_step_waits_for_the_device_once(name: str, rule: AcceptanceRule, tiny_
     noted = run(make_engine(drafter, tiny_target, tiny_head, rule))
     assert len(noted) > 10
     assert all(names == ["cpu"] for names in noted)
+
+
+class Operations(TorchDispatchMode):
+    """Notes operations of torch that a GPU would launch."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.overloadpacket.__name__) not in FREE:
+            self._noted.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Uploads(TorchFunctionMode):
+    """Notes copies to the device."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "to" and "non_blocking" in (kwargs or {}):
+            self._noted.append("upload")
+        return func(*args, **(kwargs or {}))
+
+
+class PackedForKernels:
+    """A backend that packs as one for a GPU does, and computes plainly."""
+
+    def __init__(self, target: TargetModel, noted: list[str]) -> None:
+        self._launched, self._noted = KernelBackend(target, Tiling(2, 2, 100), 0), noted
+        self._segments: Sequence[Segment] = ()
+
+    def pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        self._segments = segments
+        return self._launched.pack(segments)
+
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
+        self._noted.append("pass")
+        target = self._launched.target
+        return target.forward(target.pack(self._segments), kv_cache)
+
+
+@pytest.mark.parametrize("num_requests", [1, 9])
+def test_little_stands_between_results_and_the_next_pass(
+    num_requests: int, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features of all sessions are gathered at once, and a pass is uploaded in one copy: whatever the batch."""
+    drafter = RandomDrafter(48)
+    drafter.needs = DrafterNeeds(features=True)
+    drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
+    engine, noted = make_engine(drafter, tiny_target, tiny_head, "match"), list[str]()
+    engine._runner.backend = PackedForKernels(engine.target, noted)
+
+    def noted_download(*tensors: torch.Tensor) -> list[npt.NDArray[np.float64]]:
+        found = download(*tensors)
+        noted.append("results")
+        return found
+
+    monkeypatch.setattr(verify, "download", noted_download)
+    for i in range(num_requests):
+        engine.submit(Request(f"{i}", tuple(range(3, 10)), replace(GREEDY, seed=i, max_tokens=30)))
+    with Operations(noted), Uploads(noted):
+        while engine.has_work:
+            engine.step()
+    steps = " ".join(noted).split("results")[1:-1]
+    between = {tuple(step.split("pass")[0].split()) for step in steps}
+    packed, features = ("upload", "_to_copy"), ("upload", "index")
+    assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,26 +6,36 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
 
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, ServerConfig, TreeConfig, VerifierConfig
+from eyas.config.device_costs import flat
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
-from eyas.engine.engine import Engine
+from eyas.engine.engine import Engine, StepReport
 from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
-from eyas.models.target import TargetModel, load_target
+from eyas.models.emulation import VirtualClock
+from eyas.models.inputs import PackedInputs
+from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import LIVE, RpcServer
+from eyas.sampling import verify
 from eyas.services.discovery.base import cancel_task
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.servicer import announced_load
+from eyas.tensors import download
 
 PROMPT = (0, 282, 659, 276)
 
@@ -154,11 +164,11 @@ def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> Non
     step, reached, cancelled = engine.step, threading.Event(), threading.Event()
     steps: list[list[Chunk]] = []
 
-    def watched() -> list[Chunk]:
+    def watched(meanwhile: Callable[[], None]) -> list[Chunk]:
         if len(steps) == 3:
             reached.set()
             assert cancelled.wait(30)
-        steps.append(step())
+        steps.append(step(meanwhile))
         return steps[-1]
 
     engine.step = watched  # type: ignore[method-assign]
@@ -210,14 +220,78 @@ def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplo
     assert "the engine is broken" in caplog.text
 
 
+@pytest.mark.parametrize("has_service", [False, True])
+def test_chunks_are_sent_while_something_else_works(
+    has_service: bool, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the launch of a pass and its results, or between the request for drafts and their arrival."""
+    flat("test", verify=10.0).write(tmp_path / "costs.json")
+    config, events = EngineConfig(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json")), list[str]()
+    drafter = EmptyService(events) if has_service else None
+    engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter, clock=VirtualClock())
+    forward = engine._runner.backend.forward
+
+    def noted_forward(packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
+        events.append("pass")
+        return forward(packed, kv_cache)
+
+    def noted_download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
+        found = download(*tensors)
+        events.append("results")
+        return found
+
+    def sent(report: StepReport, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        events.append("sent")
+        return chunks
+
+    engine._runner.backend.forward = noted_forward  # type: ignore[method-assign]
+    monkeypatch.setattr(verify, "download", noted_download)
+
+    async def body(loop: AsyncEngine) -> None:
+        assert len(tokens_of(await collect(loop, request_of("one", 4)))) == 4
+
+    run(body, engine, on_step=sent)
+    step = ["pass", "results", "asked", "sent", "answered"]
+    beside_service = [*step * 2, "pass", "results", "pass", "sent", "results", "sent"]  # the last token is not drafted for
+    beside_pass = ["pass", "results", *["pass", "sent", "results"] * 3, "sent"]
+    assert events == (beside_service if has_service else beside_pass)
+
+
+class EmptyService:
+    """Implements Drafter: a draft service with nothing to propose. events: what is asked and answered."""
+
+    needs, can_sample = DrafterNeeds(), False
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def can_draft(self, session: str) -> bool:
+        return True
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def reject(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        self._events.append("asked")
+
+        def collect() -> list[Draft]:
+            self._events.append("answered")
+            return [None] * len(contexts)
+
+        return collect
+
+
 def stuck_engine(target: TargetModel) -> tuple[Engine, threading.Event]:
     """An engine whose steps wait for the event."""
     engine, may_go_on = engine_of(target), threading.Event()
     step = engine.step
 
-    def waiting() -> list[Chunk]:
+    def waiting(meanwhile: Callable[[], None]) -> list[Chunk]:
         assert may_go_on.wait(60)
-        return step()
+        return step(meanwhile)
 
     engine.step = waiting  # type: ignore[method-assign]
     return engine, may_go_on

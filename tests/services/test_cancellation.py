@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -64,10 +64,10 @@ def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> Non
     engine = assemble_engine(target, None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None)
     step, steps, left = engine.step, list[list[Chunk]](), threading.Event()
 
-    def watched() -> list[Chunk]:
+    def watched(meanwhile: Callable[[], None]) -> list[Chunk]:
         if len(steps) == 1:
             assert left.wait(30), "the verifier was not notified"
-        steps.append(step())
+        steps.append(step(meanwhile))
         return steps[-1]
 
     engine.step = watched  # type: ignore[method-assign]

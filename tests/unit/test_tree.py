@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,10 @@ def test_ancestor_mask_rows_are_the_paths_to_the_root(tree: DraftTree) -> None:
     for node in range(len(tree)):
         assert set(mask[node].nonzero()[0].tolist()) == set(tree.path(node))
         assert tree.depths[node] == len(tree.path(node)) - 1
+
+
+def test_the_mask_of_a_long_chain_is_causal() -> None:
+    assert (DraftTree.chain(range(150)).ancestor_mask() == np.tri(150, dtype=np.bool_)).all()
 
 
 @given(trees())
