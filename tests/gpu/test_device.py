@@ -2,14 +2,17 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
+from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
+from eyas.engine.runner import BatchInvariantRunner
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import build_backend, plan_backend
 from eyas.models.cuda.graphs import GraphBackend
@@ -110,8 +113,24 @@ def test_bfloat16_diverges_only_at_near_ties(tiny_target: str) -> None:
             assert abs(float(logits[ours[split]] - logits[theirs[split]])) <= MARGIN * float(logits.abs().max())
 
 
-def make_engine(target: TargetModel, tree: TreeConfig, cuda_graphs: bool) -> Engine:
-    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=cuda_graphs)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_deterministic_drafts_change_no_token(
+    tiny_target: str, dtype: str, kv_cache_dtype: KVCacheDtype, temperature: float
+) -> None:
+    """All sequences share their passes, and the plain ones are of other sizes."""
+    target, outputs = load_target(tiny_target, dtype, "cuda"), []
+    for tree in (TREE, TreeConfig(1, 0, 1)):
+        engine = make_engine(target, tree, True, deterministic=True, kv_cache_dtype=kv_cache_dtype)
+        assert isinstance(engine._runner, BatchInvariantRunner)
+        assert engine._runner.keeps_batches
+        outputs.append(generate(engine, temperature))
+    assert outputs[0] == outputs[1]
+
+
+def make_engine(target: TargetModel, tree: TreeConfig, cuda_graphs: bool, **modes: Any) -> Engine:
+    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=cuda_graphs, **modes)
     return assemble_engine(target, None, config, tree, RandomDrafter(48) if tree.num_draft_tokens > 1 else None)
 
 
