@@ -71,7 +71,8 @@ class Commit(Generic[FeaturesT]):
         vocabulary, the lowest id in the lowest bit of the first byte. Empty if all may be drawn.
     logit_biases: what the target will do to logits, as far as it is known now. A token may occur several times.
     tenant_key: sessions with equal keys may be drafted each other's outputs, all others must not.
-    has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget.
+    has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget. Within that
+        of a root it has no tree and does not wait for one.
     """
 
     session: str

@@ -183,7 +183,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eyas-split-")))
         proxies, children, logs = dict[Mode, DelayingProxy](), dict[Mode, Child](), dict[Mode, Path]()
         for mode in (mode for mode in settings.modes if mode != "plain"):
-            ahead = settings.ahead if mode == "ahead" else DraftAheadConfig()
+            ahead = settings.ahead if mode == "ahead" else DraftAheadConfig(mode="never")
             shape = ",".join(f"{key}: {value}" for key, value in vars(ahead).items())
             logs[mode] = folder / f"{mode}.log"
             table = written(costs["drafter"], folder / f"{mode}.json", logs[mode])
@@ -199,6 +199,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
         more = (
             f"engine.max_num_seqs={max(settings.batches)}",
             "engine.prefix_cache=false",
+            "engine.draft_budget=fixed",
             "validate_head=never",
             f"draft_client.draft_timeout_s={max(5.0, 20 * pass_s)}",
             f"discovery.drafters=[{addresses}]",
@@ -395,7 +396,7 @@ def split(
         delays=tuple(delay),
         verifiers=tuple(verifiers),
         modes=cast(tuple[Mode, ...], tuple(mode)),
-        ahead=DraftAheadConfig(top_k=ahead_top_k, num_steps=ahead_steps),
+        ahead=DraftAheadConfig(top_k=ahead_top_k, num_steps=ahead_steps, mode="always"),
         plain_tokens=plain_tokens,
         max_tokens=max_tokens,
         temperatures=tuple(temperature),

@@ -71,9 +71,9 @@ def eagle3_llm() -> "LLM":
 
 def _demo_llm(head: str | None) -> "LLM":
     from eyas import LLM
-    from eyas.config import EngineConfig
+    from tests.tiny import fixed_config
 
-    return LLM("models/demo/target", head, engine=EngineConfig(max_kv_tokens=8192), validate_head="never")
+    return LLM("models/demo/target", head, engine=fixed_config(max_kv_tokens=8192), validate_head="never")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

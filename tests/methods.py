@@ -48,7 +48,7 @@ class Case:
             max_kv_tokens=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
             proposal_top_k=proposal_top_k,
-            draft_ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
+            draft_ahead=DraftAheadConfig(6, 16, 7, mode="always") if ahead else DraftAheadConfig(),
         )
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
         suffix = SuffixConfig(min_ngram=1)

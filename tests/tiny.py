@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -137,6 +138,11 @@ def token_without_numbers(engine: Engine, token: int) -> Iterator[None]:
             yield
         finally:
             weight[token] = before
+
+
+def fixed_config(**settings: Any) -> EngineConfig:
+    """A config whose draft trees are as large as they may be: others depend on how long steps take."""
+    return EngineConfig(**{"draft_budget": "fixed"} | settings)
 
 
 def build_engine(

@@ -127,7 +127,7 @@ def build(method: str) -> Engine:
     """An engine with the method's demo model; "plain" has none."""
     target, head = str(MODELS / "target"), str(MODELS / METHODS[method]) if METHODS.get(method) else ""
     fuser = build_fuser(method, head, target, "float32", "cpu") if method != "plain" else None
-    config = EngineConfig(max_kv_tokens=16384)
+    config = EngineConfig(max_kv_tokens=16384, draft_budget="fixed")
     drafter = build_drafter(method, target, head, "float32", "cpu", TREE, DraftingConfig()) if method != "plain" else None
     return assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
 

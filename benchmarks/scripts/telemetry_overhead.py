@@ -94,7 +94,7 @@ def decode(batch: int, num_tokens: int) -> Steps:
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
-    config = EngineConfig(max_kv_tokens=16384)
+    config = EngineConfig(max_kv_tokens=16384, draft_budget="fixed")
     engine = assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     prompts = read_prompts(MODELS / "prompts.jsonl")[:batch]

@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from eyas.bench.report import Report, Table
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
-from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts, flat
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTree, PreparedTrees
@@ -37,6 +37,8 @@ from eyas.models.target import load_target
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 
+NO_TREE = TreeBudget(1, 0)
+MAX_UNPREPARED = 32  # as in the client of draft services
 MARKOV_SHARE = 1 / 24  # a level of a one-pass head after the first, in passes of the head
 LARGE_BATCH = 8
 LAYERS = {"dspark": 2.0}  # a pass of the head in levels of EAGLE, as in the report of the services
@@ -51,7 +53,7 @@ class VirtualDraftService:
         self.num_prepared = 0
         self._drafter, self._clock, self._own, self._delay_s = drafter, clock, own, delay_s
         self._trees, self._sent = PreparedTrees(), list[tuple[float, PreparedTree]]()
-        self._wait, self._has_prepared = StepWait(clock), False
+        self._wait, self._num_unprepared = StepWait(clock), MAX_UNPREPARED
 
     def can_draft(self, session: str) -> bool:
         """See Drafter."""
@@ -77,13 +79,15 @@ class VirtualDraftService:
         local = {context.session: tree for context in contexts if (tree := self._trees.take(context))}
         self.num_prepared += len(local)
         missing = {context.session for context in contexts} - local.keys()
-        self._has_prepared |= bool(local)
-        lengths = {context.session: len(context.tokens) for context in contexts}
-        is_timed = self._has_prepared and self._wait.waits(lengths, missing)
-        if self._has_prepared and not is_timed:  # as the client of draft services does
-            local |= {c.session: DraftTree.root_only(c.tokens[-1]) for c in contexts if c.session in missing}
-        self._own.now = max(self._own.now, arrival)
+        self._num_unprepared = 0 if local else self._num_unprepared + 1
         sent: list[Commit[torch.Tensor]] = [replace(c, has_tree=c.session in local) for c in contexts]
+        lengths = {context.session: len(context.tokens) for context in contexts}
+        has_prepared = self._num_unprepared < MAX_UNPREPARED
+        is_timed = has_prepared and self._wait.waits(lengths, missing)
+        if has_prepared and not is_timed:  # as the client of draft services does
+            local |= {c.session: DraftTree.root_only(c.tokens[-1]) for c in contexts if c.session in missing}
+            sent = [replace(c, has_tree=True, budget=NO_TREE) if c.session in missing else c for c in sent]
+        self._own.now = max(self._own.now, arrival)
         answers = self._drafter.propose(sent)
         is_awaited = any(context.budget.wants_tree and not context.has_tree for context in sent)
         ready = self._own.now + self._delay_s if is_awaited else self._clock()
@@ -272,8 +276,10 @@ class VirtualSplit:
 
     def _service(self, cell: Cell, clock: VirtualClock) -> VirtualDraftService:
         s, own = self.settings, VirtualClock()
-        config = DraftingConfig(draft_ahead=s.ahead if cell.mode == "ahead" else DraftAheadConfig())
-        drafter = build_drafter(self.method, s.model, self.head, "float32", "cpu", self._tree, config)
+        mode: DraftAheadMode = "never" if cell.mode == "serial" else "auto" if cell.mode == "auto" else "always"
+        config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
+        args = self.method, s.model, self.head, "float32", "cpu", self._tree, config
+        drafter = build_drafter(*args, has_idle_time=True)
         inner = drafter._drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
         inner.emulate(EmulatedDevice(costs(self.method, cell.c), own))
@@ -334,7 +340,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="Cells that have not begun by then are left out.")] = 90.0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
-    """Measure serial drafting and drafting ahead at every cost, delay, temperature and batch.
+    """Measure serial drafting, drafting ahead and choosing between them at every cost, delay, temperature and batch.
 
     Serial trees do not depend on time: they are made once for each head, temperature and batch.
     """
@@ -372,11 +378,13 @@ def measure(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -
         kinds = list(itertools.product(s.costs, s.delays))
         for c, delay in progress.track(kinds, description=f"batch {batch}, {split.name}, temperature {t:g}"):
             serial = split.serial(replace(plain, c=c, delay=delay))
-            ahead = replace(serial, mode="ahead")
-            if batch <= s.max_ahead:
-                empty = Cell(split.name, t, batch, c, delay, "ahead")
-                ahead = split.cell(own, empty, serial.tau) if time.monotonic() < deadline else empty
-            cells += [serial, ahead]
+            cells.append(serial)
+            for mode in ("ahead", "auto"):
+                cell = replace(serial, mode=mode)
+                if batch <= s.max_ahead:
+                    empty = Cell(split.name, t, batch, c, delay, mode)
+                    cell = split.cell(own, empty, serial.tau) if time.monotonic() < deadline else empty
+                cells.append(cell)
     return cells
 
 
@@ -392,7 +400,7 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
         axes = panels[row, column]
         own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, t, batch) and cell.num_steps]
         for number, c in enumerate(dict.fromkeys(cell.c for cell in own)):
-            for mode, style in (("serial", "--"), ("ahead", "-")):
+            for mode, style in (("serial", "--"), ("ahead", ":"), ("auto", "-")):
                 line = [(cell.delay, cell.eta) for cell in own if (cell.c, cell.mode) == (c, mode)]
                 x, y = zip(*line, strict=True) if line else ((), ())
                 axes.plot(x, y, style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
@@ -409,21 +417,27 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
 def table(cells: Sequence[Cell]) -> Table:
     """The table of the report."""
     rows = []
-    for serial, ahead in zip(cells[::2], cells[1::2], strict=True):
+    for serial, ahead, auto in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
         where = serial.head, f"{serial.temperature:g}", f"{serial.batch}", f"{serial.c:g}", f"{serial.delay:g}"
-        ready = (f"{ahead.eta:.2f}", f"{ahead.tau:.2f}", f"{ahead.hits:.2f}", f"{ahead.prepared:.2f}")
-        eta, tau, hits, prepared = ready if ahead.num_steps else ("-",) * 4
-        found = f"{serial.eta:.2f}", eta, f"{serial.tau:.2f}", tau, hits, prepared
-        rows.append((*where, *found, f"{serial.num_steps}, {ahead.num_steps}"))
+        ready = [
+            (f"{cell.eta:.3f}", f"{cell.tau:.2f}", f"{cell.hits:.2f}", f"{cell.prepared:.2f}")
+            if cell.num_steps
+            else ("-",) * 4
+            for cell in (ahead, auto)
+        ]
+        (eta, tau, hits, prepared), (eta_auto, _, hits_auto, _) = ready
+        found = f"{serial.eta:.3f}", eta, eta_auto, f"{serial.tau:.2f}", tau, hits, prepared, hits_auto
+        rows.append((*where, *found, f"{serial.num_steps}, {ahead.num_steps}, {auto.num_steps}"))
     note = (
         "eta: rate over that of free drafting, which is tau of serial drafting in one verify pass. c: an EAGLE level in "
         "verify passes; a one-pass head takes 2 c and its further levels a 24th of that each. hits: share of steps with "
         "trees grown ahead; prepared: share of steps that waited for nothing, as the tree was there before the commit. "
-        "The first step of a request does not count. A pass takes as long for many sessions as for one. "
-        "steps: of each mode; few at batch 1, so that a difference of 0.02 is noise there. -: there was no time."
+        "auto: hits of the automatic mode. The first step of a request does not count. A pass takes as long for many "
+        "sessions as for one. steps: of each mode; few at batch 1. -: there was no time."
     )
-    columns = ("head", "temperature", "batch", "c", "delay", "eta serial", "eta ahead", "tau serial", "tau ahead")
-    return Table("Efficiency in virtual time", (*columns, "hits", "prepared", "steps"), tuple(rows), note)
+    columns = ("head", "temperature", "batch", "c", "delay", "eta serial", "eta ahead", "eta auto")
+    more = "tau serial", "tau ahead", "hits", "prepared", "auto", "steps"
+    return Table("Efficiency in virtual time", (*columns, *more), tuple(rows), note)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def offline(
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
     draft_budget: Annotated[
-        str, typer.Option(help="fixed: always the largest trees; adaptive: the fastest size.")
-    ] = "fixed",
+        str, typer.Option(help="adaptive: the fastest size; fixed: always the largest trees.")
+    ] = "adaptive",
     dtype: DtypeName = "auto",
     device: Device = "auto",
     threads: Threads = 0,

@@ -61,7 +61,7 @@ class SplitSettings(MethodsSettings):
     batches: tuple[int, ...] = (1,)
     delays: tuple[float, ...] = (0.0,)
     modes: tuple[Mode, ...] = MODES
-    ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=64))
+    ahead: DraftAheadConfig = field(default_factory=lambda: DraftAheadConfig(top_k=64, mode="always"))
     plain_tokens: int = 0
     verifiers: tuple[int, ...] = (1,)
 

@@ -3,6 +3,7 @@
 from eyas.config.drafting import MC_SIM_7B_63 as MC_SIM_7B_63
 from eyas.config.drafting import CombinedConfig as CombinedConfig
 from eyas.config.drafting import DraftAheadConfig as DraftAheadConfig
+from eyas.config.drafting import DraftAheadMode as DraftAheadMode
 from eyas.config.drafting import DraftingConfig as DraftingConfig
 from eyas.config.drafting import DraftModelConfig as DraftModelConfig
 from eyas.config.drafting import Eagle1Config as Eagle1Config

@@ -9,6 +9,7 @@ from eyas.config.loader import at_least, num_bytes, one_of, require
 
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
+DraftAheadMode = Literal["auto", "always", "never"]
 
 # EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
 MC_SIM_7B_63: TreeChoices = (
@@ -46,22 +47,24 @@ class DraftAheadConfig:
 
     Attributes:
         top_k: of EAGLE, nodes of a session that a pass runs, again or for the first time; of one-pass heads, number of nodes
-            of the last tree that get a block. 0 turns drafting ahead off. EAGLE gains most with 128.
+            of the last tree that get a block.
         num_candidates: of EAGLE, number of children kept for each node.
         num_steps: of EAGLE, maximum depth below the last committed token, including the tree under verification.
         miss_steps: of EAGLE, most levels of a tree on demand, whose commit was not foreseen. It has fewer where another one
             yields less than the verifier loses meanwhile.
+        mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. The output
+            is the same.
     """
 
-    top_k: int = 0
+    top_k: int = 128
     num_candidates: int = 32
     num_steps: int = 12
     miss_steps: int = 8
+    mode: DraftAheadMode = "auto"
 
     def __post_init__(self) -> None:
-        at_least(0, top_k=self.top_k)
-        at_least(1, num_candidates=self.num_candidates)
-        at_least(1, miss_steps=self.miss_steps)
+        at_least(1, top_k=self.top_k, num_candidates=self.num_candidates, miss_steps=self.miss_steps)
+        one_of(DraftAheadMode, mode=self.mode)
         at_least(2, num_steps=self.num_steps)
 
 

@@ -36,8 +36,9 @@ class EngineConfig:
         acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
             for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It
             needs a drafter that samples its drafts.
-        draft_budget: size of draft trees. "fixed" takes the largest tree that max_verify_tokens allows. "adaptive" takes
-            the size with the most tokens per second in measured steps, possibly none. The output is the same.
+        draft_budget: size of draft trees. "adaptive" takes the size with the most tokens per second in measured steps,
+            possibly none. "fixed" takes the largest tree that max_verify_tokens allows. The output is the same. `tree`
+            limits both.
         prefix_cache: keep the KV cache of finished requests for later requests with the same prefix.
         session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
         priority_aging_s: seconds of waiting that count as one step of priority.
@@ -58,7 +59,7 @@ class EngineConfig:
     deterministic: bool = False
     cuda_graphs: bool = True
     acceptance: AcceptanceRule = "match"
-    draft_budget: DraftBudgetPolicy = "fixed"
+    draft_budget: DraftBudgetPolicy = "adaptive"
     prefix_cache: bool = True
     session_cache_ttl_s: float = 300.0
     priority_aging_s: float = 10.0

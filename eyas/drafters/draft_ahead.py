@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -35,7 +35,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.grown_tree import GrownRows, GrownTree
-from eyas.drafters.on_demand import Average, OnDemand, SentTree
+from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
@@ -161,7 +161,8 @@ class AheadTrees:
                 self._changed[name] = None
 
     def take_prepared(self) -> list[PreparedTree]:
-        names, self._changed = [name for name in self._changed if name in self._trees], {}
+        """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
+        names, self._changed = [name for name in self._changed if name in self._trees and self._is_sent(name)], {}
         count = MAX_PREPARED_NODES // max(len(names), 1)
         if count < MIN_PREPARED_NODES:
             return []
@@ -171,6 +172,12 @@ class AheadTrees:
             if tree:
                 found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
         return found
+
+    def _is_sent(self, name: str) -> bool:
+        """After the last pass, and those whose number is a power of two or three times one: half of 16."""
+        left = self._num_left[name]
+        number = self._config.num_steps + NUM_REPAIRS - left
+        return not left or any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
 
     def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
         found = list[DraftTree | None]()
@@ -266,8 +273,13 @@ class _AheadSession:
 class DraftAheadDrafter(LocalDrafter):
     """An EAGLE drafter, or one of one-pass heads, that prepares for the next commits whenever `draft_ahead` is called."""
 
-    def __init__(self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig) -> None:
-        """Raises ConfigError for more candidates than the draft vocabulary has tokens."""
+    def __init__(
+        self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: AheadTrial | None = None
+    ) -> None:
+        """trial: decides when to draft ahead; None always does.
+
+        Raises ConfigError for more candidates than the draft vocabulary has tokens.
+        """
         if isinstance(drafter, EagleDrafter) and config.num_candidates > len(drafter.draft_ids):
             raise ConfigError(
                 f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
@@ -282,6 +294,7 @@ class DraftAheadDrafter(LocalDrafter):
         )
         self._sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
+        self._trial, self._busy, self._ended = trial, Average(), 0.0  # busy: share of the time; ended: of the last batch
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -296,10 +309,39 @@ class DraftAheadDrafter(LocalDrafter):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         began = self._demand.clock()
+        self._observe(contexts, began)
+        if self._is_ahead:
+            return self._propose_ahead(contexts, began)
+        whole = [self._with_backlog(context) for context in contexts]
+        whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
+        drafts = self._drafter.propose(whole)
+        self._note(contexts, drafts, began, any(not context.has_tree for context in contexts), {})
+        return drafts
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self._trial is None or self._trial.is_ahead
+
+    def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
+        """Take in what sessions have committed since their last answers."""
         for context in contexts:
             session = self._sessions.get(context.session)
-            if session and session.sent and session.continues_with(context):
-                self._demand.committed(session.sent, len(context.tokens), began)
+            if not session or not session.sent or not session.continues_with(context):
+                continue
+            sent, num_tokens = session.sent, len(context.tokens)
+            self._demand.committed(sent, num_tokens, now)
+            load, busy = len(self._sessions), self._busy.value
+            if self._trial and self._trial.observe(sent.block, num_tokens, now - sent.asked, load, busy):
+                self._stop()
+
+    def _stop(self) -> None:
+        """Forget what is prepared."""
+        self._due = {}
+        self._ahead.release(list(self._sessions))
+        for session in self._sessions.values():
+            session.path, session.is_prepared = (), False
+
+    def _propose_ahead(self, contexts: Sequence[DraftContext], began: float) -> list[Draft]:
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         paths = {i: self._path(contexts[i]) for i in missing}
@@ -312,18 +354,33 @@ class DraftAheadDrafter(LocalDrafter):
         made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
         for i, draft in zip((*others, *sampled), made, strict=True):
             drafts[i] = draft
-        ended, is_waiting = self._demand.clock(), any(not contexts[i].has_tree for i in missing)
+        is_waiting = any(not contexts[i].has_tree for i in missing)
+        self._due |= dict.fromkeys(self._note(contexts, drafts, began, is_waiting, claims))
+        return drafts
+
+    def _note(
+        self,
+        contexts: Sequence[DraftContext],
+        drafts: Sequence[Draft],
+        began: float,
+        is_waiting: bool,
+        claims: Mapping[str, float],
+    ) -> list[str]:
+        """Keep what sessions have as their trees now. claims: see SentTree. Returns the sessions."""
+        ended, noted = self._demand.clock(), list[str]()
+        self._busy.add((ended - began) / (ended - self._ended) if ended > self._ended else 1.0)
+        self._ended = ended
         for context, draft in zip(contexts, drafts, strict=True):
             if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
                 continue
             if draft.num_drafted or context.has_tree:
-                session = self._sessions[context.session]
-                session.tree, session.sent = (
-                    draft,
-                    SentTree(draft, began, ended, context.has_tree, is_waiting, claims.get(context.session, 0.0)),
-                )
-                self._due[context.session] = None
-        return drafts
+                name, block = context.session, self._trial.stamp(context.session) if self._trial else 0
+                has_tree, claimed = context.has_tree, claims.get(name, 0.0)
+                session = self._sessions[name]
+                session.tree = draft
+                session.sent = SentTree(draft, began, ended, has_tree, is_waiting, claimed, block)
+                noted.append(name)
+        return noted
 
     def release(self, sessions: Sequence[str]) -> None:
         for key in sessions:
@@ -334,6 +391,8 @@ class DraftAheadDrafter(LocalDrafter):
 
     @torch.inference_mode()
     def draft_ahead(self) -> bool:
+        if not self._is_ahead:
+            return False
         device = self._drafter.device
         with device.labelled("grow") if device else nullcontext():
             self._ahead.collect()  # the pass of the call before, which the device has done by now

@@ -24,6 +24,7 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
+from eyas.drafters.on_demand import AheadTrial
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
@@ -62,6 +63,7 @@ class DrafterParts:
 
     head: folder, hub id or file that the method loads; empty if it loads nothing.
     wiring: how an EAGLE-3 or block head is wired; None if its config says so.
+    has_idle_time: whether `draft_ahead` is called while the drafter has nothing else to do, as draft services do.
     """
 
     target: str
@@ -72,6 +74,14 @@ class DrafterParts:
     drafting: DraftingConfig
     methods: MethodsConfig
     wiring: HeadWiring | None = None
+    has_idle_time: bool = False
+
+    def with_ahead(self, drafter: EagleDrafter | BlockDrafter) -> LocalDrafter:
+        """The drafter, drafting ahead if the settings ask for it, or if that may pay."""
+        config = self.drafting.draft_ahead
+        if config.mode == "never" or (config.mode == "auto" and not self.has_idle_time):
+            return drafter
+        return DraftAheadDrafter(drafter, config, AheadTrial() if config.mode == "auto" else None)
 
     def capture(self) -> Capture | None:
         """How to capture trees as CUDA graphs; None if that is impossible or switched off."""
@@ -126,8 +136,7 @@ def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
-    grows_ahead = parts.drafting.draft_ahead.top_k and kind != "peagle"
-    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if grows_ahead else drafter
+    return drafter if kind == "peagle" else parts.with_ahead(drafter)
 
 
 def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
@@ -135,8 +144,7 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     drafter = BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
-    grows_ahead = parts.drafting.draft_ahead.top_k and drafter.can_draft_ahead
-    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if grows_ahead else drafter
+    return parts.with_ahead(drafter) if drafter.can_draft_ahead else drafter
 
 
 def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:
@@ -322,12 +330,13 @@ def build_drafter(
     drafting: DraftingConfig,
     methods: MethodsConfig | None = None,
     wiring: HeadWiring | None = None,
+    has_idle_time: bool = False,
 ) -> LocalDrafter:
     """Build and warm up a drafter, see DrafterParts.
 
     Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target.
     """
-    parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring)
+    parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time)
     with _loading(name, head):
         method = find_method(name)
         drafter = method.build(parts if "+" in name else _resolved(method, parts))

@@ -17,7 +17,8 @@ from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftCosts, FixedDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, FixedDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftCosts
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
@@ -112,6 +113,8 @@ def assemble_engine(
         return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
     verify = measure_verify(runner, engine, tree, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
+    most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
+    log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
     budget = AdaptiveDraftBudget(tree, verify, draft)
     return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
 

@@ -11,6 +11,7 @@ When the next trees are there, the nodes of all sequences compete in the same wa
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -20,22 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.config import TreeConfig
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.tree import DraftTree
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-class TreeSize(NamedTuple):
-    """Most nodes of a tree, the root included, and its most levels below the root."""
-
-    nodes: int
-    depth: int
-
-
-NO_TREE = TreeSize(1, 0)
+log = logging.getLogger(__name__)
 
 
 class DraftBudget(Protocol):
@@ -62,15 +55,14 @@ class DraftBudget(Protocol):
         ...
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None:
-        """Take note of a step. wait_s: seconds until its trees were there. verify_s: seconds from there to its end."""
+        """Take note of a step. wait_s: seconds to request its trees and to get them. verify_s: from there to its end."""
         ...
 
 
 class FixedDraftBudget:
     """Always the largest trees."""
 
-    num_nodes = 1
-    tokens_per_s = 0.0
+    num_nodes, tokens_per_s = 1, 0.0
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
         self.num_nodes = most
@@ -80,101 +72,6 @@ class FixedDraftBudget:
         return list(trees)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None: ...
-
-
-class CostModel:
-    """Seconds by size: a table, interpolated between its sizes and extended along its last slope beyond them.
-
-    Seconds never fall with size. A table without sizes is empty: it expects 0 seconds until the first observation, and then
-    the same for all sizes.
-    """
-
-    # A measurement counts as this multiple of the expected seconds at most: a pause of the machine is not a cost of size.
-    MAX_SURPRISE = 3.0
-    # Weight of a measurement at sizes far from its own, relative to its own: machines slow down for all sizes together.
-    FAR_WEIGHT = 0.5
-    FIRST_SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # of an empty table, once it is not empty
-    LEAST_S = 1e-6
-    SPACING = 0.14  # a size whose logarithm is as far from that of all others gets an entry of its own
-
-    def __init__(self, sizes: Seq[float], seconds: Seq[float], rate: float) -> None:
-        """sizes: ascending, above 0. rate: weight of a new measurement against what the table holds, in (0, 1]."""
-        self._sizes: Floats = np.array(sizes, dtype=np.float64)
-        self._seconds: Floats = np.maximum.accumulate(np.maximum(np.array(seconds, dtype=np.float64), self.LEAST_S))
-        self._at_start = self._sizes, self._seconds
-        self._rate = rate
-
-    @property
-    def sizes(self) -> list[float]:
-        """Sizes that it holds seconds of, ascending."""
-        return [float(size) for size in self._sizes]
-
-    def at(self, size: npt.ArrayLike) -> Floats:
-        """Expected seconds of each size."""
-        sizes = np.asarray(size, dtype=np.float64)
-        if not len(self._sizes):
-            return np.zeros(sizes.shape)
-        if len(self._sizes) == 1:
-            return np.full(sizes.shape, self._seconds[0])
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
-        inside: Floats = np.interp(sizes, self._sizes, self._seconds)
-        extended: Floats = inside + slope * np.maximum(sizes - self._sizes[-1], 0.0)
-        return extended
-
-    def observe(self, size: float, seconds: float) -> None:
-        """Move the table towards a measurement, by ratios, most near its size."""
-        if not len(self._sizes):
-            self._sizes = np.array(self.FIRST_SIZES)
-            self._seconds = np.full(len(self._sizes), max(seconds, self.LEAST_S))
-            return
-        if np.abs(np.log(self._sizes / size)).min() > self.SPACING:
-            at = int(np.searchsorted(self._sizes, size))
-            self._seconds = np.insert(self._seconds, at, float(self.at(size)))
-            self._sizes = np.insert(self._sizes, at, size)
-        ratio = min(max(seconds, self.LEAST_S) / float(self.at(size)), self.MAX_SURPRISE)
-        near: Floats = np.array([np.interp(size, self._sizes, unit) for unit in np.eye(len(self._sizes))])
-        weights = self.FAR_WEIGHT + (1 - self.FAR_WEIGHT) * near
-        self._seconds = np.maximum.accumulate(self._seconds * ratio ** (self._rate * weights))
-
-    def relax(self, factor: float) -> None:
-        """Multiply all seconds, but expect no less than at the start."""
-        sizes, seconds = self._at_start
-        least = np.interp(self._sizes, sizes, seconds) if len(sizes) else self.LEAST_S
-        self._seconds = np.maximum(self._seconds * factor, np.minimum(self._seconds, least))
-
-
-class DraftCosts:
-    """Seconds to wait for trees: those of a round with one level by number of trees, and of each further level by its rows.
-
-    A level has a row for each drafted node of a tree, but `top_k` at most.
-    """
-
-    RELAXING = 0.95  # what a retry multiplies all seconds by: a drafter that was slow may be fast again
-
-    def __init__(self, first: CostModel, level: CostModel, top_k: int) -> None:
-        self._first, self._level, self._top_k = first, level, top_k
-
-    def at(self, num_trees: int, size: TreeSize) -> float:
-        """Expected seconds."""
-        level = self._level.at(self._rows(num_trees, size))
-        return float(self._first.at(num_trees) + (size.depth - 1) * level) if size.depth else 0.0
-
-    def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
-        """Move the tables towards a measurement, both by the same ratio."""
-        rows, expected = self._rows(num_trees, size), self.at(num_trees, size)
-        first, level = (float(self._first.at(num_trees)), float(self._level.at(rows))) if expected else (1.0, 1.0)
-        ratio = seconds / (expected or size.depth)
-        self._first.observe(num_trees, first * ratio)
-        if size.depth > 1 or not expected:
-            self._level.observe(rows, level * ratio)
-
-    def relax(self) -> None:
-        """Expect a little less, before a retry."""
-        self._first.relax(self.RELAXING)
-        self._level.relax(self.RELAXING)
-
-    def _rows(self, num_trees: int, size: TreeSize) -> int:
-        return num_trees * max(min(size.nodes - 1, self._top_k), 1)
 
 
 class SurvivalModel:
@@ -191,8 +88,7 @@ class SurvivalModel:
     def __init__(self) -> None:
         uppers = np.append(self.EDGES[1:], 0.0)
         self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
-        self._verified: Floats = np.zeros(len(self.EDGES))
-        self._accepted: Floats = np.zeros(len(self.EDGES))
+        self._verified, self._accepted = np.zeros(len(self.EDGES)), np.zeros(len(self.EDGES))
 
     def forget(self) -> None:
         """Let earlier trees count a little less, once for each step with trees."""
@@ -294,13 +190,12 @@ class AdaptiveDraftBudget:
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
     time. A debt of several steps stops all drafting until it is paid, or until drafting seems to pay for another number of
-    sequences. So losses take little more than that share of all time. While no size is worth its cost, scouts are sent
-    whenever there is no debt. So a drafter that has become better is found.
+    sequences. While no size is worth its cost, scouts are sent whenever there is no debt: a drafter may have become better.
+    The first waits for a drafter of unknown cost, COLD_START_S in all, leave no debt: it may have to load and to catch up.
     """
 
-    RETRY_SHARE = 0.01
-    MAX_SCOUTS, SCOUT_INTERVAL = 8, 64
-    SCOUT_COST = 1.2  # of a round for scouts, relative to one for a single sequence
+    RETRY_SHARE, COLD_START_S = 0.01, 1.0
+    MAX_SCOUTS, SCOUT_INTERVAL, SCOUT_COST = 8, 64, 1.2  # the last: of a round for scouts, relative to one for one sequence
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
     MARGIN, FIRST_MARGIN = 1.04, 1.1
     PLAN_STEPS = 8  # that a choice holds for, if the number of sequences does not change by much
@@ -310,24 +205,18 @@ class AdaptiveDraftBudget:
 
     def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts) -> None:
         """tree: the largest one. verify: seconds by rows."""
-        self.num_nodes = 1
-        self.tokens_per_s = 0.0
-        self._tree = tree
-        self._verify = verify
-        self._draft = draft
-        self._survival = SurvivalModel()
-        self._recent = RecentTrees()
+        self.num_nodes, self.tokens_per_s = 1, 0.0
+        self._tree, self._verify, self._draft = tree, verify, draft
+        self._survival, self._recent = SurvivalModel(), RecentTrees()
         self._sizes: dict[str, TreeSize] = {}
-        self._drafter_is_current = False
-        self._debt_s = 0.0
-        self._is_stopped, self._debt_rows = False, 1
+        self._drafter_is_current, self._prunes = False, True
+        self._debt_s, self._is_stopped, self._debt_rows = 0.0, False, 1
+        self._free_s = 0.0 if draft.at(1, TreeSize(2, 1)) else self.COLD_START_S
         self._scouts: tuple[str, ...] = ()
         self._num_scouts = self._num_drafted = 0
-        self._most = 1
         self._plan: _Plan | None = None
-        self._bias = 1.0  # accepted nodes relative to those expected
+        self._most, self._bias = 1, 1.0  # the latter: accepted nodes relative to those expected
         self._whole: dict[int, tuple[DraftTree, DraftTree]] = {}  # by identity of a pruned tree
-        self._prunes = True
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
         most = min(most, self._tree.num_draft_tokens)
@@ -341,14 +230,15 @@ class AdaptiveDraftBudget:
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         if not trees:
             return []
-        survivals = self._survival.survival(trees)
-        nodes = np.concatenate([survival[1:] for survival in survivals])
+        nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
         order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows, size = num_plain + len(trees), max(self._sizes.values(), default=NO_TREE)
         seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + self._draft.at(len(trees), size)
         num_kept = int(np.argmin(seconds / (num_rows + np.cumsum(np.append(0.0, nodes[order])))))
         is_kept = np.zeros(len(nodes), np.bool_)
         is_kept[order[:num_kept]] = True
+        if self._scouts:  # a whole tree shows whether what is left out would be accepted
+            is_kept[: trees[0].num_drafted] = True
         parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
         pruned = [
             tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
@@ -371,15 +261,18 @@ class AdaptiveDraftBudget:
         draft_s = self._draft.at(len(requested), max(requested))
         if self._drafter_is_current:
             self._draft.observe(len(requested), max(requested), wait_s)
-        num_of_drafted = self._observe_trees(batch, outputs)
+        num_drafted = self._observe_trees(batch, outputs)
         if decode_only:
             num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
-            speed = num_of_drafted / max(wait_s + verify_s, 1e-9) / len(requested)
+            speed = num_drafted / max(wait_s + verify_s, 1e-9) / len(requested)
             self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
             plain_s = float(self._verify.at(len(batch)))
             self._debt_rows = self._debt_rows if self._debt_s else len(batch)
             most_s = (CostModel.MAX_SURPRISE if self._drafter_is_current else 1.0) * draft_s  # it catches up once
-            self._pay(plain_s * num_tokens / len(batch) - float(self._verify.at(num_rows)) - min(wait_s, most_s or wait_s))
+            lost_s, known_s = min(wait_s, most_s or wait_s), float(self._verify.at(num_rows))
+            free_s = min(lost_s, self._free_s) if self._recent.num_missing else 0.0
+            self._free_s -= free_s
+            self._pay(plain_s * num_tokens / len(batch) - known_s - lost_s + free_s)
             if self._debt_s > plain_s * (1 + 8 / len(batch) ** 0.5):
                 self._is_stopped = True
 
@@ -447,8 +340,8 @@ class AdaptiveDraftBudget:
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
             return _Plan(NO_TREE, known_size, num_rows, 0.0)
-        depths_of = _steps(1, self._tree.num_steps)
-        sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in depths_of if depth < nodes]
+        levels_of = _steps(1, self._tree.num_steps)
+        sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in levels_of if depth < nodes]
         nodes, levels = np.array(sizes).T[:, :, None]
         shares = num_drafting * weights * ((places < nodes) & (depths <= levels))
         rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1) * self._bias
@@ -459,6 +352,11 @@ class AdaptiveDraftBudget:
         best, plain = np.unravel_index(np.argmax(rates), rates.shape), num_rows / float(self._verify.at(num_rows))
         margin = self.MARGIN if plan and plan.size.depth else self.FIRST_MARGIN
         size = sizes[best[0]] if rates[best] > margin * plain else NO_TREE
+        if not plan or bool(plan.size.depth) != bool(size.depth):
+            what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", float(rates[best]) / plain
+            log.info(
+                "%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra={"rate_limited": True}
+            )
         self._plan = _Plan(size, known_size, num_rows, float(accepted[best]) / num_drafting / self._bias)
         return self._plan
 

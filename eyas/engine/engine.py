@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from eyas.engine.draft_budget import NO_TREE, DraftBudget, FixedDraftBudget
+from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
+from eyas.engine.draft_costs import NO_TREE
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of
@@ -88,6 +89,7 @@ class Engine:
         self._grammars = GrammarManager(target.eos_ids, target.vocab_size)
         draft_manager.use_path_masks(self._grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
+        self._request_s = 0.0  # that the last request for trees took
         self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
         self.max_model_len = max_model_len
         self.report = StepReport()
@@ -125,12 +127,14 @@ class Engine:
             meanwhile()
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        self._budget.observe(batch, outputs, wait, verified)
+        self._budget.observe(batch, outputs, wait + self._request_s, verified)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted)
 
+        began = self._clock()
         self._request_drafts()
+        self._request_s = self._clock() - began
         return chunks
 
     def follow(self, request: Request) -> Future[OutputMatchers]:

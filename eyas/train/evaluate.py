@@ -68,9 +68,9 @@ class Evaluator:
             )
             target = TargetModel(self._target.model, fuser.aux_hidden_state_layers if fuser else ())
             longest = max(map(len, self._prompts)) + c.max_tokens + 2 * c.num_draft_tokens
-            engine = assemble_engine(
-                target, fuser, EngineConfig(max_kv_tokens=longest * len(self._prompts), prefix_cache=False), tree, drafter
-            )
+            num_slots = longest * len(self._prompts)
+            engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False, draft_budget="fixed")
+            engine = assemble_engine(target, fuser, engine_config, tree, drafter)
             stats = GenerationStats()
             for index, prompt in enumerate(self._prompts):
                 sampling = SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=index)

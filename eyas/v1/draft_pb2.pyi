@@ -192,7 +192,9 @@ class Commit(_message.Message):
     tenant_key: _builtins.str
     """Sessions with equal keys may be drafted each other's outputs, all others must not. A digest of tenant and salt."""
     has_tree: _builtins.bool
-    """The verifier has cut the session's next tree from a prepared one, within max_nodes and max_depth: none is returned."""
+    """The verifier has cut the session's next tree from a prepared one, within max_nodes and max_depth: none is returned.
+    With max_nodes 1 it has none, and does not wait for one.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the root of the next tree."""

@@ -56,6 +56,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
             model.tree,
             model.drafting,
             model.methods,
+            has_idle_time=True,
         )
         drafters.append((drafter, describe(model, drafter, read_once(model.model))))
     with telemetry(config.telemetry, "draft") as own:

@@ -42,6 +42,7 @@ _RECONNECT_S = 0.1
 _MAX_UNSENT = 256
 # Nodes of a prepared tree.
 MAX_PREPARED_NODES = 1024
+MAX_UNPREPARED = 32  # steps without a prepared tree; after them steps wait for all trees
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
 _NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
@@ -138,7 +139,7 @@ class RemoteDrafter:
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
         self._prepared, self._prepared_for = PreparedTrees(), dict[str, None]()  # the latter: sessions that may have one
-        self._wait, self._has_prepared = StepWait(), False
+        self._wait, self._num_unprepared = StepWait(), MAX_UNPREPARED  # the latter: steps since a prepared tree was used
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
@@ -195,7 +196,7 @@ class RemoteDrafter:
     def _use_prepared(self, contexts: Sequence[DraftContext], pending: PendingDrafts) -> list[DraftContext]:
         """Answer commits that want no tree, and those whose tree is prepared or is not worth waiting for.
 
-        Returns the contexts to send. A commit that is not waited for says that it has a tree: a root.
+        Returns the contexts to send. A commit that is not waited for says that it has a tree, within a budget of a root.
         """
         sent = list(contexts)
         with self._changed:
@@ -205,13 +206,14 @@ class RemoteDrafter:
                     pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
                 elif tree := self._prepared.take(context):
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
-        missing = {i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"}
-        self._has_prepared = self._has_prepared or any(context.has_tree for context in sent)
-        if self._has_prepared:
+        missing = [i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"]
+        self._num_unprepared = 0 if any(context.has_tree for context in sent) else self._num_unprepared + 1
+        if self._num_unprepared < MAX_UNPREPARED:
             lengths = {context.session: len(context.tokens) for context in contexts if context.budget.wants_tree}
             pending.is_timed = self._wait.waits(lengths, {contexts[i].session for i in missing})
             for i in () if pending.is_timed else missing:
-                pending.drafts[i], sent[i] = DraftTree.root_only(contexts[i].tokens[-1]), replace(contexts[i], has_tree=True)
+                pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+                sent[i] = replace(contexts[i], has_tree=True, budget=_NO_TREE)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
@@ -221,9 +223,8 @@ class RemoteDrafter:
         """
         if pending.stream is None:
             return pending.drafts
-        deadline = time.monotonic() + self._config.draft_timeout_s if deadline is None else deadline
         with self._changed:
-            timeout = max(deadline - time.monotonic(), 0)
+            timeout = self._config.draft_timeout_s if deadline is None else max(deadline - time.monotonic(), 0)
             self._changed.wait_for(lambda: not pending.awaited or self._stream is not pending.stream, timeout)
             self._pending = None
         if pending.awaited or (pending.is_refused and not pending.has_answers):
@@ -317,6 +318,7 @@ class RemoteDrafter:
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
+        self._num_unprepared = MAX_UNPREPARED  # another drafter, perhaps
         self._stream, self._method = stream, info.method
         self._refused.clear()
         try:

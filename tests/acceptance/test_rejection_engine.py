@@ -18,7 +18,7 @@ from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
 from tests.methods import Case
-from tests.tiny import shared_target, token_without_numbers, write_spelling_tokenizer, write_target
+from tests.tiny import fixed_config, shared_target, token_without_numbers, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=3, top_k=4)
 PROMPT = (7, 8, 9)
@@ -40,7 +40,7 @@ def make_engine(
 ) -> Engine:
     """features: the method whose features are collected."""
     fuser = Case(features, target, head).fuser()
-    config = EngineConfig(max_kv_tokens=8192, max_num_seqs=256, max_queued_requests=2000, acceptance=rule)
+    config = fixed_config(max_kv_tokens=8192, max_num_seqs=256, max_queued_requests=2000, acceptance=rule)
     return assemble_engine(
         shared_target(target, fuser.aux_hidden_state_layers if fuser else ()),
         fuser,

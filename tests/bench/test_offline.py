@@ -48,8 +48,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, prompts: Path, tmp_path: Path) -> None:
     result = bench(
-        "--model", tiny_target, "--draft-model", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES, *SIZES
-    )
+        "--model", tiny_target, "--draft-model", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES,
+        *SIZES, "--draft-budget", "fixed",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("*-offline-cpu.json")
     data = json.loads(file.read_text())

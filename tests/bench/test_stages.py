@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from eyas.bench.timing import STAGES, TimedStep, summarise, timed_stages
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
+from tests.tiny import fixed_config
 
 DRAFTING, FORWARD = 7.0, 11.0
 
@@ -46,7 +47,7 @@ class ChainDrafter(LocalDrafter):
 def make_engine(target: str, clock: Clock) -> Engine:
     model = load_target(target)
     model.model.register_forward_hook(lambda *_: clock.move(FORWARD))
-    engine = assemble_engine(model, None, EngineConfig(max_kv_tokens=256), TreeConfig(2, 1, 1), ChainDrafter(clock))
+    engine = assemble_engine(model, None, fixed_config(max_kv_tokens=256), TreeConfig(2, 1, 1), ChainDrafter(clock))
     for name in ("a", "b"):
         engine.submit(Request(name, (5, 6, 7), SamplingParams(8, 0.0, seed=0, ignore_eos=True)))
     return engine

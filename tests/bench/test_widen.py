@@ -21,7 +21,7 @@ from eyas.bench import sparse
 from eyas.bench.widen import SHAPES, Shape, widen_target
 from eyas.bench.widen_heads import widen
 from eyas.cli import app
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter, build_fuser, default_method
 from eyas.errors import CheckpointError, ConfigError
@@ -30,7 +30,7 @@ from eyas.models.inputs import Segment
 from eyas.models.target import load_target
 from eyas.request import NoiseKey, SamplingParams
 from eyas.tree import DraftTree
-from tests.tiny import write_eagle1_head, write_head, write_small, write_target
+from tests.tiny import fixed_config, write_eagle1_head, write_head, write_small, write_target
 from tests.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import config_of, tensors_of, tiny_heads
 
@@ -151,7 +151,7 @@ def test_tokens_and_acceptance_of_the_demo_stay_the_same(tmp_path: Path) -> None
     shape = Shape(320, 640, 14, 8, 4, 64, vocab_size=6000, draft_vocab_size=2500)
     folders = write("models/demo/target", ["models/demo/eagle3"], shape, tmp_path, "float32")
     pairs = [("models/demo/target", "models/demo/eagle3"), folders]
-    llms = [LLM(str(t), str(h), engine=EngineConfig(max_kv_tokens=1024), validate_head="never") for t, h in pairs]
+    llms = [LLM(str(t), str(h), engine=fixed_config(max_kv_tokens=1024), validate_head="never") for t, h in pairs]
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=7)
         small, wide = (llm.generate("    def __repr__(self):\n", sampling)[0].outputs[0] for llm in llms)

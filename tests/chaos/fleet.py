@@ -272,7 +272,12 @@ def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], 
     fleet = Fleet(settings, folder, tls, random.Random(seed), ports, next(ports))
     fleet.add_redis()
     worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *TREE)
-    engine = (f"engine.max_kv_tokens={MAX_KV_TOKENS}", f"engine.max_num_seqs={MAX_NUM_SEQS}", "validate_head=never")
+    engine = (
+        f"engine.max_kv_tokens={MAX_KV_TOKENS}",
+        f"engine.max_num_seqs={MAX_NUM_SEQS}",
+        "validate_head=never",
+        "engine.draft_budget=fixed",
+    )
     timeout = f"draft_client.draft_timeout_s={settings.draft_timeout_s}"
     for number in range(settings.num_verifiers):
         fleet.add_service("verifier", f"verifier-{number}", "verifier", *worker, *engine, f"draft_model={head}", timeout)

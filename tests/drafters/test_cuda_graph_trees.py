@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.cuda_graphs import TreeGraphs
@@ -22,7 +22,7 @@ from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, ignore_time, make
 from tests.drafters.test_eagle_trees import commit, session
-from tests.tiny import build_engine
+from tests.tiny import build_engine, fixed_config
 
 Out = TypeVar("Out")
 
@@ -140,7 +140,7 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
 
 def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ignore_time(monkeypatch)
-    ahead = DraftAheadConfig(top_k=24, num_candidates=12, num_steps=4)
+    ahead = DraftAheadConfig(top_k=24, num_candidates=12, num_steps=4, mode="always")
     config, shape = DraftingConfig(max_kv_tokens=2048, draft_ahead=ahead), TreeConfig(6, 2, 2)
     head = load_head(tiny_head, tiny_target, "float32", DEVICE)
     drafters = [
@@ -211,7 +211,7 @@ def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: st
     config = DraftingConfig(max_kv_tokens=2048)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
-    engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
+    engine = build_engine(tiny_target, fuser, "float32", DEVICE, fixed_config(max_kv_tokens=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(8, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     outputs: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

@@ -32,7 +32,7 @@ from tests.tiny import write_head, write_target
 from tests.tiny_block import KINDS, tiny_block_head
 
 SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
-AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7, mode="always")
 BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
@@ -300,7 +300,7 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
 
 
 def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000))
+    eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
 

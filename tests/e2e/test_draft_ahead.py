@@ -19,7 +19,8 @@ EAGLE = ("draft.draft_model=models/demo/eagle3-full", "verifier.draft_model=mode
 def cluster() -> Iterator[Cluster]:
     yield from started(
         f"draft.method={METHOD}", f"verifier.method={METHOD}", *EAGLE, "draft.drafting.max_head_steps=3",
-        "draft.drafting.draft_ahead.top_k=64", "draft.tree.num_draft_tokens=12", "verifier.tree.num_draft_tokens=12",
+        "draft.drafting.draft_ahead={top_k: 64, mode: always}",
+        "draft.tree.num_draft_tokens=12", "verifier.tree.num_draft_tokens=12",
     )  # fmt: skip
 
 

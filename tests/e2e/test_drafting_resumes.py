@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter
@@ -18,7 +18,7 @@ from eyas.services.cluster import free_port
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import eventually, serving
-from tests.tiny import DEMO, build_engine
+from tests.tiny import DEMO, build_engine, fixed_config
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
 INFO = DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)
@@ -45,7 +45,7 @@ class Running:
     def __init__(self, pool: DraftPool) -> None:
         self._pool = pool
         self._engine: Engine = build_engine(
-            TARGET, load_fuser(HEAD, TARGET), "float32", "cpu", EngineConfig(max_kv_tokens=1024), TREE, pool
+            TARGET, load_fuser(HEAD, TARGET), "float32", "cpu", fixed_config(max_kv_tokens=1024), TREE, pool
         )
         self._engine.submit(Request("r", PROMPT, SAMPLING))
         self.token_ids: list[int] = []
@@ -62,7 +62,7 @@ class Running:
 
     def check(self) -> None:
         """Check the tokens so far against plain decoding."""
-        plain = build_engine(TARGET, "", "float32", "cpu", EngineConfig(max_kv_tokens=1024), TREE, None)
+        plain = build_engine(TARGET, "", "float32", "cpu", fixed_config(max_kv_tokens=1024), TREE, None)
         plain.submit(Request("plain", PROMPT, SAMPLING))
         expected: list[int] = []
         while len(expected) < len(self.token_ids):

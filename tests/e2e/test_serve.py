@@ -116,7 +116,11 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     where = [str(eyas.parent / "python"), "-c", "import eyas.services.serve as s; print(s.__file__)"]
     module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
     assert Path(module).is_relative_to(eyas.parents[1])
-    settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
+    settings = (
+        "verifier.draft_client.draft_timeout_s=30",
+        "verifier.validate_head=never",
+        "verifier.engine.draft_budget=fixed",
+    )
     settings += ("verifier.threads=2", "draft.threads=2")  # so no kernel of numba is compiled
     options = ("--draft-model", HEAD, *(word for setting in settings for word in ("--set", setting)))
     with serving([str(eyas)], tmp_path, env, *options) as server:

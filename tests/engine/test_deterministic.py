@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
@@ -24,7 +24,7 @@ from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import DEMO
+from tests.tiny import DEMO, fixed_config
 
 ROWS = 8
 TREE = DraftTree((7, 8, 9, 10, 11, 12), (0, 0, 1, 0, 2, 4), (0.0,) * 6)
@@ -114,12 +114,13 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) 
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
     target = load_target(target_folder, "bfloat16", aux_hidden_state_layers=fuser.aux_hidden_state_layers)
-    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
+    config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
     eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
     outputs: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
     for name, drafter in drafters.items():
-        engine = assemble_engine(target, fuser, config, tree, drafter)
+        own = replace(config, draft_budget="adaptive") if name == "random" else config
+        engine = assemble_engine(target, fuser, own, tree, drafter)
         params = SamplingParams(40, temperature, ignore_eos=True)
         for seed, length in enumerate((3, 50, 17)):
             prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
@@ -150,7 +151,7 @@ class _Two(TargetWorkers):
 
 
 def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:
-    config, ranks = EngineConfig(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
+    config, ranks = fixed_config(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
     with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel_size 1"):
         assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)
     assert ranks.allocated == []

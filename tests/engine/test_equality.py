@@ -3,12 +3,13 @@
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -17,7 +18,7 @@ from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
 from tests.methods import CASES, Case
-from tests.tiny import shared_target, token_without_numbers
+from tests.tiny import fixed_config, shared_target, token_without_numbers
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -52,9 +53,9 @@ def case_of(name: str, target: str, head: str) -> Case:
     return Case(name if name in CASES else "eagle3", target, head, store)
 
 
-def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
+def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: Any) -> Engine:
     fuser = case_of(name, target, head).fuser()
-    config = EngineConfig(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
+    config = fixed_config(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(
         shared_target(target, fuser.aux_hidden_state_layers if fuser else ()),
         fuser,
@@ -107,7 +108,7 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("name", ["eagle3", "random"])
 def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, draft_budget="adaptive")
     request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
     chunks = run(engine, {0: [request]})
     assert tokens_of(chunks["one"]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from eyas.config import EngineConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -24,7 +23,7 @@ from tests import reference
 from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts, run, tokens_of
 from tests.strategies import trees
-from tests.tiny import shared_target
+from tests.tiny import fixed_config, shared_target
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 NO_SLOTS = np.zeros(0, np.int64)
@@ -64,7 +63,7 @@ def engine_with(drafter: Drafter | None, target: str, head: str) -> Engine:
     return assemble_engine(
         shared_target(target, fuser.aux_hidden_state_layers),
         fuser,
-        EngineConfig(max_kv_tokens=2048, max_prefill_tokens=16),
+        fixed_config(max_kv_tokens=2048, max_prefill_tokens=16),
         TREE,
         drafter,
     )

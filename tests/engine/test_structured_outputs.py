@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from eyas import grammar
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine import grammar_manager
 from eyas.engine.build import assemble_engine
@@ -32,7 +32,7 @@ from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import RandomDrafter
 from tests.methods import CASES, Case
-from tests.tiny import shared_target, write_spelling_tokenizer, write_target
+from tests.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 RECORD = {
@@ -80,7 +80,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_engine(target: str, drafter: Drafter | None = None, case: Case | None = None, **limits: Any) -> Engine:
     fuser = case.fuser() if case else None
-    config = EngineConfig(**{"max_kv_tokens": 2048, "max_prefill_tokens": 64, **limits})
+    config = fixed_config(**{"max_kv_tokens": 2048, "max_prefill_tokens": 64, **limits})
     layers = fuser.aux_hidden_state_layers if fuser else ()
     return assemble_engine(shared_target(target, layers), fuser, config, TREE, drafter)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -25,6 +25,7 @@ from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
 from tests.acceptance.test_device_syncs import ASKED
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.random_passes import Heads, make_pass, scaling_of
+from tests.tiny import fixed_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -58,7 +59,7 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
 def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
     kv_cache = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
-    plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
+    plan = plan_backend(target, fixed_config(max_kv_tokens=200), TREE, 100)
     backend = build_backend(plan, target, kv_cache)
     assert isinstance(backend, GraphBackend)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
@@ -75,7 +76,7 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
 def test_a_step_syncs_with_the_device_once_for_any_parameters(tiny_target: str) -> None:
     drafter, config = (
         BigramDrafter(bigram_logits(tiny_target), (3, 2)),
-        EngineConfig(max_kv_tokens=1024, acceptance="rejection"),
+        fixed_config(max_kv_tokens=1024, acceptance="rejection"),
     )
     engine = assemble_engine(load_target(tiny_target, device="cuda"), None, config, TREE, drafter)
     for i, sampling in enumerate(ASKED):
@@ -130,7 +131,7 @@ def test_deterministic_drafts_change_no_token(
 
 
 def make_engine(target: TargetModel, tree: TreeConfig, cuda_graphs: bool, **modes: Any) -> Engine:
-    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=cuda_graphs, **modes)
+    config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=cuda_graphs, **modes)
     return assemble_engine(target, None, config, tree, RandomDrafter(48) if tree.num_draft_tokens > 1 else None)
 
 

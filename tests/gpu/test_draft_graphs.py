@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.drafts import Session, make_head
 from benchmarks.gpu.measuring import llama_head
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
@@ -17,7 +17,7 @@ from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import METHODS
-from tests.tiny import build_engine, write_small
+from tests.tiny import build_engine, fixed_config, write_small
 from tests.tiny_medusa_hydra import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -70,7 +70,7 @@ def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_he
     tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048)
     drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
-    engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(max_kv_tokens=1024), tree, drafter)
+    engine = build_engine(tiny_target, fuser, "float32", "cuda", fixed_config(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

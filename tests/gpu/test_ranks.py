@@ -5,13 +5,14 @@ import multiprocessing
 import pytest
 import torch
 
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.cuda.backend import BackendKind, plan_backend
 from eyas.models.workers import RankInfo
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
+from tests.tiny import fixed_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -30,7 +31,7 @@ def test_float32_over_ranks_equals_the_plain_cpu_loop(
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    config = EngineConfig(
+    config = fixed_config(
         max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=kind is BackendKind.GRAPHS, tensor_parallel_size=size
     )
     ranks = gather_ranks(RankInfo(0, size, "cuda"), tiny_target, "float32")

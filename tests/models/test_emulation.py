@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from eyas import LLM, SamplingParams
-from eyas.config import DraftingConfig, EngineConfig
+from eyas.config import DraftingConfig
 from eyas.config.device_costs import DeviceCosts, PassCosts, flat
 from eyas.errors import ConfigError
 from eyas.models.emulation import NUM_RECENT, EmulatedDevice, VirtualClock, emulated_device
+from tests.tiny import fixed_config
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
 
@@ -108,7 +109,7 @@ def test_emulation_changes_no_token(tmp_path: Path, method: str) -> None:
     replace(flat("test", verify=60.0, draft_round=30.0, draft_level=1e-3), log=str(log)).write(Path(tables))
     sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
     plain = LLM("models/demo/target", validate_head="never").generate([PROMPT], sampling)[0].outputs[0]
-    engine, drafting = EngineConfig(emulated_device=tables), DraftingConfig(emulated_device=tables)
+    engine, drafting = fixed_config(emulated_device=tables), DraftingConfig(emulated_device=tables)
     llm = LLM("models/demo/target", f"models/demo/{method}", engine=engine, drafting=drafting, validate_head="never")
     assert llm.generate([PROMPT], sampling)[0].outputs[0].token_ids == plain.token_ids
     records = [json.loads(line) for line in log.read_text().splitlines()]

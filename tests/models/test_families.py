@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
@@ -16,6 +16,7 @@ from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.reference import load_reference
+from tests.tiny import fixed_config
 
 PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3)
@@ -58,7 +59,7 @@ def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, fo
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_the_engine_output_equals_generate(target: TargetModel, folder: str, drafted: bool) -> None:
-    config = EngineConfig(max_kv_tokens=512, max_prefill_tokens=16)
+    config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16)
     engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(PROMPTS):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser
@@ -18,7 +18,7 @@ from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
-from tests.tiny import write_head
+from tests.tiny import fixed_config, write_head
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
 
@@ -46,7 +46,7 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     outputs = []
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(
-            target, fuser, EngineConfig(max_kv_tokens=512), TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3), drafter
+            target, fuser, fixed_config(max_kv_tokens=512), TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3), drafter
         )
         engine.submit(Request("a", (5, 9, 11), SamplingParams(32, 0.0, seed=1)))
         tokens: list[int] = []

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
-from tests.tiny import write_head, write_target
+from tests.tiny import fixed_config, write_head, write_target
 
 NUM_SLOTS, DRAFT_SLOTS = 400, 300
 MOST_SECONDS = 900.0
@@ -49,7 +49,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     rng, found, tree = random.Random(seed), Soak(), TreeConfig(8, 3, 3)
     fuser = load_fuser(head, target)
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=DRAFT_SLOTS))
-    config = EngineConfig(
+    config = fixed_config(
         max_kv_tokens=NUM_SLOTS, max_num_seqs=32, max_prefill_tokens=128, max_verify_tokens=128, session_cache_ttl_s=0.05
     )
     engine = assemble_engine(

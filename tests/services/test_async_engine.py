@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import EngineConfig, ServerConfig, TreeConfig, VerifierConfig
+from eyas.config import ServerConfig, TreeConfig, VerifierConfig
 from eyas.config.device_costs import flat
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
 from eyas.engine.async_engine import AsyncEngine
@@ -36,6 +36,7 @@ from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.servicer import announced_load
 from eyas.tensors import download
+from tests.tiny import fixed_config
 
 PROMPT = (0, 282, 659, 276)
 
@@ -75,7 +76,7 @@ def target() -> TargetModel:
 
 
 def engine_of(target: TargetModel, failures: int = 0, refuses: int = 0) -> Engine:
-    config, drafter = EngineConfig(max_kv_tokens=1024, max_queued_requests=4), FailingDrafter(failures, refuses)
+    config, drafter = fixed_config(max_kv_tokens=1024, max_queued_requests=4), FailingDrafter(failures, refuses)
     return assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter)
 
 
@@ -226,7 +227,7 @@ def test_chunks_are_sent_while_something_else_works(
 ) -> None:
     """Between the launch of a pass and its results, or between the request for drafts and their arrival."""
     flat("test", verify=10.0).write(tmp_path / "costs.json")
-    config, events = EngineConfig(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json")), list[str]()
+    config, events = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json")), list[str]()
     drafter = EmptyService(events) if has_service else None
     engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter, clock=VirtualClock())
     forward = engine._runner.backend.forward

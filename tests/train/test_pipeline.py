@@ -23,7 +23,7 @@ from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import StoredFeatures, store_features
 from eyas.train.methods import build_online_target, build_source, build_trainer
 from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
-from tests.tiny import DEMO
+from tests.tiny import DEMO, fixed_config
 from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target
 
@@ -219,7 +219,7 @@ def test_evaluation_finds_the_tau_of_serving(temperature: float, folder: Path) -
     prompts = heldout_prompts(folder / "data", c)
     found = Evaluator(target, "dspark", prompts, c, "cpu").measure(Path(head))
     tree = TreeConfig(8, 4, c.top_k)
-    llm = LLM(target, head, "dspark", "float32", "cpu", tree, validate_head="never")
+    llm = LLM(target, head, "dspark", "float32", "cpu", tree, fixed_config(), validate_head="never")
     sampling = [SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=index) for index in range(len(prompts))]
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
     stats = [output.outputs[0].stats for output in outputs]

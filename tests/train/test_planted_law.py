@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas import LLM, SamplingParams
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
-from tests.tiny import write_spelling_tokenizer
+from tests.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import settings
 
 SURE, RING, FIRST, VOCABULARY, HIDDEN = 0.8, 9, 3, 48, 64
@@ -88,7 +88,7 @@ def tau(target: str, method: str, head: str, temperature: float, **options: obje
     acceptance = options.get("acceptance", "match")
     chain = TreeConfig(DEPTHS + 1, DEPTHS, 1)
     drafting = DraftingConfig(ranking_temperature=1.0, shared_noise=bool(options.get("shared_noise")))
-    engine = EngineConfig(acceptance=acceptance)  # type: ignore[arg-type]
+    engine = fixed_config(acceptance=acceptance)  # type: ignore[arg-type]
     llm = LLM(target, head, method, "float32", "cpu", chain, engine, drafting, validate_head="never")
     prompts = [{"prompt_token_ids": [FIRST + index % RING] * 2} for index in range(18)]
     sampling = [SamplingParams(73, temperature, ignore_eos=True, seed=index) for index in range(18)]

@@ -7,12 +7,12 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import AcceptanceRule, DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
 from eyas.request import GenerationStats, Request, SamplingParams
 from tests import reference
-from tests.tiny import build_engine, write_target
+from tests.tiny import build_engine, fixed_config, write_target
 
 HOT = SamplingParams(33, 0.9, seed=5, ignore_eos=True)
 SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": replace(HOT, top_k=20, top_p=0.9)}
@@ -21,7 +21,7 @@ SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": re
 def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
     """Statistics of four requests whose drafter is the target itself."""
     drafter = build_drafter("sps", target, target, "float32", "cpu", tree, DraftingConfig(2048))
-    engine = build_engine(target, None, "float32", "cpu", EngineConfig(max_kv_tokens=512, acceptance=rule), tree, drafter)
+    engine = build_engine(target, None, "float32", "cpu", fixed_config(max_kv_tokens=512, acceptance=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(4)]
     for request in requests:
         engine.submit(request)

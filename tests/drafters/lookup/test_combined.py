@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from eyas.config import (
     CombinedConfig,
     DraftingConfig,
-    EngineConfig,
     LookaheadConfig,
     PromptLookupConfig,
     SuffixConfig,
@@ -35,7 +34,7 @@ from eyas.tree import DraftTree
 from tests.contract.test_drafter_contract import commit as fed_commit
 from tests.drafters.lookup.corpora import commit, grown
 from tests.drafters.lookup.naive_combined import naive_merge
-from tests.tiny import DEMO
+from tests.tiny import DEMO, fixed_config
 
 ROOMY = TreeBudget(24, 5)
 
@@ -269,7 +268,7 @@ def test_on_repetitive_text_combined_is_as_good_as_each_part() -> None:
     taus, outputs = {}, {}
     for name in ("eagle3", "prompt_lookup", "eagle3+prompt_lookup", "none"):
         head = str(DEMO / "eagle3") if "eagle3" in name else None
-        llm = LLM(str(DEMO / "target"), head, name, engine=EngineConfig(max_kv_tokens=1024), validate_head="never")
+        llm = LLM(str(DEMO / "target"), head, name, engine=fixed_config(max_kv_tokens=1024), validate_head="never")
         results = [request.outputs[0] for request in llm.generate([line["token_ids"] for line in lines], sampling)]
         taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_verify_steps for r in results)
         outputs[name] = [result.token_ids for result in results]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.request import GenerationStats, Request, SamplingParams
-from tests.tiny import DEMO, build_engine
+from tests.tiny import DEMO, build_engine, fixed_config
 
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
 
@@ -17,7 +17,7 @@ def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> No
     target, head = str(DEMO / "target"), str(DEMO / name)
     drafter = build_drafter(name, target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser(name, head, target, "float32", "cpu")
-    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=2048), TREE, drafter)
+    engine = build_engine(target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=2048), TREE, drafter)
     for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:
         prompt = json.loads(line)
         engine.submit(

@@ -31,7 +31,8 @@ def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 
 def started(*settings: str) -> Iterator[Cluster]:
     """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
-    settings = (*settings, "verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
+    patient = "verifier.draft_client.draft_timeout_s=30"
+    settings = (*settings, patient, "verifier.engine.draft_budget=fixed", "verifier.validate_head=never")
     with forked_services(), running_demo(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)

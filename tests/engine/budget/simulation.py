@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_budget import NO_TREE, AdaptiveDraftBudget, CostModel, DraftCosts, TreeSize
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from eyas.sampling.acceptance import Accepted, VerifyOutput

@@ -11,7 +11,8 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftBudget, DraftCosts, FixedDraftBudget, TreeSize
+from eyas.engine.draft_budget import AdaptiveDraftBudget, DraftBudget, FixedDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftCosts, TreeSize
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftCosts, SurvivalModel
+from eyas.engine.draft_budget import AdaptiveDraftBudget, SurvivalModel
+from eyas.engine.draft_costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from eyas.sampling.acceptance import VerifyOutput
@@ -229,3 +230,12 @@ def test_survival_is_learned_below_accepted_parents_alone() -> None:
         model.observe([tree], [(0, 1) if step % 2 else (0,)])
     (survival,) = model.survival([tree])
     assert survival.tolist() == pytest.approx([1, 1 / 3, 1 / 9, 1 / 27], abs=0.08)
+
+
+def test_a_drafter_that_starts_slowly_is_not_given_up() -> None:
+    """The first trees of a drafter apart take as long as 25 plain steps: it loads, or gets the prompt."""
+    simulation = Simulation(fixed=0.01, draft=0.25)
+    budget = simulation.budget(remote=True)
+    simulation.sizes(budget, 3)
+    simulation.draft = 0.002
+    assert usual(simulation.sizes(budget, 150)[-20:]) == NODES

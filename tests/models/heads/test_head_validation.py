@@ -16,7 +16,7 @@ from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import WiringReport, WiringScore, observe, validate_head
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
-from tests.tiny import DEMO, write_target
+from tests.tiny import DEMO, fixed_config, write_target
 
 TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
 RIGHT = HeadWiring((2, 6, 9))
@@ -100,12 +100,12 @@ def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: 
 
 def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     head = with_config(tmp_path / "head", **WRONG["the residual flipped and layers shifted"])
-    greedy = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    greedy, engine = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True), fixed_config()
     with caplog.at_level(logging.WARNING, "eyas"):
         found, believed, right = (
-            LLM(TARGET, head).generate(PROMPT, greedy)[0].outputs[0],
-            LLM(TARGET, head, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
-            LLM(TARGET, str(HEAD), validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
+            LLM(TARGET, head, engine=engine).generate(PROMPT, greedy)[0].outputs[0],
+            LLM(TARGET, head, engine=engine, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
+            LLM(TARGET, str(HEAD), engine=engine, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
         )
     assert "not as its config says" in caplog.text
     assert found.token_ids == believed.token_ids == right.token_ids

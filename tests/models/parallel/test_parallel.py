@@ -38,7 +38,7 @@ from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
-from tests.tiny import write_head
+from tests.tiny import fixed_config, write_head
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 PLAN = BackendPlan(BackendKind.PLAIN, CaptureLimits(0, 0, 0))
@@ -117,7 +117,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 
 def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
-    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, max_num_seqs=4, tensor_parallel_size=parts.ranks.size)
+    config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=16, max_num_seqs=4, tensor_parallel_size=parts.ranks.size)
     drafters: dict[str, Callable[[], Drafter | None]] = {
         "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig()),
         "random": lambda: RandomDrafter(50),
@@ -224,7 +224,7 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(size: int, kv_heads: int
 
 def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but the target is loaded for 1"):
-        assemble_engine(load_target(target), None, EngineConfig(tensor_parallel_size=2), TREE, None)
+        assemble_engine(load_target(target), None, fixed_config(tensor_parallel_size=2), TREE, None)
 
 
 @pytest.mark.parametrize(("rank", "size", "is_tied"), [(1, 2, False), (0, 2, True), (3, 4, True)])

@@ -193,6 +193,7 @@ def settings(model: Path, registry: str, deployments: Sequence[Mapping[str, Any]
     for service in ("verifier", "draft"):
         args[service] |= {"model": str(model), "draft_model": str(model / "head")}
     args["verifier"]["engine"] |= {"max_num_seqs": 2, "max_queued_requests": 8, "max_kv_tokens": 2 * MAX_MODEL_LEN}
+    args["verifier"]["engine"]["draft_budget"] = "fixed"
     args["verifier"]["draft_client"]["draft_timeout_s"] = 30
     args["verifier"]["validate_head"] = "never"
     args["verifier"]["telemetry"] = {"step_span_ratio": 0.2}

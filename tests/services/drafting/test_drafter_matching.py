@@ -18,7 +18,6 @@ from eyas.config import (
     DraftConfig,
     DraftedModel,
     DraftingConfig,
-    EngineConfig,
     RegistryConfig,
     RoutingConfig,
     ServerConfig,
@@ -45,7 +44,7 @@ from tests import reference
 from tests.services.discovery.pods import discovering, settings
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
 from tests.services.router.scripted_verifier import until
-from tests.tiny import build_engine, write_head, write_target
+from tests.tiny import build_engine, fixed_config, write_head, write_target
 
 PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 TREE = TreeConfig(8, 3, 3)
@@ -103,7 +102,7 @@ def generate(address: str, target: str, drafter: str, head: str) -> GenerationSt
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     with closing(RemoteDrafter(address, needs, PATIENT, target=target_info(target, drafter, head))) as remote:
         eventually(lambda: remote.connected)
-        engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=256), TREE, remote)
+        engine = build_engine(target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=256), TREE, remote)
         engine.submit(Request("r", (5, 6, 7), SAMPLING))
         stats, emitted = GenerationStats(), []
         while engine.has_work:

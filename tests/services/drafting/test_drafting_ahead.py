@@ -19,7 +19,9 @@ def sent(commit: DraftContext) -> Commit[TensorBytes]:
 
 
 def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6))
+    eagle = DraftingConfig(
+        max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6, mode="always")
+    )
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle, prepared = session("a", 9), list[DraftResponse](), list[int](), list[DraftResponse]()

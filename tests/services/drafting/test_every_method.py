@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftClientConfig, EngineConfig
+from eyas.config import DraftClientConfig
 from eyas.drafters.base import DrafterNeeds
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -14,7 +14,7 @@ from tests import reference
 from tests.engine.test_equality import TREE, case_of
 from tests.methods import CASES
 from tests.services.drafting.toy_drafting import eventually, serving
-from tests.tiny import build_engine
+from tests.tiny import build_engine, fixed_config
 
 LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
 SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
@@ -37,7 +37,7 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
     with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
         eventually(lambda: remote.connected)
         engine = build_engine(
-            tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
+            tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
         )
         for request in requests:
             engine.submit(request)

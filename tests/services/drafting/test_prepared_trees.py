@@ -9,18 +9,18 @@ from itertools import count
 
 import pytest
 
-from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import OnDemand, StepWait
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
-from eyas.services.verifier.draft_client import RemoteDrafter
+from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
 from eyas.tree import DraftTree
 from tests import reference
 from tests.services.drafting.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
-from tests.tiny import build_engine
+from tests.tiny import build_engine, fixed_config
 from tests.tiny_block import tiny_block_head
 
 TOKENS = tuple(range(10, 40))
@@ -115,7 +115,7 @@ def test_alone_waits_for_a_tree_that_a_batch_decodes_without() -> None:
         remote = RemoteDrafter(address, DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=10.0))
         with closing(remote):
             eventually(lambda: remote.connected)
-            remote._has_prepared = True
+            remote._num_unprepared = 0
             for average, value in ((remote._wait._wait_s, 1e9), (remote._wait._demanded, 2.0)):
                 average.add(value)
             remote.request([context(name, TOKENS[:5]) for name in "abc"])()
@@ -125,6 +125,9 @@ def test_alone_waits_for_a_tree_that_a_batch_decodes_without() -> None:
                 (alone,) = remote.request([context("a", TOKENS[:length], base=length - 1)])()
                 assert alone == DraftTree.chain([TOKENS[length - 1] + i for i in range(4)])
             assert sorted(map(len, drafter.sessions.values())) == [6, 6, 11], "commits without trees reach the drafter"
+            remote._num_unprepared = MAX_UNPREPARED - 1
+            batch = [context("a", TOKENS[:12], base=11), context("b", TOKENS[:7], base=6)]
+            assert all(tree != DraftTree.root_only(tree.tokens[0]) for tree in remote.request(batch)()), "long without any"  # type: ignore[union-attr]
 
 
 class WatchedDrafter(DraftAheadDrafter):
@@ -198,7 +201,7 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
         remote.drafter = drafter
         eventually(lambda: remote.connected)
-        engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=512), TREE, remote)
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512), TREE, remote)
         for request in requests:
             engine.submit(request)
         while engine.has_work:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
@@ -21,6 +21,7 @@ from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.tensors import tensor_to_bytes
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+from tests.tiny import fixed_config
 
 NEEDS = DrafterNeeds(features=True)
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=4)
@@ -48,7 +49,7 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
     engine = assemble_engine(
         load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
         fuser,
-        EngineConfig(max_kv_tokens=512, acceptance="rejection"),
+        fixed_config(max_kv_tokens=512, acceptance="rejection"),
         TREE,
         drafter,
     )

@@ -1,0 +1,152 @@
+"""Whether to draft ahead, decided by the tokens per second of sessions; and drafters that change between both ways."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.base import PreparedTrees
+from eyas.drafters.draft_ahead import NUM_REPAIRS, DraftAheadDrafter
+from eyas.drafters.on_demand import AheadTrial
+from tests.drafters.emulated_graphs import ignore_time
+from tests.drafters.test_draft_ahead import (
+    AHEAD,
+    SHAPE,
+    assert_equal_trees,
+    going_on,
+    last_of,
+    likeliest,
+    make,
+    session,
+    work,
+)
+
+NO_TREE = TreeBudget(1, 0)
+
+
+class Served:
+    """Sessions that get 4.5 tokens a commit. A commit takes a second, or less where drafting ahead gains."""
+
+    def __init__(self, gain: float, num_sessions: int = 1) -> None:
+        self.trial, self.gain, self.names = AheadTrial(), gain, [f"{i}" for i in range(num_sessions)]
+        self.seconds = 0.0
+        self._rng = random.Random(7)
+
+    def run(self, num_commits: int, busy: float = 0.3) -> list[bool]:
+        """Whether the drafter drafts ahead, commit by commit."""
+        modes = []
+        for _ in range(num_commits // len(self.names)):
+            for name in self.names:
+                seconds = 1 / self.gain if self.trial.is_ahead else 1.0
+                modes.append(self.trial.is_ahead)
+                stamp, num_tokens = self.trial.stamp(name), min(max(round(self._rng.gauss(4.5, 2.0)), 1), 9)
+                self.seconds += seconds
+                self.trial.observe(stamp, num_tokens, seconds, len(self.names), busy)
+        return modes
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+@pytest.mark.parametrize(("gain", "is_ahead"), [(1.25, True), (0.8, False)])
+def test_the_better_way_is_found_and_kept(gain: float, is_ahead: bool, num_sessions: int) -> None:
+    served = Served(gain, num_sessions)
+    modes = served.run(4000)
+    assert modes[0] is False, "it begins without"
+    assert True in modes, "both are tried"
+    assert set(modes[400:2000]) == {is_ahead}
+    assert modes.count(is_ahead) > 0.93 * len(modes)
+
+
+def test_ways_are_compared_ever_more_rarely() -> None:
+    served = Served(1.25)
+    modes = served.run(40000)
+    trials = [at for at, is_ahead in enumerate(modes) if not is_ahead]
+    pauses = [after - before for before, after in pairwise(trials) if after - before > 1000]
+    assert len(pauses) >= 3
+    assert all(after > 1.8 * before for before, after in pairwise(pauses))
+
+
+def test_a_drafter_without_idle_time_does_not_try() -> None:
+    assert not any(Served(1.5).run(3000, busy=0.99))
+
+
+def test_another_load_is_another_question() -> None:
+    served = Served(0.8)
+    served.run(600)
+    assert not any(served.run(300)), "decided"
+    served.names, served.gain = ["a", "b", "c"], 1.3
+    assert all(served.run(900)[-300:])
+
+
+@pytest.fixture
+def trial() -> AheadTrial:
+    """One that a test sets by hand."""
+    found = AheadTrial()
+    found._pause = 10**9
+    found._load = 1
+    return found
+
+
+def test_a_drafter_that_changes_its_way_drafts_valid_trees(
+    trial: AheadTrial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without drafting ahead its trees are those of the drafter inside; the verifier may still have a prepared one."""
+    ignore_time(monkeypatch)
+    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), make(tiny_target, tiny_head)
+    first, store = session("a", 9), PreparedTrees()
+    for number in range(9):
+        is_ahead = trial.is_ahead
+        (tree,), (expected,) = last_of(drafter, [first]), last_of(plain, [first])
+        tree.validate(first.tokens[-1], 48, SHAPE.num_draft_tokens, SHAPE.num_steps)
+        assert tree.num_drafted > 0
+        if not is_ahead:
+            assert_equal_trees(tree, expected)
+            assert not drafter.draft_ahead()
+            assert not drafter.take_prepared()
+        elif number % 3:
+            work(drafter)
+            for prepared in drafter.take_prepared():
+                store.put(prepared)
+        trial.is_ahead, before = number % 4 in (1, 2), trial.is_ahead
+        if before and not trial.is_ahead:
+            drafter._stop()
+        first = going_on(first, likeliest(expected))
+
+
+def test_a_commit_that_does_not_wait_is_no_yield_of_a_tree(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_time(monkeypatch)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    work(drafter)
+    path = likeliest(tree)
+    (root,) = last_of(drafter, [skipped := _without_tree(going_on(first, path))])
+    assert root.num_drafted == 0
+    last_of(drafter, [going_on(skipped, [5])])
+    demand = drafter._demand
+    assert (demand.yielded.weight, demand.claimed.weight) == (0, 0)
+    assert demand.step_s.weight == 1, "it was a step without a wait"
+
+
+def _without_tree(commit: Commit[torch.Tensor]) -> Commit[torch.Tensor]:
+    """As the client sends what it does not wait for."""
+    return replace(commit, has_tree=True, budget=NO_TREE)
+
+
+def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_time(monkeypatch)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    last_of(drafter, [session("a", 9)])
+    sent = []
+    while True:
+        more = drafter.draft_ahead()
+        sent.append(drafter.take_prepared())
+        if not more:
+            break
+    numbers = [number for number, trees in enumerate(sent, 1) if trees]
+    assert AHEAD.num_steps + NUM_REPAIRS == 11
+    assert numbers == [1, 2, 3, 4, 6, 8, 11], "the last one as well"
