@@ -364,7 +364,8 @@ def is_batch_invariant(model: Any) -> bool:
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.device.type != "cpu":
-        is_fused = all("forward" in vars(layer) for layer in model.get_decoder().layers)
+        layers = list(getattr(model.get_decoder(), "layers", ()))
+        is_fused = bool(layers) and all("forward" in vars(layer) for layer in layers)
         return is_fused and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
     runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
     return runs_here and runs_compiled(model.device) and all(map(_is_half, linear))

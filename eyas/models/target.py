@@ -250,8 +250,10 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
     operations between the products; `eyas.models.cuda.backend.check_kernels` compares the kernels with them. Each rank sees
     the logits of its own part of the vocabulary, and all fuse or none does.
     """
-    if target.on_any_rank(not fuse_layers(target.model)):
-        unfuse_layers(target.model)
+    is_fused = fuse_layers(target.model)
+    if target.on_any_rank(not is_fused):
+        if is_fused:
+            unfuse_layers(target.model)
         return
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
     try:

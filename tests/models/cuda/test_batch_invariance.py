@@ -147,3 +147,4 @@ def test_layers_that_are_not_fused_run_one_by_one(target_model: TargetModel, tmp
     layers = target_model.model.get_decoder().layers
     assert fused.is_batch_invariant(OnCuda(layers))
     assert not fused.is_batch_invariant(OnCuda([torch.nn.Identity()]))
+    assert not fused.is_batch_invariant(OnCuda([]))
