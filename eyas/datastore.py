@@ -159,21 +159,24 @@ def build(
     tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus, exclude)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     with Progress(console=Console(stderr=True)) as progress:
-        documents = _tokenized(files, tokenizer, progress)
+        documents = _tokenized(files, corpus, tokenizer, progress)
         num_tokens = build_datastore(documents, vocab_size, vocabulary_digest(tokenizer), out)
     print(f"{num_tokens} tokens written to {out}")
 
 
-def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[list[int]]:
+def _tokenized(
+    files: Sequence[Path], named: Sequence[Path], tokenizer: Tokenizer, progress: Progress
+) -> Iterator[list[int]]:
     task = progress.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
     for file in files:
-        yield from documents_of(file, tokenizer)
+        if (text := _read(file, is_named=file in named)) is not None:
+            yield from documents_of(file, text, tokenizer)
         progress.advance(task, file.stat().st_size)
     progress.add_task("sorting suffixes", total=None)
 
 
 def corpus_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
-    """The files named, and the UTF-8 texts below the folders named, in a fixed order.
+    """The files named, and those below the folders named, in a fixed order. None is read.
 
     exclude: see `excluded_ends`. Raises ConfigError for missing paths, and if nothing is left.
     """
@@ -182,10 +185,9 @@ def corpus_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Pat
         raise ConfigError(f"no such file or folder: {missing[0]}")
     ends = excluded_ends(exclude)
     found = [file for path in paths for file in ([path] if path.is_file() else _files_below(path))]
-    kept = [file for file in found if not str(file.absolute()).endswith(ends)]
-    files = [file for file in kept if file in paths or _is_text(file)]
+    files = [file for file in found if not str(file.absolute()).endswith(ends)]
     if not files:
-        raise ConfigError(f"{', '.join(map(str, paths))} holds no texts; name text or JSON Lines files, or folders of them")
+        raise ConfigError(f"{', '.join(map(str, paths))} holds no files; name text or JSON Lines files, or folders of them")
     return files
 
 
@@ -206,31 +208,31 @@ def _files_below(folder: Path) -> Iterator[Path]:
     return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
-def _is_text(file: Path) -> bool:
+def _read(file: Path, is_named: bool) -> str | None:
+    """The text of a file; None for one in a folder that is no UTF-8 text. Raises ConfigError."""
     try:
-        file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error}; leave it out") from error
-    return True
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) or is_named:
+            raise ConfigError(f"cannot read {file} as text: {error}; leave it out") from error
+        return None
 
 
-def documents_of(file: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids of each document, without special tokens.
+def documents_of(file: Path, text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids of each document in the text of a file, without special tokens.
 
     A document is a line of a .jsonl file with `text` or `token_ids`, or any other file as a whole. Raises ConfigError for a
-    file that is neither.
+    line that has neither.
     """
-    entries = _entries(file) if file.suffix == ".jsonl" else iter([_read(file)])
+    entries = _entries(file, text) if file.suffix == ".jsonl" else iter([text])
     while batch := list(islice(entries, BATCH)):
         encoded = iter(tokenizer.encode_batch([e for e in batch if isinstance(e, str)], add_special_tokens=False))
         for entry in batch:
             yield next(encoded).ids if isinstance(entry, str) else entry
 
 
-def _entries(file: Path) -> Iterator[str | list[int]]:
-    for number, line in enumerate(_read(file).splitlines(), 1):
+def _entries(file: Path, text: str) -> Iterator[str | list[int]]:
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -241,13 +243,6 @@ def _entries(file: Path) -> Iterator[str | list[int]]:
                 yield str(entry["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}, line {number}: {error!r}; expected a JSON object with text or token_ids") from error
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file} as text: {error}; leave it out") from error
 
 
 def build_datastore(documents: Iterable[Sequence[int]], vocab_size: int, vocabulary: str, folder: Path) -> int:

@@ -62,6 +62,8 @@ WARM_UP_TOKENS = 8
 WARM_UP_TIMEOUT_S = 60.0
 CHUNK_BYTES = 65536
 MAX_CHUNKS = 256
+# Verify passes between the first requests of two verifiers: no simple fraction, so that their steps do not fall together.
+STAGGER = 0.3819
 
 
 @dataclass(eq=False)
@@ -135,6 +137,7 @@ class Split:
     """Running services. clients, verifiers, verifier_logs: one of each verifier, with its log of passes.
 
     proxies, children, logs: of the drafter of each mode with drafts, which all verifiers share.
+    stagger_s: time between the first requests of two verifiers.
     """
 
     clients: tuple[Client, ...]
@@ -143,6 +146,7 @@ class Split:
     proxies: Mapping[Mode, DelayingProxy]
     children: Mapping[Mode, Child]
     logs: Mapping[Mode, Path]
+    stagger_s: float
 
     def decode(self, mode: Mode, prompt: Prompt, sampling: SamplingParams, request_id: str, verifier: int = 0) -> Decoded:
         """Decode one prompt. Raises EyasError."""
@@ -155,14 +159,33 @@ class Split:
             steps += [chunk.chunk.verify_step] if chunk.chunk.verify_step else []
         return Decoded(tuple(tokens), tuple(steps), started, time.perf_counter())
 
-    def decode_group(self, mode: Mode, prompts: Sequence[Prompt], sampling: SamplingParams, verifiers: int) -> list[Decoded]:
-        """Decode prompts at once, prompt i on verifier i modulo `verifiers`; it draws with seed i."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
+    def decode_group(
+        self, mode: Mode, group: Sequence[Prompt], sampling: SamplingParams, verifier: int = 0
+    ) -> list[Decoded]:
+        """Decode prompts at once on a verifier; prompt i draws with seed i."""
+        with ThreadPoolExecutor(len(group)) as pool:
             calls = [
-                pool.submit(self.decode, mode, prompt, replace(sampling, seed=seed), f"{mode}-{seed}", seed % verifiers)
-                for seed, prompt in enumerate(prompts)
+                pool.submit(self.decode, mode, prompt, replace(sampling, seed=seed), f"{mode}-{seed}", verifier)
+                for seed, prompt in enumerate(group)
             ]
             return [call.result() for call in calls]
+
+    def decode_on_all(
+        self, mode: Mode, batches: Sequence[Sequence[Prompt]], sampling: SamplingParams, verifiers: int
+    ) -> list[list[list[Decoded]]]:
+        """Decode each group on every verifier: at a time each has another one, and they do not begin in step.
+
+        Returns groups in their order, by verifier.
+        """
+
+        def decode(verifier: int) -> list[list[Decoded]]:
+            order = [(verifier + turn) % len(batches) for turn in range(len(batches))]
+            time.sleep(self.stagger_s * verifier)
+            found = {index: self.decode_group(mode, batches[index], sampling, verifier) for index in order}
+            return [found[index] for index in range(len(batches))]
+
+        with ThreadPoolExecutor(verifiers) as pool:
+            return list(pool.map(decode, range(verifiers)))
 
     def check(self) -> None:
         """Raises Unavailable with the reason if a service has ended."""
@@ -212,7 +235,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
             verifiers.append(started("verifier", free_port(), settings, method, out, own))
             stack.callback(stop, verifiers[-1])
         clients = tuple(stack.enter_context(Client(child.address)) for child in verifiers)
-        split = Split(clients, tuple(verifiers), tuple(verifier_logs), proxies, children, logs)
+        split = Split(clients, tuple(verifiers), tuple(verifier_logs), proxies, children, logs, STAGGER * pass_s)
         for child in (*children.values(), *verifiers):
             wait_until_serving(split, child)
         yield split
@@ -296,13 +319,14 @@ def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, 
         for temperature, batch, delay, verifiers in itertools.product(*axes):
             for proxy in split.proxies.values():
                 proxy.delay_s = delay * costs["verifier"].seconds("verify", 1)
-            runs = run_modes(split, settings, groups(prompts, batch * verifiers, 1), temperature, verifiers, progress)
+            runs = run_modes(split, settings, groups(prompts, batch, 1), temperature, verifiers, progress)
             cell = temperature, batch, delay
-            found = [summary(split, mode, cell, verifiers, groups_) for mode, groups_ in runs.items()]
-            agreed = [agreement(runs[r.mode], runs["plain"]) if "plain" in runs else "" for r in found]
+            found = [summary(split, mode, cell, own) for mode, own in runs.items()]
+            plain = [group for own in runs.get("plain", []) for group in own]
+            agreed = [agreement([group for own in runs[r.mode] for group in own], plain) if plain else "" for r in found]
             results += with_references([replace(r, identical=text) for r, text in zip(found, agreed, strict=True)])
             if (batch, delay, verifiers) == firsts:
-                timelines += timelines_of(split, runs, temperature)
+                timelines += timelines_of(split, {mode: own[0] for mode, own in runs.items()}, temperature)
     prompt_tokens = round(fmean(map(len, prompts)))
     whole = SplitResults(tuple(results), costs["verifier"], costs["drafter"], prompt_tokens, settings.max_tokens, {})
     profiles = {f"{temperature:g}": profile_of(settings, whole, temperature) for temperature in settings.temperatures}
@@ -316,32 +340,35 @@ def run_modes(
     temperature: float,
     verifiers: int,
     progress: Progress,
-) -> dict[Mode, list[list[Decoded]]]:
-    """Decode each group of prompts in every mode before the next group."""
-    runs: dict[Mode, list[list[Decoded]]] = {mode: [] for mode in settings.modes}
+) -> dict[Mode, list[list[list[Decoded]]]]:
+    """Decode every group of prompts in every mode, by verifier. One verifier alone has all modes of a group in turn."""
+    runs: dict[Mode, list[list[list[Decoded]]]] = {mode: [[] for _ in range(verifiers)] for mode in settings.modes}
     sampling, label = settings.sampling(temperature), f"temperature {temperature:g}, batch {len(batches[0])}"
-    for index, group in enumerate(progress.track(batches, description=label)):
-        for mode in rotated(list(runs), index):
-            few = replace(sampling, max_tokens=settings.plain_tokens or settings.max_tokens)
-            own = few if mode == "plain" else sampling
-            runs[cast(Mode, mode)].append(split.decode_group(cast(Mode, mode), group, own, verifiers))
+    few = replace(sampling, max_tokens=settings.plain_tokens or settings.max_tokens)
+    parts = [[group] for group in batches] if verifiers == 1 else [batches]
+    for index, part in enumerate(progress.track(parts, description=f"{label}, {verifiers} verifiers")):
+        for mode in rotated(list(settings.modes), index):
+            found = split.decode_on_all(cast(Mode, mode), part, few if mode == "plain" else sampling, verifiers)
+            for own, more in zip(runs[cast(Mode, mode)], found, strict=True):
+                own += more
             split.check()
     return runs
 
 
 def summary(
-    split: Split, mode: Mode, cell: tuple[float, int, float], verifiers: int, found: Sequence[Sequence[Decoded]]
+    split: Split, mode: Mode, cell: tuple[float, int, float], found: Sequence[Sequence[Sequence[Decoded]]]
 ) -> SplitResult:
-    """The result of a mode, with the passes that its devices have logged."""
-    verifier = [record for log in split.verifier_logs[:verifiers] for record in read_log(log)]
+    """The result of a mode, with the passes that its devices have logged. found: groups by verifier."""
     drafter = read_log(split.logs[mode]) if mode in split.logs else []
     shares, seconds = list[Shares](), list[float]()
-    for group in found:
-        started, ended = min(r.started for r in group), max(r.ended for r in group)
-        shares.append(Shares.between(started, ended, verifier, drafter, verifiers))
-        seconds += [r.ended - r.began for r in verifier if started <= r.launched <= ended]
+    for log, own in zip(split.verifier_logs, found, strict=False):
+        verifier = read_log(log)
+        for group in own:
+            started, ended = min(r.started for r in group), max(r.ended for r in group)
+            shares.append(Shares.between(started, ended, verifier, drafter))
+            seconds += [r.ended - r.began for r in verifier if started <= r.launched <= ended]
     mean = Shares(*(fmean(getattr(each, name) for each in shares) for name in ("verifier", "drafter", "late")))
-    return result(mode, *cell, found, mean, fmean(seconds), verifiers)
+    return result(mode, *cell, [group for own in found for group in own], mean, fmean(seconds), len(found))
 
 
 def timelines_of(split: Split, runs: Mapping[Mode, list[list[Decoded]]], temperature: float) -> list[Timeline]:

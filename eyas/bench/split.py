@@ -92,24 +92,19 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Shares:
-    """What the devices did in a time. verifier: busy share of one of them, in the mean. drafter: the same of the drafter.
-
-    late: share of late passes.
-    """
+    """What two devices did in a time. verifier, drafter: busy shares. late: share of late passes."""
 
     verifier: float
     drafter: float
     late: float
 
     @classmethod
-    def between(
-        cls, started: float, ended: float, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord], verifiers: int = 1
-    ) -> Shares:
-        """Count the parts of passes that lie between two times. verifier: the passes of all `verifiers`."""
+    def between(cls, started: float, ended: float, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Shares:
+        """Count the parts of passes that lie between two times."""
         seconds = max(ended - started, 1e-9)
         busy = [sum(overlap(r, started, ended) for r in records) / seconds for records in (verifier, drafter)]
         inside = [r for r in (*verifier, *drafter) if started <= r.launched <= ended]
-        return cls(busy[0] / verifiers, busy[1], sum(r.late for r in inside) / max(len(inside), 1))
+        return cls(busy[0], busy[1], sum(r.late for r in inside) / max(len(inside), 1))
 
 
 def overlap(record: PassRecord, started: float, ended: float) -> float:
@@ -347,8 +342,9 @@ def _shared(found: SplitResults) -> Table:
         rows.append((*_cell(r), *map(number, times), f"{r.shares.drafter:.0%}", most))
     note = (
         "ms of a sequence for each token; the same over that with the fewest verifiers; the wait for trees of a step; the "
-        "share of time in which the drafter is busy. Closed form: 1 + t_v / (gamma t_d) verifiers at an equal time per "
-        "token, if the drafter serves one after the other and none comes while it is busy."
+        "share of time in which the drafter is busy. Every verifier decodes every prompt, beginning with another one. "
+        "Closed form: 1 + t_v / (gamma t_d) verifiers at an equal time per token, if the drafter serves one after the other "
+        "and none comes while it is busy."
     )
     columns = ("ms/token", "over alone", "wait", "busy", "closed form")
     return Table("One drafter for many verifiers", (*COLUMNS, *columns), tuple(rows), note)

@@ -17,11 +17,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.grammar import TokenBits
+from eyas.tensors import runs_compiled
 from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
@@ -249,3 +251,11 @@ def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
         max_nodes=min(budget.max_nodes, tree.num_draft_tokens),
         max_depth=min(budget.max_depth, tree.num_steps),
     )
+
+
+def compile_growth() -> None:
+    """Compile the CPU kernels of growing trees, where they serve, so that no step waits for that."""
+    if runs_compiled(torch.device("cpu")):
+        from eyas.drafters.cpu_kernels import compile_kernels
+
+        compile_kernels()

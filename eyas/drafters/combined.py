@@ -18,7 +18,7 @@ import torch
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, within
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, compile_growth, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.tensors import Ints, runs_compiled
@@ -110,10 +110,7 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self._sides:
             side.warm_up()
-        if runs_compiled(torch.device("cpu")):
-            from eyas.drafters.cpu_kernels import compile_kernels
-
-            compile_kernels()
+        compile_growth()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path, within
+from eyas.drafters.base import DraftContext, Path, compile_growth, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.tensors import runs_compiled
@@ -90,10 +90,7 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         self._config = config
 
     def warm_up(self) -> None:
-        if runs_compiled(torch.device("cpu")):
-            from eyas.drafters.cpu_kernels import compile_kernels
-
-            compile_kernels()
+        compile_growth()
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]

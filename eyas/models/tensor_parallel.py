@@ -7,6 +7,7 @@ A rank reads its part of plain weights from their files, straight to its device;
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
@@ -125,18 +127,17 @@ def _embedding_name(model: Any) -> str:
 
 @contextmanager
 def _weightless() -> Iterator[None]:
-    """Inside the context, modules are made without memory for their parameters. Buffers have their values."""
-    modules: Any = nn.Module
-    register = modules.register_parameter
+    """Inside the context, modules of this thread are made without memory for their parameters. Buffers have their values."""
+    own = threading.get_ident()
 
-    def register_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, None if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
+    def drop(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        return nn.Parameter(param.to("meta"), requires_grad=False) if threading.get_ident() == own else None
 
-    modules.register_parameter = register_meta
+    registration = register_module_parameter_registration_hook(drop)
     try:
         yield
     finally:
-        modules.register_parameter = register
+        registration.remove()
 
 
 def shard_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def main(
     settings = StormSettings(minutes, seed, verifier_kills, drafter_kills, clients)
     screen = Screen(settings)
     with screen.progress:
-        stormed = storm(settings, screen.update)
+        stormed = storm(settings, logs := Path(tempfile.mkdtemp(prefix="eyas-chaos-")), screen.update)
     load = OverloadSettings(overload_s, seed=seed)
     result = ChaosResult(stormed, run_overload(load) if overload_s else None)
     tables = [promises_table(result), storm_table(stormed), gaps_table(stormed), memory_table(stormed)]
@@ -123,8 +124,10 @@ def main(
     )
     draw(stormed, page.with_suffix(".png"))
     print(page.read_text(encoding="utf-8"))
-    if not stormed.is_clean:
-        print(*stormed.notes[:20], f"the logs are in {stormed.logs}", sep="\n")
+    if stormed.is_clean:
+        shutil.rmtree(logs)
+    else:
+        print(*stormed.notes[:20], f"the logs are in {logs}", sep="\n")
     print(f"written to {page}, {page.with_suffix('.json')} and {page.with_suffix('.png')}")
     if broken := result.broken_promises():
         print("did not hold:", "; ".join(broken), file=sys.stderr)

@@ -6,8 +6,6 @@ It reports what the clients saw and what the services kept. `python -m tests.cha
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -97,7 +95,7 @@ class MemoryUse:
 class StormResult:
     """What a storm did and found. num_wrong, num_lost, num_doubled: tokens or characters. failures: of requests, by status.
 
-    notes: the first failures and mismatches. logs: folder of the services' logs, which stay unless the result is clean.
+    notes: the first failures and mismatches.
     unreturned_slots: KV cache slots and sessions that workers still hold when all clients have gone. p99_lag_s: how late the
     clients and proxies themselves were, in which no service had a part.
     """
@@ -121,7 +119,6 @@ class StormResult:
     gaps: tuple[GapOfFault, ...]
     memory: tuple[MemoryUse, ...]
     notes: tuple[str, ...]
-    logs: str
 
     @property
     def num_failed(self) -> int:
@@ -137,16 +134,12 @@ class StormResult:
 OnProgress = Callable[[float, Counts, Injector], object]
 
 
-def storm(settings: StormSettings, on_progress: OnProgress = lambda *now: None) -> StormResult:
-    """Run a storm in a temporary folder. The folder stays, with the logs, if a promise to the clients was broken."""
-    folder = Path(tempfile.mkdtemp(prefix="eyas-chaos-"))
+def storm(settings: StormSettings, folder: Path, on_progress: OnProgress = lambda *now: None) -> StormResult:
+    """Run a storm in a folder, where the services write their logs."""
     models = write_models(folder)
     answers = plain_answers(models[0], VOCAB_SIZE, settings.num_answers, settings.most_tokens, settings.seed)
     fleet = build_fleet(settings.fleet, folder, models, settings.seed)
-    result = asyncio.run(_Storm(settings, fleet, answers, on_progress).run())
-    if result.is_clean:
-        shutil.rmtree(folder)
-    return result
+    return asyncio.run(_Storm(settings, fleet, answers, on_progress).run())
 
 
 class _Storm:
@@ -260,7 +253,6 @@ class _Storm:
             gaps=tuple(_gaps(log)),
             memory=tuple(_memory_use(self._memory)),
             notes=tuple(counts.notes),
-            logs=str(self._fleet.folder),
         )
 
 

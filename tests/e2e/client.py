@@ -60,7 +60,7 @@ def generate(
     with open_sync_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:
-            for message in (answers := stub.Generate(convert.generate_call_to_proto(call), timeout=100)):
+            for message in (answers := stub.Generate(convert.generate_call_to_proto(call), timeout=250)):
                 out.chunks.append(convert.text_chunk_from_proto(message))
                 out.begun.set()
                 if enough(out):
@@ -80,7 +80,7 @@ def generate_staggered(
     for prompt, params, out in zip(prompts, sampling, outs, strict=True):
         threads.append(threading.Thread(target=generate, args=(address, prompt, params, drafter), kwargs={"into": out}))
         threads[-1].start()
-        assert out.begun.wait(60), "no first chunk"
+        assert out.begun.wait(250), "no first chunk"
     for thread in threads:
         thread.join()
     return outs

@@ -189,7 +189,7 @@ class Node:
 
     def wait_healthy(self) -> None:
         """Return once the routers reach a verifier; they are ready without one."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 250
         while not all(pod.is_healthy() for pod in self.started if pod.container["name"] == "router"):
             assert time.monotonic() < deadline, "no router reaches a verifier"
             time.sleep(PERIOD)

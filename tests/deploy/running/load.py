@@ -40,7 +40,7 @@ class Load:
 
     def go_on(self) -> None:
         """Return when AFTER more requests have ended."""
-        enough, deadline = len(self.outs) + AFTER * NUM_CLIENTS, time.monotonic() + 90
+        enough, deadline = len(self.outs) + AFTER * NUM_CLIENTS, time.monotonic() + 250
         while len(self.outs) < enough and not self.failures:
             assert time.monotonic() < deadline, "the load stands still"
             time.sleep(0.02)

@@ -24,12 +24,12 @@ def test_pods_without_redis_discover_only_ready_pods(tmp_path: Path) -> None:
         assert api.num_lists, "the router was ready without asking"
         endpoint = node.endpoint(ROUTER, "grpc")
         plain = generate(endpoint, PROMPT, SAMPLING, NO_DRAFTER)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 250
         while not (drafted := generate(endpoint, PROMPT, SAMPLING)).stats.num_drafted:
             assert time.monotonic() < deadline, "the drafter is not found"
         assert drafted.token_ids == plain.token_ids
         node.pods[VERIFIER].leaving = True
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 250
         while node.pods[ROUTER].is_healthy():
             assert time.monotonic() < deadline, "the router goes on with a verifier that is no endpoint any more"
             time.sleep(0.05)

@@ -124,6 +124,7 @@ def test_the_command_builds_from_text_and_json_lines(target: str, tmp_path: Path
     corpus.mkdir()
     (corpus / "a.txt").write_text("t3 t4 t5")
     (corpus / "b.jsonl").write_text('{"text": "t6 t7"}\n\n{"token_ids": [8, 9, 10]}\n')
+    (corpus / "c.bin").write_bytes(b"\xff\x00")
     arguments = ["datastore", "build", str(corpus), "--model", target, "--out", str(tmp_path / "store")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -132,17 +133,18 @@ def test_the_command_builds_from_text_and_json_lines(target: str, tmp_path: Path
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "b.jsonl, line 1" in result.output
+    result = CliRunner().invoke(app, [*arguments[:2], str(corpus / "c.bin"), *arguments[3:]])
+    assert (result.exit_code, "c.bin as text" in result.output.replace("\n", " ")) == (1, True)
 
 
-def test_folders_yield_texts_that_are_not_excluded(tmp_path: Path) -> None:
+def test_folders_yield_files_that_are_not_excluded(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name in ("a.txt", "b.py", "deep/b.py"):
         (tmp_path / name).write_text("t3")
-    (tmp_path / "c.bin").write_bytes(b"\xff\x00")
     names = tmp_path / "names.json"
     names.write_text('["deep/b.py", "names.json"]')
     assert corpus_files([tmp_path], names) == [tmp_path / "a.txt", tmp_path / "b.py"]
-    with pytest.raises(ConfigError, match="holds no texts"):
+    with pytest.raises(ConfigError, match="holds no files"):
         corpus_files([tmp_path / "deep" / "b.py"], names)
     names.write_text('"b.py"')
     with pytest.raises(ConfigError, match="holds no list of paths"):

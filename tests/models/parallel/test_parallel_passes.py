@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
@@ -41,7 +43,7 @@ from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
 from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.models.tensor_parallel import Shard
+from eyas.models.tensor_parallel import Shard, _weightless
 from eyas.models.workers import RankInfo, TargetWorkers, start_workers
 from eyas.request import Request, SamplingParams
 from tests import reference
@@ -184,6 +186,16 @@ def test_the_largest_plan_fits_into_a_command(tiny_target: str) -> None:
     engine = EngineConfig(max_kv_tokens=8, max_num_seqs=4096, kv_cache_dtype="fp8_e5m2")
     plan = plan_backend(load_target(tiny_target), engine, TreeConfig(), 1 << 24)
     assert CommandDecoder().decode(CommandEncoder().encode(InitKVCache(8, plan))) == InitKVCache(8, plan)
+
+
+def test_modules_of_another_thread_keep_their_weights() -> None:
+    with _weightless(), ThreadPoolExecutor(1) as pool:
+        own, other = nn.Linear(2, 3), pool.submit(nn.Linear, 2, 3).result()
+        own.register_buffer("kept", torch.ones(2))
+    assert own.weight.is_meta
+    assert own.kept.tolist() == [1, 1]
+    assert not other.weight.is_meta
+    assert not nn.Linear(2, 3).weight.is_meta
 
 
 def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:

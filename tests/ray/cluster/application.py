@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "OTEL_METRICS_EXPORTER": "none",
     "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
-START_SECONDS = 200.0
+START_SECONDS = 400.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
 # A request of this many tokens cannot end by itself while a test waits.
