@@ -37,7 +37,7 @@ CONFIG_TYPES: Mapping[str, type[DraftConfig | VerifierConfig | RouterConfig]] = 
     "router": RouterConfig,
 }
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.1
 MAX_DRAFT_RESTARTS = 3

@@ -59,7 +59,7 @@ from eyas.services.cluster import START_TIMEOUT_S, Child, ServiceSettings, free_
 
 POLL_S = 0.1
 WARM_UP_TOKENS = 8
-WARM_UP_TIMEOUT_S = 60.0
+WARM_UP_TIMEOUT_S = 300.0
 CHUNK_BYTES = 65536
 MAX_CHUNKS = 256
 # Verify passes between the first requests of two verifiers: no simple fraction, so that their steps do not fall together.

@@ -188,7 +188,7 @@ def waits_table(results: Results) -> Table:
         for waits in results.waits
     )
     note = (
-        "ms that a step of one verifier waits for its tree, while another verifier of the same drafter always has so many "
+        "ms that a step of one verifier waits for its tree, while another verifier of the same drafter always has other "
         f"requests. By the tables a verify pass takes {number(results.verify_ms)} ms, a round for one sequence "
         f'{number(results.round_ms)} ms, and one for all {number(results.burst_round_ms)} ms, the unit of "p99 in rounds". '
         "At worst a step waits for the round that runs and for its own. late: passes that took longer here than emulated."

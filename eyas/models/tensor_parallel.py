@@ -133,7 +133,7 @@ def _weightless() -> Iterator[None]:
     def drop(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
         return nn.Parameter(param.to("meta"), requires_grad=False) if threading.get_ident() == own else None
 
-    registration = register_module_parameter_registration_hook(drop)
+    registration = register_module_parameter_registration_hook(cast(Callable[..., None], drop))  # what it returns is taken
     try:
         yield
     finally:

@@ -120,11 +120,11 @@ def test_metrics_are_served_at_one_path_until_the_port_is_freed() -> None:
             assert bound == port
             url = f"http://127.0.0.1:{port}"
             request = urllib.request.Request(f"{url}/metrics", headers={"Accept": "application/openmetrics-text"})
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 [family] = text_string_to_metric_families(answer.read().decode())
             assert [s.exemplar.labels["trace_id"] for s in family.samples if s.exemplar] == ["a"]
             with pytest.raises(urllib.error.HTTPError, match="404") as error:
-                urllib.request.urlopen(url, timeout=10)
+                urllib.request.urlopen(url, timeout=60)
             error.value.close()
 
 

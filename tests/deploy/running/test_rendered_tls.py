@@ -66,14 +66,14 @@ def serves_without_certificate(node: Node, workload: str) -> bool:
     authority = (mount(node, workload, "eyas-peers") / "ca.crt").read_bytes()
     options = (("grpc.ssl_target_name_override", "eyas-peers"),)
     with grpc.secure_channel(f"127.0.0.1:{pod.port('grpc')}", grpc.ssl_channel_credentials(authority), options) as channel:
-        call = channel.unary_unary("/eyas.v1.Worker/Status").future(b"", timeout=10)
+        call = channel.unary_unary("/eyas.v1.Worker/Status").future(b"", timeout=60)
         return bool(call.code() is grpc.StatusCode.OK)
 
 
 def test_all_traffic_is_encrypted_through_certificate_renewal(node: Node, tmp_path: Path) -> None:
     address = f"https://127.0.0.1:{node.pods[ROUTER].port('http')}"
     trust = ssl.create_default_context(cafile=str(mount(node, ROUTER, "eyas-tls") / "ca.crt"))
-    with httpx.Client(verify=trust, base_url=address, timeout=60) as client:
+    with httpx.Client(verify=trust, base_url=address, timeout=250) as client:
         assert client.get("/v1/models").status_code == 401
         assert client.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
         eventually_drafted(client)

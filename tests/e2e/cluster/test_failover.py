@@ -121,7 +121,7 @@ def test_a_request_continues_exactly_elsewhere_and_back(
 def test_workers_of_a_local_cluster_refuse_strangers(demo_cluster: Cluster) -> None:
     for name in ("verifier", "draft"):
         with open_sync_channel(demo_cluster[name].address) as channel, pytest.raises(grpc.RpcError) as caught:
-            WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=30)
+            WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=250)
         assert isinstance(status_error(caught.value), Unauthenticated)
         token = demo_cluster[name].environment[TOKEN_VARIABLE]
         assert not any(token in word for word in demo_cluster[name].command)

@@ -65,7 +65,7 @@ def test_the_openai_example_of_the_readme_works(demo_cluster: Cluster) -> None:
     (code,) = re.findall(r"^```py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert DEMO_ADDRESS in code
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(DEMO_ADDRESS, demo_cluster.http)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code.replace(DEMO_ADDRESS, demo_cluster.http)], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown_text()
@@ -85,7 +85,7 @@ def test_the_curl_commands_of_the_pages_work(demo_cluster: Cluster, page: str, n
     for command in commands:
         assert DEMO_ADDRESS in command
         local = f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, demo_cluster.http)
-        done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
         (choice,) = json.loads(done.stdout)["choices"]
         assert choice["text"] == shown_text() if page == "README.md" else choice["finish_reason"] in {"length", "stop"}

@@ -62,7 +62,7 @@ def number(page: Page, selector: str) -> float:
 def test_a_run_shows_what_the_api_returns(opened: Page, demo_cluster: Cluster) -> None:
     run(opened)
     body = {"prompt": opened.run("document.querySelector('#prompt').value"), "max_tokens": 48, "temperature": 0.8, "seed": 7}
-    choice = httpx.post(f"{demo_cluster.http}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    choice = httpx.post(f"{demo_cluster.http}/v1/completions", json=body, timeout=250).json()["choices"][0]
     assert output(opened) == choice["text"]
     assert opened.text("#same") == "✓ identical"
     assert opened.text("#same-note") == "48 of 48 tokens"
@@ -200,7 +200,7 @@ def behind_a_prefix(base: str) -> Iterator[str]:
                 return
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             kept = {"content-type": self.headers.get("content-type", "application/json")}
-            answer = httpx.request(self.command, base + path, content=body, headers=kept, timeout=60)
+            answer = httpx.request(self.command, base + path, content=body, headers=kept, timeout=250)
             self.send_response(answer.status_code)
             for name, value in answer.headers.items():
                 if name in ("content-type", "content-security-policy"):

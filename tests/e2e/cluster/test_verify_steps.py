@@ -20,7 +20,7 @@ PARTS = {"dspark", "prompt_lookup", "dspark+prompt_lookup"}
 
 
 def complete(cluster: Cluster, **changes: object) -> dict[str, Any]:
-    answer = httpx.post(f"{cluster.http}/v1/completions", json=BODY | changes, timeout=60)
+    answer = httpx.post(f"{cluster.http}/v1/completions", json=BODY | changes, timeout=250)
     assert answer.status_code == 200, answer.text
     return dict(answer.json()["choices"][0])
 
@@ -106,7 +106,7 @@ def test_grpc_has_details_only_if_asked(demo_cluster: Cluster) -> None:
         sampling = SamplingParams(48, 0.8, seed=11, ignore_eos=True)
         call = GenerateCall(Request("", (), sampling, return_verify_steps=asks), PROMPT)
         with open_sync_channel(demo_cluster["router"].address) as channel:
-            answers = GenerationStub(channel).Generate(convert.generate_call_to_proto(call), timeout=60)
+            answers = GenerationStub(channel).Generate(convert.generate_call_to_proto(call), timeout=250)
             return list(map(convert.text_chunk_from_proto, answers))
 
     with_details, without = chunks(asks=True), chunks(asks=False)

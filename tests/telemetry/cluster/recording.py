@@ -95,7 +95,7 @@ def ask(run: Watched, cluster: Cluster) -> None:
         stub = generation_pb2_grpc.GenerationStub(channel)
 
         def tokens(call: GenerateCall, *metadata: tuple[str, str]) -> Sequence[TextChunk]:
-            answers = stub.Generate(convert.generate_call_to_proto(call), timeout=60, metadata=metadata)
+            answers = stub.Generate(convert.generate_call_to_proto(call), timeout=250, metadata=metadata)
             return [convert.text_chunk_from_proto(message) for message in answers]
 
         while not any(chunk.chunk.verify_step and chunk.chunk.verify_step.drafted for chunk in tokens(_call("", "warm-up"))):
@@ -122,7 +122,7 @@ def browse(base: str) -> dict[str, Any]:
     body = {"model": "demo", "prompt": SECRET, "max_tokens": 48, "temperature": 0.8, "seed": 7, "ignore_eos": True}
     headers = HTTP_CALLER | {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=250) as answer:
         usage: dict[str, Any] = json.load(answer)["usage"]
     return usage
 
@@ -130,7 +130,7 @@ def browse(base: str) -> dict[str, Any]:
 def scrape(port: int, accept: str = OPENMETRICS) -> str:
     """What Prometheus would get."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         text: str = answer.read().decode()
     return text
 
@@ -190,7 +190,7 @@ def query(url: str, expression: str) -> list[Any]:
     """The series of an instant query; none while Prometheus is not up. Fails for an expression that it refuses."""
     parameters = urllib.parse.urlencode({"query": expression})
     try:
-        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=60) as answer:
             found: Mapping[str, Any] = json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 503:
