@@ -92,7 +92,7 @@ def main(
     settings = SplitSettings(
         model=model, methods=(MethodSpec(method),), prompts=prompts, num_prompts=num_prompts, draft_model=draft_model,
         verifier=verifier, drafter=drafter, scale=scale, batches=(max(1, *others),), modes=(FIRST, SECOND), verifiers=(2,),
-        ahead=DraftAheadConfig(), max_tokens=max_tokens, tree=resolve_tree(TreeConfig(), method, draft_model),
+        ahead=DraftAheadConfig(mode="never"), max_tokens=max_tokens, tree=resolve_tree(TreeConfig(), method, draft_model),
         dtype="float32", device="cpu", threads=1,
     )  # fmt: skip
     try:
