@@ -26,11 +26,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def runs_compiled(device: torch.device) -> bool:
     """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
-    return device.type == "cpu" and torch.get_num_threads() == 1 and _has_numba()
+    return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
 
 
 @cache
-def _has_numba() -> bool:
+def has_numba() -> bool:
+    """Whether kernels of the CPU can be compiled."""
     return find_spec("numba") is not None
 
 

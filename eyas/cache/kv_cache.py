@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyas.errors import ConfigError
-from eyas.tensors import Floats
+from eyas.tensors import Floats, Ints
 
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
@@ -68,6 +68,11 @@ class KVCache:
     def arrays(self) -> list[tuple[Floats, Floats]]:
         """Keys and values of each layer as arrays, if they are float32 on the CPU."""
         return [(keys.numpy(), values.numpy()) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    @cached_property
+    def addresses(self) -> Ints:
+        """Where keys and values of each layer begin in memory, [layers, 2]."""
+        return np.array([(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cpu import to_huge_pages
+from eyas.heap import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser

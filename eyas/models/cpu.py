@@ -1,21 +1,18 @@
-"""Faster forward passes on the CPU: linear layers packed for FBGEMM, oneDNN or MKL, and huge pages.
+"""Faster forward passes on the CPU: packed linear layers, and decoder layers that run as kernels.
 
 Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same
 (docs/decisions/0038-compiled-cpu.md). For other float32 weights torch calls MKL. On processors that are not Intel's it takes
 two to three times as long for the 8 to 64 rows of a tree as oneDNN over packed weights; on Intel's it is the faster, with
-transposed weights (docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18
-of 2 MiB (docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
+transposed weights (docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import groupby
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.heap import keep_freed_memory
+from eyas.heap import keep_freed_memory, to_huge_pages
 from eyas.models.attention import attend_slots
 from eyas.models.inputs import PackedInputs
-from eyas.tensors import Floats, Ints
+from eyas.tensors import Floats, Ints, has_numba, runs_compiled
 
 if TYPE_CHECKING:
     from eyas.models.fused import HeadLayout, RMSNorm
@@ -37,15 +34,14 @@ Product = Callable[[Tensor], Tensor]
 
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
+# Outputs in a block of a float16 layout.
+BLOCK_OUTPUTS = 16
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-HUGE_PAGE = 2 << 20
-# Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or when memory is first touched.
-MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
-MAPPINGS, PROCESSORS = Path("/proc/self/maps"), Path("/proc/cpuinfo")
+PROCESSORS = Path("/proc/cpuinfo")
 
 
 def optimize_for_cpu(model: nn.Module) -> None:
@@ -169,7 +165,8 @@ def _is_intel() -> bool:
 class PackedWeight:
     """A weight [N, K] in the layout of the library that multiplies by it.
 
-    layout: float16 [N, K] for FBGEMM, which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight.
+    layout: float16 blocks for the kernel, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its own; oneDNN's;
+    or for MKL a view of the transposed weight.
     scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
 
@@ -184,7 +181,7 @@ class PackedWeight:
             for scale in (1.0, 2.0 ** (HALF_EXPONENT - largest)):
                 half = (weight * scale).half()
                 if torch.equal(half.float(), weight * scale):
-                    return cls(half, scale)
+                    return cls(in_blocks(half) if _has_kernel(half) else half, scale)
         if _is_intel():
             return cls(weight.t().contiguous().t())
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS))
@@ -192,12 +189,22 @@ class PackedWeight:
     @property
     def dense(self) -> Tensor:
         """As float32 [N, K]."""
-        return self.layout.to_dense().float() / self.scale if self.is_half else self.layout.to_dense()
+        return self.halves.float() / self.scale if self.is_half else self.layout.to_dense()
 
     @property
     def is_half(self) -> bool:
         """Whether the layout is float16."""
         return self.layout.dtype == torch.float16
+
+    @property
+    def halves(self) -> Tensor:
+        """A float16 layout as [N, K]."""
+        return self.layout.transpose(1, 2).flatten(0, 1) if self.in_blocks else self.layout
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the layout is that of the kernel."""
+        return self.is_half and self.layout.dim() == 3
 
     def product(self, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """What multiplies rows [..., K] by the weight and adds a bias [N]: [..., N]."""
@@ -212,73 +219,62 @@ class PackedWeight:
 class HalfProduct:
     """Products in float32 with a weight that is stored in float16: half the bytes of a pass.
 
-    A row's result does not depend on the other rows. scale: of the output of `scaled`.
+    A row's result does not depend on the other rows. With one thread and numba `eyas.models.cpu_products` multiplies, else
+    FBGEMM. scale: of the output of `scaled`.
     """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
-            self._packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.layout.float())
-            torch.fbgemm_linear_fp16_weight_fp32_activation(
-                weight.layout.new_zeros(1, weight.layout.shape[1]).float(), self._packed, None
-            )
-        self.scale, self._unscale = weight.scale, 1.0 / weight.scale
-        bias = None if bias is None else bias.detach() * weight.scale
-        # [..., K] to the output times `scale`
-        self.scaled = partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=self._packed, bias=bias)
+        self.weight, self.scale, self._unscale = weight, weight.scale, 1.0 / weight.scale
+        self.bias = None if bias is None else bias.detach() * weight.scale
+        if not weight.in_blocks:
+            self._fbgemm  # noqa: B018 (packed now, not at the first product)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
         return self.scaled(rows) if self.scale == 1 else self.scaled(rows).mul_(self._unscale)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to the output [..., N] times `scale`."""
+        layout = self.weight.layout
+        if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
+            return self._fbgemm(rows)
+        from eyas.models.cpu_products import multiply_halves
+
+        out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
+        flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
+        multiply_halves(flat.contiguous().numpy(), layout.data_ptr(), into.numpy())
+        return out if self.bias is None else out.add_(self.bias)
+
+    @cached_property
+    def _fbgemm(self) -> Product:
+        """The product by FBGEMM, for several threads and weights that are not in blocks."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
+            halves = self.weight.halves
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(halves.float())
+            torch.fbgemm_linear_fp16_weight_fp32_activation(halves.new_zeros(1, halves.shape[1]).float(), packed, None)
+        return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=self.bias)
+
+
+def in_blocks(halves: Tensor) -> Tensor:
+    """A weight [N, K] as `eyas.models.cpu_products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]."""
+    return halves.view(-1, BLOCK_OUTPUTS, halves.shape[1]).transpose(1, 2).contiguous()
+
+
+def _has_kernel(halves: Tensor) -> bool:
+    """Whether the kernel multiplies by a weight [N, K]. It converts float16 by an instruction of the processor."""
+    return len(halves) > 0 and len(halves) % BLOCK_OUTPUTS == 0 and _converts_halves() and has_numba()
+
+
+@cache
+def _converts_halves() -> bool:
+    return PROCESSORS.exists() and {"avx2", "f16c", "fma"} <= set(PROCESSORS.read_text().split())
 
 
 @cache
 def _has_fbgemm() -> bool:
     names = "fbgemm_pack_gemm_matrix_fp16", "fbgemm_linear_fp16_weight_fp32_activation"
     return "fbgemm" in torch.backends.quantized.supported_engines and all(hasattr(torch, name) for name in names)
-
-
-def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
-    """Ask the kernel to move the memory of these tensors to huge pages. Addresses and contents stay.
-
-    collapse: also move memory that is in use; without it, pages become huge when they are first touched. Where the kernel
-    refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
-    """
-    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"]
-    wanted = {page for tensor in plain for page in _huge_pages_of(tensor)}
-    if not wanted or not MAPPINGS.exists():
-        return
-    madvise = ctypes.CDLL(None).madvise
-    for mapping in _anonymous_mappings():
-        for first, end in _runs(sorted(wanted.intersection(mapping))):
-            memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
-            if not collapse or madvise(*memory, MADV_COLLAPSE) != 0:
-                madvise(*memory, MADV_HUGEPAGE)
-
-
-def _huge_pages_of(tensor: Tensor) -> range:
-    """Numbers of the huge pages that hold the tensor, in part or whole."""
-    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        start, size = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
-    else:
-        start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-    return range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE)) if size else range(0)
-
-
-def _anonymous_mappings() -> Iterator[range]:
-    """Whole huge pages of each writable mapping that belongs to no file."""
-    for line in MAPPINGS.read_text().splitlines():
-        span, rights, _, _, inode = line.split()[:5]
-        first, end = (int(address, 16) for address in span.split("-"))
-        if rights.startswith("rw") and inode == "0":
-            yield range(-(-first // HUGE_PAGE), end // HUGE_PAGE)
-
-
-def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive numbers as (first, last + 1)."""
-    for _, run in groupby(enumerate(pages), lambda item: item[1] - item[0]):
-        members = [page for _, page in run]
-        yield members[0], members[-1] + 1
 
 
 NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
@@ -325,15 +321,18 @@ class CpuRows:
 
 
 class CpuProduct(NamedTuple):
-    """A product, and what to multiply its output by."""
+    """A product, and what to multiply its output by. half: the product, if its weight is in blocks."""
 
     multiply: Product
     by: float
+    half: HalfProduct | None = None
 
     @classmethod
     def of(cls, product: Product) -> CpuProduct:
         """The product, whose scale is left to the kernel behind it."""
-        return cls(product.scaled, 1 / product.scale) if isinstance(product, HalfProduct) else cls(product, 1.0)
+        if not isinstance(product, HalfProduct):
+            return cls(product, 1.0)
+        return cls(product.scaled, 1 / product.scale, product if product.weight.in_blocks else None)
 
 
 class CpuProducts(NamedTuple):
@@ -368,6 +367,22 @@ class CpuLayer:
     out_norm: RMSNorm | None = None
     down_norm: RMSNorm | None = None
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What layers of a CpuStack have in common."""
+        sizes = tuple(product.half and len(product.half.weight.layout) for product in self.products)
+        biases = tuple(product.half is not None and product.half.bias is not None for product in self.products)
+        norms = self.heads.norms is None, self.out_norm is None, self.down_norm is None
+        heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.width
+        return sizes, biases, norms, heads, self.scaling, self.softcap, self.activation
+
+    @property
+    def can_stack(self) -> bool:
+        """Whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the first product."""
+        _, *others = (product.half for product in self.products)
+        is_biased = any(half is not None and half.bias is not None for half in others)
+        return all(product.half for product in self.products) and not is_biased
+
     def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
         """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""
         self.finish(kernels, rows, self.project(kernels, rows, rotary, kv, index), kv, index)
@@ -400,3 +415,59 @@ class CpuLayer:
         kernels.gate(gates_ups, gate_up.by, self.activation == "silu", into)
         rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
         rows.inputs = rows.normed
+
+
+class CpuStack:
+    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same."""
+
+    def __init__(self, layers: Sequence[CpuLayer], kinds: Sequence[int]) -> None:
+        """layers: see `of`."""
+        from eyas.models.cpu_kernels import NO_WINDOW, LayerStack
+
+        first, heads = layers[0], layers[0].heads
+        # halves own the memory that the stack names
+        self._halves = [[product.half for product in layer.products if product.half] for layer in layers]
+        biases = [own[0].bias for own in self._halves]
+        norms = [(layer.mlp_norm, layer.next_norm, layer.out_norm, layer.down_norm, layer.heads.norms) for layer in layers]
+        factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
+        head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
+        self._kinds = np.array(kinds)
+        self._stack = LayerStack(
+            weights=np.array([[half.weight.layout.data_ptr() for half in own] for own in self._halves]),
+            scales=np.array([[product.by for product in layer.products] for layer in layers]),
+            biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
+            norms=np.stack([np.stack(own[:2]) for own in factors]),
+            delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
+            head_norms=np.stack(head_norms).astype(np.float32, copy=False),
+            eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
+            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
+            sizes=np.array([heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]]),
+            scaling=first.scaling,
+            softcap=first.softcap or 0.0,
+            is_silu=first.activation == "silu",
+        )
+
+    @classmethod
+    def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
+        """The layers, if their shapes and kinds of norms are the same and their weights are halves in blocks; else None.
+
+        kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
+        """
+        is_alike = len({layer.shape for layer in layers}) == 1 and all(layer.can_stack for layer in layers)
+        return cls(layers, kinds or [0] * len(layers)) if is_alike else None
+
+    def run(self, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv: KVCache, kept: Sequence[int] = ()) -> Tensor:
+        """Advance `rows`, none of which belongs to a prompt, through all layers.
+
+        rotary: tables of cos and sin [R, D]. Returns the residual stream before each layer that `kept` names, [., R, C].
+        """
+        from eyas.models.cpu_kernels import run_layers
+
+        before = rows.state.new_empty(len(kept), *rows.state.shape)
+        cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
+        run_layers(
+            self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
+            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(),
+        )  # fmt: skip
+        rows.inputs = rows.normed
+        return before

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import boolean, float32, float64, int64
+import numpy.typing as npt
+from numba import boolean, carray, float32, float64, int64, types
+from numba.core.types import NamedTuple as NamedTupleType
+from numba.extending import intrinsic
 
+from eyas.models.cpu_products import multiply_halves
 from eyas.models.inputs import Segment
 from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
-from eyas.tensors import Bools, Ints
+from eyas.tensors import Bools, Floats, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
@@ -355,6 +359,89 @@ def attend(
         first_prefix = prefix_ends[b]
 
 
+class LayerStack(NamedTuple):
+    """Layers of one shape, as `run_layers` takes them. Legend: M layers, E products of a layer, in the order of CpuProducts.
+
+    weights: their addresses [M, E]. scales: what to multiply the products by [M, E]. biases: of the first product [M, N], or
+    [M, 0]. norms: factors of the norms before the MLP and before the next layer [M, 2, C]. delta_norms: of those behind
+    attention and MLP [M, 2, C], or [M, 2, 0]. head_norms: of query and key heads [M, H + J, D], or [M, 0, 0].
+    eps: of the five norms, in this order [M, 5]. windows: see `attend` [M]. sizes: H, J, D and I. scaling, softcap: see
+    `attend`. is_silu: see `gate`.
+    """
+
+    weights: Ints
+    scales: npt.NDArray[np.float64]
+    biases: Floats
+    norms: Floats
+    delta_norms: Floats
+    head_norms: Floats
+    eps: npt.NDArray[np.float64]
+    windows: Ints
+    sizes: Ints
+    scaling: float
+    softcap: float
+    is_silu: bool
+
+
+@intrinsic  # type: ignore[misc]
+def _floats_at(typing, address):  # type: ignore[no-untyped-def]
+    """A pointer to float32 numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(float32)(address), generate
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def run_layers(stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, before):
+    """Advance rows through layers as `CpuLayer.run` does one by one.
+
+    Args:
+        stack: a LayerStack.
+        state: the residual stream [R, C]; replaced by that behind the layers.
+        normed: to this goes its norm [R, C].
+        inputs: what the first layer's attention reads [R, X].
+        cos, sin: of each kind of rotary embedding [K, R, D]. kinds: of each layer [M].
+        pools: addresses of keys and values of each layer, `num_slots` tokens each [M, 2].
+        slots: where the rows' keys and values belong [R]; empty if they are not kept.
+        keys: RowKeys.
+        kept: layers before which the residual stream is copied, ascending. before: to this go the copies [len(kept), R, C].
+    """
+    num_heads, num_kv, head_width, inner = stack.sizes
+    num_rows, copied, width = len(state), 0, num_heads * head_width
+    qkv = np.empty((num_rows, num_heads + 2 * num_kv, head_width), np.float32)
+    flat, gate_up = qkv.reshape(num_rows, -1), np.empty((num_rows, 2 * inner), np.float32)
+    attended, gated = np.empty((num_rows, width), np.float32), np.empty((num_rows, inner), np.float32)
+    heads, delta = attended.reshape(num_rows, num_heads, head_width), np.empty_like(state)
+    for n in range(len(stack.weights)):
+        if copied < len(kept) and kept[copied] == n:
+            before[copied] = state
+            copied += 1
+        weights, by, eps = stack.weights[n], stack.scales[n], stack.eps[n]
+        multiply_halves(inputs if n == 0 else normed, weights[0], flat)
+        bias = stack.biases[n]
+        for r in range(num_rows if len(bias) else 0):
+            for i in range(len(bias)):
+                flat[r, i] += bias[i]
+        rotate(qkv, by[0], num_kv, cos[kinds[n]], sin[kinds[n]], stack.head_norms[n], eps[4])
+        shape = (num_slots, num_kv, head_width)
+        own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
+        if len(slots):
+            store(qkv, num_heads, num_kv, own_keys, own_values, slots)
+        attend(
+            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.num_masked,
+            keys.visible, keys.positions, stack.scaling, stack.windows[n], stack.softcap, heads,
+        )  # fmt: skip
+        multiply_halves(attended, weights[1], delta)
+        norms, before_norms = stack.norms[n], stack.delta_norms[n]
+        add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
+        multiply_halves(normed, weights[2], gate_up)
+        gate(gate_up, by[2], stack.is_silu, gated)
+        multiply_halves(gated, weights[3], delta)
+        add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
+
+
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of passes and draws, once for each installation; other processes load the result."""
@@ -373,5 +460,20 @@ def compile_kernels() -> None:
             ),
             top_k: (rows, rows, int64[:, ::1]),
             draw_rows: (rows, ids, ids, row, ids),
+            multiply_halves: (rows, int64, rows),
+            run_layers: (
+                *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
+                *(_type_of(RowKeys), ids, heads),
+            ),
         }
     )
+
+
+def _type_of(kind: type[LayerStack] | type[RowKeys]) -> Any:
+    """numba's type of a tuple of arrays."""
+    ids, row, cube = int64[::1], float64[:, ::1], float32[:, :, ::1]
+    fields: dict[str, Any] = {
+        "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
+        "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
+    }  # fmt: skip
+    return NamedTupleType([fields.get(name, ids) for name in kind._fields], kind)

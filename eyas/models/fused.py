@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, MergedLinearPart, PackedLinear, Product
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
 from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
@@ -252,7 +252,9 @@ class CpuDecoder:
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
         has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
-        self._rotary_types = [kind if has_types else None for kind in types]
+        found = [kind if has_types else None for kind in types]
+        self._rotary_kinds = list(dict.fromkeys(found))
+        self._layer_kinds = [self._rotary_kinds.index(kind) for kind in found]
 
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
@@ -278,17 +280,31 @@ class CpuDecoder:
         ]
         keys = cpu_kernels.RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
-        rotary = {kind: self._rotary(embedded, position_ids, kind) for kind in set(self._rotary_types)}
+        rotary = [self._rotary(embedded, position_ids, kind) for kind in self._rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
-        layers = zip(self._decoder.layers, self._layers, self._rotary_types, strict=True)
-        for index, (module, layer, kind) in enumerate(layers):
-            if module._forward_pre_hooks:
-                _run_hooks(module._forward_pre_hooks, module, rows.state)
-            layer.cpu_layer.run(cpu_kernels, rows, rotary[kind], kv_cache, index)
+        if prompts or self._stack is None:
+            self._run_apart(cpu_kernels, rows, rotary, kv_cache)
+        else:
+            hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
+            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked), strict=True):
+                module = self._decoder.layers[index]
+                _run_hooks(module._forward_pre_hooks, module, state)
         norm = self._decoder.norm
         _run_hooks(norm._forward_pre_hooks, norm, rows.state)
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
+
+    @cached_property
+    def _stack(self) -> CpuStack | None:
+        return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
+
+    def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
+        """Run the layers one by one, each with the hooks of its module."""
+        layers = zip(self._decoder.layers, self._layers, self._layer_kinds, strict=True)
+        for index, (module, layer, kind) in enumerate(layers):
+            if module._forward_pre_hooks:
+                _run_hooks(module._forward_pre_hooks, module, rows.state.clone())
+            layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
 
     def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
         """What `TargetModel.forward` reads of the output of transformers' causal model."""
@@ -303,9 +319,9 @@ class CpuDecoder:
 
 
 def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:
-    """Call a module's hooks with copies: the rows' tensors are overwritten by the next layer."""
+    """Call a module's hooks with tensors [R, C] that nothing overwrites."""
     for hook in hooks.values():
-        hook(module, (state.clone()[None],), *(output.clone()[None] for output in outputs))
+        hook(module, (state[None],), *(output[None] for output in outputs))
 
 
 def _layer_kernels() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedWeight
+from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack, PackedLinear, PackedWeight
 from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected, rms_norm, rotate
@@ -132,6 +132,7 @@ class CompiledBackbone:
         self._layers = [
             self._compiled(layer, window, behind) for layer, window, behind in zip(layers, c.windows, nexts, strict=True)
         ]
+        self._stack = CpuStack.of(self._layers)
         parts = [[getattr(layer.self_attn, name) for layer in layers] for name in ("k_proj", "v_proj")]
         weight = torch.cat([part.weight for each in parts for part in each])
         self._context = CpuProduct.of(PackedWeight.of(weight).product(None))
@@ -159,6 +160,9 @@ class CompiledBackbone:
         if self._config.causal_windows:
             causal = cpu_kernels.RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
         rows.start(cpu_kernels, self._first)
+        if self._stack and causal is whole:
+            self._stack.run(rows, [rotary], kv)
+            return rows.normed
         for number, layer in enumerate(self._layers):
             rows.keys = whole if layer.window is None else causal
             layer.run(cpu_kernels, rows, rotary, kv, number)

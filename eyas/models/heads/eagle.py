@@ -32,7 +32,7 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, PackedLinear, optimize_for_cpu
 from eyas.models.fused import HeadLayout, RMSNorm
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
@@ -204,6 +204,7 @@ class CompiledEagle:
         weights = [*(layer.input_norm for layer in layers[1:]), final]
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
         self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+        self._stack = CpuStack.of(self._layers)
 
     def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
         """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
@@ -233,8 +234,11 @@ class CompiledEagle:
         from eyas.models import cpu_kernels
 
         rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
-        for number, layer in enumerate(self._layers):
-            layer.run(cpu_kernels, rows, rotary, kv, number)
+        if self._stack:
+            self._stack.run(rows, [rotary], kv)
+        else:
+            for number, layer in enumerate(self._layers):
+                layer.run(cpu_kernels, rows, rotary, kv, number)
         is_bare = self._head.config.wiring.output == "bare"
         return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
 
