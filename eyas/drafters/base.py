@@ -181,6 +181,11 @@ class LocalDrafter(ABC):
         The next samples belong to these nodes."""
         return
 
+    @property
+    def continues_paths(self) -> bool:
+        """Whether `continue_paths` finds anything."""
+        return False
+
     def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
         """Trees below paths of guessed tokens; empty for a drafter that knows no cheap ones.
 

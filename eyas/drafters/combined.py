@@ -169,7 +169,7 @@ class CombinedDrafter(LocalDrafter):
         contexts, paths = list[DraftContext](), list[Path]()
         for session, budget in zip(sessions, budgets, strict=True):
             tree, session.continued[k] = session.tree_of(k), None
-            if tree is None or session.tree_of(other) is None:
+            if tree is None or session.tree_of(other) is None or not self._sides[other].continues_paths:
                 continue
             for leaf in _best_leaves(tree, budget.max_depth):
                 asked.append((session, tree, leaf))

@@ -55,6 +55,10 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
             drafts[i] = tree
         return drafts
 
+    @property
+    def continues_paths(self) -> bool:
+        return True
+
     def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
         sessions = [self._sessions.get(context.session) for context in contexts]
         memories = [session.memory if session else None for session in sessions]

@@ -80,7 +80,7 @@ def test_fused_layers_run_without_numba(target: TargetModel) -> None:
 def test_a_pass_compiles_no_kernel(target: TargetModel) -> None:
     """All were compiled for what they get when the target was loaded."""
     kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
-    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows")
+    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_halves")
     compiled = [getattr(kernels, name) for name in names]
     signatures = [list(kernel.signatures) for kernel in compiled]
     assert all(signatures)
@@ -101,6 +101,23 @@ def test_processes_take_turns_to_compile_kernels() -> None:
         assert thread.is_alive()
         fcntl.flock(lock, fcntl.LOCK_UN)
         thread.join()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    if not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
+    kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
+    folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
+    target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
+    decoder = target.model.get_decoder().forward.__self__
+    assert decoder._stack is not None
+    together = run(target)
+    decoder._stack = None
+    apart = run(target)
+    assert torch.equal(together.logits, apart.logits)
+    assert torch.equal(together.aux_hidden_states, apart.aux_hidden_states)
 
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:

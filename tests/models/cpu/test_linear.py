@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear, _has_fbgemm, pack_weights
+from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear, _converts_halves, _has_fbgemm, pack_weights
+from eyas.tensors import has_numba
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -121,14 +122,33 @@ def test_sharded_siblings_merge_with_their_local_sizes() -> None:
             torch.testing.assert_close(part, before, rtol=1e-4, atol=1e-5)
 
 
-def test_half_weights_give_a_row_the_same_result_in_any_batch(library: str) -> None:
+@pytest.mark.parametrize("sizes", [(300, 70), (300, 208), (512, 64)], ids=str)
+def test_half_weights_give_a_row_the_same_result_in_any_batch(sizes: tuple[int, int], library: str) -> None:
+    """By FBGEMM for 70 outputs, by the kernel for others: their blocks fill tiles and leave some over."""
     if library != "fbgemm":
         pytest.skip("MKL and oneDNN choose another order of sums for another number of rows")
-    layer, rows = nn.Linear(300, 70, bias=False), torch.randn(40, 300)
+    layer, rows = nn.Linear(*sizes, bias=False), torch.randn(40, sizes[0])
     pack_weights(layer)
     with torch.inference_mode():
         together = layer(rows)
         assert all(torch.equal(layer(rows[i : i + n]), together[i : i + n]) for i in (0, 7) for n in range(1, 33))
+
+
+@pytest.mark.parametrize("sizes", [(48, 16), (300, 208), (512, 4096)], ids=str)
+def test_the_kernel_multiplies_as_fbgemm_does(sizes: tuple[int, int], library: str) -> None:
+    if library != "fbgemm" or not _converts_halves() or not has_numba():
+        pytest.skip("the kernel multiplies by half weights, on processors that convert them")
+    layer = nn.Linear(*sizes)
+    layer.weight.data *= 2.0**-20  # so that the weight has a scale
+    pack_weights(layer)
+    product = layer.product
+    assert isinstance(product, HalfProduct)
+    assert product.weight.in_blocks
+    assert product.scale != 1
+    with torch.inference_mode():
+        for count in (1, 9, 23):
+            rows = torch.randn(count, sizes[0])
+            torch.testing.assert_close(product.scaled(rows), product._fbgemm(rows), rtol=1e-5, atol=1e-4)
 
 
 def test_weights_that_float16_does_not_hold_stay_float32(library: str) -> None:
