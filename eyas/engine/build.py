@@ -24,7 +24,6 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.heap import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
@@ -36,6 +35,7 @@ from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, warm_up
 from eyas.sampling.verify import tokens_of
+from eyas.tensors import to_huge_pages
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which no larger size is timed: the table goes on along its last slope.

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.heap import keep_freed_memory, to_huge_pages
+from eyas.heap import keep_freed_memory
 from eyas.models.attention import attend_slots
 from eyas.models.inputs import PackedInputs
-from eyas.tensors import Floats, Ints, has_numba, runs_compiled
+from eyas.tensors import Floats, Ints, has_numba, runs_compiled, to_huge_pages
 
 if TYPE_CHECKING:
     from eyas.models.fused import HeadLayout, RMSNorm

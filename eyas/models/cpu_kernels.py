@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from numba import boolean, carray, float32, float64, int64, types
-from numba.core.types import NamedTuple as NamedTupleType
 from numba.extending import intrinsic
 
 from eyas.models.cpu_products import multiply_halves
@@ -383,8 +382,8 @@ class LayerStack(NamedTuple):
     is_silu: bool
 
 
-@intrinsic  # type: ignore[misc]
-def _floats_at(typing, address):  # type: ignore[no-untyped-def]
+@intrinsic
+def _floats_at(typing, address):
     """A pointer to float32 numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -476,4 +475,4 @@ def _type_of(kind: type[LayerStack] | type[RowKeys]) -> Any:
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
         "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
     }  # fmt: skip
-    return NamedTupleType([fields.get(name, ids) for name in kind._fields], kind)
+    return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

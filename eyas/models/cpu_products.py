@@ -56,8 +56,8 @@ def multiply_halves(left, address, out):
             first += _take_rows(rows, first, num_rows - first, num_inputs, address, start, count, out)
 
 
-@intrinsic  # type: ignore[misc]
-def _take_rows(typing, rows, first, num_left, num_inputs, address, start, count, out):  # type: ignore[no-untyped-def]
+@intrinsic
+def _take_rows(typing, rows, first, num_left, num_inputs, address, start, count, out):
     """Multiply rows from `first` on by `count` blocks of the weight from `start` on. Returns how many rows: a tile's."""
     signature = types.int64(rows, first, num_left, num_inputs, address, start, count, out)
 
