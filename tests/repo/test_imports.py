@@ -93,7 +93,7 @@ def test_the_page_on_architecture_has_the_layers() -> None:
 # What `eyas serve` does not run, and optional packages that are imported where they are used: without them
 # an error names them, or plain code runs.
 NOT_SERVED = ("services/ray/", "eyas/bench/", "eyas/check/", "eyas/train/", "eyas/compat/")
-OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm", "numba"}
+OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm", "numba", "llvmlite"}
 
 
 def imported(path: Path) -> set[str]:
