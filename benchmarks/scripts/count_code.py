@@ -60,7 +60,7 @@ def calls_to_attention(llm: LLM) -> list[str]:
             module = frame.f_globals.get("__name__", "")
             name = COMPREHENSION.sub("", frame.f_code.co_qualname)
             calls.setdefault(f"{module}.{name}")
-            reached = name == "CpuLayer.run"  # compiled attention is no call that a profile shows
+            reached = name in ("CpuLayer.run", "CpuStack.run")  # compiled attention is no call that a profile shows
 
     sys.setprofile(profile)
     try:

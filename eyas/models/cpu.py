@@ -457,7 +457,7 @@ class CpuStack:
         return cls(layers, kinds or [0] * len(layers)) if is_alike else None
 
     def run(self, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv: KVCache, kept: Sequence[int] = ()) -> Tensor:
-        """Advance `rows`, none of which belongs to a prompt, through all layers.
+        """Advance `rows` through all layers; no row may belong to a prompt.
 
         rotary: tables of cos and sin [R, D]. Returns the residual stream before each layer that `kept` names, [., R, C].
         """

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.sampling.cpu_kernels import kernel
 
-# By the rows of a tile its blocks: so many that its sums, and what they are made of, fit into the registers.
+# Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
 BLOCKS_OF_512_BITS = {16: 1, 12: 2, 8: 3, 7: 3, 6: 4, 5: 4, 4: 4, 3: 4, 2: 8, 1: 8}
 BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 # Bytes of a weight that all rows are multiplied by before the next ones.
