@@ -386,6 +386,8 @@ class DraftAheadDrafter(LocalDrafter):
         for key in sessions:
             self._sessions.pop(key, None)
             self._due.pop(key, None)
+        if self._trial:
+            self._trial.release(sessions)
         self._ahead.release(sessions)
         self._drafter.release(sessions)
 

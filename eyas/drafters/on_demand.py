@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -185,7 +185,7 @@ class AheadTrial:
         self.is_ahead = False
         self.block = 1
         self._rates = {False: Rate(), True: Rate()}
-        self._seen: set[str] = set()  # sessions with a commit in this block
+        self._seen: set[str] = set()  # sessions with a commit in this block, but not those that have ended
         self._count = self._num_blocks = self._pause = self._load = 0
         self._next_pause = self.FIRST_PAUSE
         self._decided: bool | None = None
@@ -197,6 +197,10 @@ class AheadTrial:
         is_first = session not in self._seen
         self._seen.add(session)
         return 0 if is_first else self.block
+
+    def release(self, sessions: Iterable[str]) -> None:
+        """Go on without sessions that have ended; unknown ones are ignored. A block waits for no commits of theirs."""
+        self._seen.difference_update(sessions)
 
     def observe(self, block: int, num_tokens: int, seconds: float, load: int, busy: float) -> bool:
         """Count what followed an answer with the stamp `block`. Returns whether `is_ahead` has changed.

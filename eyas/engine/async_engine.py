@@ -253,9 +253,11 @@ class AsyncEngine:
         """Hand over the chunks of the last step: at once if the next wait is a drafter's, else while the next pass runs."""
         if self._unsent is not None:
             (report, chunks), self._unsent = self._unsent, None
-            if self._on_step is not None:
-                chunks = self._on_step(report, chunks)  # before the chunks can end their requests
-            self._call_soon(self._deliver, chunks)
+            try:
+                if self._on_step is not None:
+                    chunks = self._on_step(report, chunks)  # before the chunks can end their requests
+            finally:  # an error ends the requests that run, and these may have ended
+                self._call_soon(self._deliver, chunks)
 
     def _step(self) -> Sequence[Chunk]:
         """Run one step. If it raises, every live request ends with an error chunk and leaves the engine."""

@@ -80,6 +80,21 @@ def test_another_load_is_another_question() -> None:
     assert all(served.run(900)[-300:])
 
 
+def test_sessions_of_few_commits_decide_too(trial: AheadTrial, tiny_target: str, tiny_head: str) -> None:
+    """Each has fewer commits than a block waits for."""
+    drafter, trial._pause = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), 0
+    modes = []
+    for number in range(600):
+        name, stamp = f"{number}", 0
+        for _ in range(3):
+            trial.observe(stamp, 3 + number % 3, 0.5 if trial.is_ahead else 1.0, 1, 0.3)
+            modes.append(trial.is_ahead)
+            stamp = trial.stamp(name)
+        drafter.release([name])
+        assert len(trial._seen) <= 1
+    assert all(modes[-1000:])
+
+
 @pytest.fixture
 def trial() -> AheadTrial:
     """One that a test sets by hand."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,33 @@ def test_chunks_are_sent_while_something_else_works(
     beside_service = [*step * 2, "pass", "results", "pass", "sent", "results", "sent"]  # the last token is not drafted for
     beside_pass = ["pass", "results", *["pass", "sent", "results"] * 3, "sent"]
     assert events == (beside_service if has_service else beside_pass)
+
+
+@pytest.mark.parametrize("failing_at", [2, 3])
+def test_no_request_waits_for_chunks_that_telemetry_failed_on(
+    failing_at: int, target: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails while the next pass runs: one request has ended in the step before, or neither has."""
+    flat("test", verify=10.0).write(tmp_path / "costs.json")
+    config = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json"))
+    engine, num_reports = (
+        assemble_engine(target, None, config, TreeConfig(num_steps=5), None, clock=VirtualClock()),
+        count(1),
+    )
+
+    def failing(report: StepReport, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        if next(num_reports) == failing_at:
+            raise ZeroDivisionError("telemetry that fails")
+        return chunks
+
+    async def body(loop: AsyncEngine) -> None:
+        requests = request_of("short", 3), request_of("long", 12)
+        chunks = [chunk async for chunk in loop.generate(*requests)]
+        reasons = {chunk.request_id: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+        assert reasons == {"short": "length" if failing_at == 3 else "error", "long": "error"}
+
+    run(body, engine, on_step=failing)
+    assert "ZeroDivisionError" in caplog.text
 
 
 class EmptyService:
