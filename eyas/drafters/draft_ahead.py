@@ -395,6 +395,15 @@ class DraftAheadDrafter(LocalDrafter):
     def draft_ahead(self) -> bool:
         if not self._is_ahead:
             return False
+        try:
+            return self._go_on()
+        except Exception:
+            if self._trial:
+                self._trial.fail()
+            raise
+
+    def _go_on(self) -> bool:
+        """Prepare more; see `draft_ahead`."""
         device = self._drafter.device
         with device.labelled("grow") if device else nullcontext():
             self._ahead.collect()  # the pass of the call before, which the device has done by now

@@ -202,6 +202,11 @@ class AheadTrial:
         """Go on without sessions that have ended; unknown ones are ignored. A block waits for no commits of theirs."""
         self._seen.difference_update(sessions)
 
+    def fail(self) -> None:
+        """Note that drafting ahead has raised an error: it is off for a pause, as it would lose all sessions each time."""
+        self._count, self._seen, self.block = 0, set(), self.block + 1
+        self._decide(False, "it failed")
+
     def observe(self, block: int, num_tokens: int, seconds: float, load: int, busy: float) -> bool:
         """Count what followed an answer with the stamp `block`. Returns whether `is_ahead` has changed.
 

@@ -130,6 +130,25 @@ def test_a_drafter_that_changes_its_way_drafts_valid_trees(
         first = going_on(first, likeliest(expected))
 
 
+def test_drafting_ahead_that_fails_is_not_tried_again_soon(
+    trial: AheadTrial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service forgets all sessions after an error, so that none would ever be measured."""
+    ignore_time(monkeypatch)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial)
+    trial.is_ahead, trial._pause = True, 0
+    last_of(drafter, [session("a", 9)])
+    with monkeypatch.context() as broken:
+        broken.delattr(drafter._ahead.__class__, "step")
+        with pytest.raises(AttributeError):
+            drafter.draft_ahead()
+    drafter.release(["a"])
+    (tree,) = last_of(drafter, [session("a", 9)])
+    assert tree.num_drafted > 0
+    assert not drafter.draft_ahead()
+    assert trial._pause >= AheadTrial.FIRST_PAUSE
+
+
 def test_a_commit_that_does_not_wait_is_no_yield_of_a_tree(
     tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
