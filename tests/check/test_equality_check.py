@@ -5,14 +5,15 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from eyas.bench.offline import BenchParts, engine_contenders
 from eyas.bench.settings import OfflineSettings
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVScales
 from eyas.check.equality import DivergenceExplainer, ReplayDrafter, compare
 from eyas.cli import app
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.models.inputs import PackedInputs
-from eyas.models.target import TargetModel, TargetOutput
+from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, sample
 from tests.reference import load_reference
@@ -47,6 +48,15 @@ def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, 
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 0, ran.output
     assert "8 of 8 equal, 0 explained by rounding, 0 not explained" in ran.output
+
+
+def test_both_engines_take_the_scales_of_the_checkpoint(tiny_target: str) -> None:
+    target = load_target(tiny_target)
+    target.kv_scales = [KVScales(0.5, 2.0)] * len(target.kv_shapes)
+    parts = BenchParts(target, None, ReplayDrafter(target.vocab_size))
+    config = EngineConfig(max_kv_tokens=64, kv_cache_dtype="fp8")
+    engines = [contender.engine for contender in engine_contenders(settings_for(tiny_target), parts, config).values()]
+    assert [engine._runner.kv_cache.scales for engine in engines] == [target.kv_scales] * 2
 
 
 def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
