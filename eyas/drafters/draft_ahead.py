@@ -276,15 +276,17 @@ class DraftAheadDrafter(LocalDrafter):
     def __init__(
         self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: AheadTrial | None = None
     ) -> None:
-        """trial: decides when to draft ahead; None always does.
+        """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
 
-        Raises ConfigError for more candidates than the draft vocabulary has tokens.
+        Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
         """
         if isinstance(drafter, EagleDrafter) and config.num_candidates > len(drafter.draft_ids):
-            raise ConfigError(
-                f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
-                f"{len(drafter.draft_ids)} tokens; set at most these"
-            )
+            if trial is None:
+                raise ConfigError(
+                    f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
+                    f"{len(drafter.draft_ids)} tokens; set at most these"
+                )
+            config = replace(config, num_candidates=len(drafter.draft_ids))
         self._drafter = drafter
         self._demand = OnDemand(self._now, drafter.tree.num_steps + 1)
         self._ahead: Ahead = (

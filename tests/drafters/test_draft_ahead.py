@@ -17,7 +17,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.grown_tree import GrownTree
-from eyas.drafters.on_demand import EXPLORATION, OnDemand, SentTree, StepWait
+from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
@@ -303,6 +303,8 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, AheadTrial())
+    assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
 
 def block_drafter(kind: str, target: str, tree: TreeConfig = SHAPE) -> BlockDrafter:
