@@ -174,7 +174,7 @@ class Engine:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the next step waits for a device, not first for a draft service; a drafter in this process works before."""
+        """Whether the next step waits for a device, not for a draft service; a drafter in this process works first."""
         return self.has_work and self._runner.runs_beside_host and not self._draft_manager.is_awaited
 
     @property
