@@ -151,9 +151,10 @@ def _sources(tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Documents from installed packages only: the demo prompts are from the standard library."""
     for file in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
         try:
-            yield from documents_of(file, tokenizer)
-        except ConfigError:
-            continue  # not UTF-8
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        yield from documents_of(file, text, tokenizer)
 
 
 if __name__ == "__main__":
