@@ -65,6 +65,7 @@ def watched(folder: Path) -> Iterator[Watched]:
         "verifier.telemetry.step_span_ratio=0.5",
         "verifier.draft_client.draft_timeout_s=30",
         "verifier.validate_head=never",
+        "verifier.engine.draft_budget=fixed",
     ]
     for name, port in ports.items():
         settings += [f"{name}.telemetry.metrics_port={port}", f"{name}.telemetry.log_format=json"]
