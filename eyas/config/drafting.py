@@ -60,7 +60,7 @@ class DraftAheadConfig:
     num_candidates: int = 32
     num_steps: int = 12
     miss_steps: int = 8
-    mode: DraftAheadMode = "auto"
+    mode: DraftAheadMode = "never"
 
     def __post_init__(self) -> None:
         at_least(1, top_k=self.top_k, num_candidates=self.num_candidates, miss_steps=self.miss_steps)

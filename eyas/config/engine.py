@@ -59,7 +59,7 @@ class EngineConfig:
     deterministic: bool = False
     cuda_graphs: bool = True
     acceptance: AcceptanceRule = "match"
-    draft_budget: DraftBudgetPolicy = "adaptive"
+    draft_budget: DraftBudgetPolicy = "fixed"
     prefix_cache: bool = True
     session_cache_ttl_s: float = 300.0
     priority_aging_s: float = 10.0
