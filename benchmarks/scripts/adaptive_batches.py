@@ -28,7 +28,7 @@ from eyas.drafters.registry import build_drafter, build_fuser, default_method, r
 from eyas.engine.build import assemble_engine
 from eyas.errors import EyasError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.models.target import TargetModel, load_target
+from eyas.models.target import load_target
 
 POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
 # Published speedups by batch, of other models on other machines: SGLang with EAGLE-3, and vLLM with adaptive DSpark.
@@ -120,7 +120,7 @@ def measure(settings: Settings, file: Path, progress: Progress) -> list[Rate]:
                 drafter = build_drafter(method, *args)
                 assert isinstance(drafter, NeuralDrafter)
                 drafter.emulate(EmulatedDevice(DeviceCosts.read(settings.drafter), clock))
-            own = TargetModel(target.model, fuser.aux_hidden_state_layers)
+            own = target.with_features(fuser.aux_hidden_state_layers)
             engine = assemble_engine(own, fuser, config, tree, drafter, clock=clock)
             contender = EngineContender(engine, target.device)
             contender.now = clock

@@ -150,7 +150,7 @@ def _contender(
         fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
         drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
         tree = resolve_tree(tree, spec.name, spec.draft_model)
-    own_target = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
+    own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget="fixed")
     return EngineContender(assemble_engine(own_target, fuser, config, tree, drafter), target.device, drafter)
 

@@ -100,9 +100,7 @@ def load(settings: OfflineSettings) -> BenchParts:
 def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> Contenders:
     """Build a plain engine, which collects no features, and with a drafter a speculative one, on shared weights."""
     target = parts.target
-    without_features = TargetModel(target.model)
-    without_features.kv_scales = target.kv_scales
-    plain = assemble_engine(without_features, None, config, settings.tree, None)
+    plain = assemble_engine(target.with_features(), None, config, settings.tree, None)
     contenders: Contenders = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
         config = replace(config, draft_budget=settings.draft_budget)

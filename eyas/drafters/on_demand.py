@@ -204,7 +204,7 @@ class AheadTrial:
 
     def fail(self) -> None:
         """Note that drafting ahead has raised an error: it is off for a pause, as it would lose all sessions each time."""
-        self._count, self._seen, self.block = 0, set(), self.block + 1
+        self._begin_block()
         self._decide(False, "it failed")
 
     def observe(self, block: int, num_tokens: int, seconds: float, load: int, busy: float) -> bool:
@@ -223,10 +223,13 @@ class AheadTrial:
             self._count += 1
         return self._count >= max(self.BLOCK, self.MIN_ROUNDS * len(self._seen)) and self._end_block(load, busy)
 
+    def _begin_block(self) -> None:
+        self._count, self._seen, self.block = 0, set(), self.block + 1
+
     def _end_block(self, load: int, busy: float) -> bool:
         """Go on with the other mode, or decide."""
-        self._count, self._seen, self._load, self.block = 0, set(), load, self.block + 1
-        self._num_blocks += 1
+        self._begin_block()
+        self._load, self._num_blocks = load, self._num_blocks + 1
         before = self.is_ahead
         gain = self._rates[True].value / max(self._rates[False].value, 1e-9)
         margin = math.log(gain / self.MIN_GAIN) if gain else 0.0

@@ -112,6 +112,13 @@ class TargetModel:
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         self.set_aux_hidden_state_layers(aux_hidden_state_layers)
 
+    def with_features(self, aux_hidden_state_layers: Sequence[int] = ()) -> TargetModel:
+        """Another target on the same weights and scales, which collects these layers. Only for a whole model on one rank."""
+        assert self._num_ranks == 1, "ranks share one target"
+        other = TargetModel(self.model, aux_hidden_state_layers, kv_shapes=self._whole_kv_shapes)
+        other.kv_scales = self.kv_scales
+        return other
+
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Collect the hidden states of these layers from now on. Raises CheckpointError for a layer that does not exist."""
         num_layers = len(self.model.get_decoder().layers) if layers else 0

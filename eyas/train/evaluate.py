@@ -66,7 +66,7 @@ class Evaluator:
             drafter = build_drafter(
                 self._method, self._model, str(head), self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False)
             )
-            target = TargetModel(self._target.model, fuser.aux_hidden_state_layers if fuser else ())
+            target = self._target.with_features(fuser.aux_hidden_state_layers if fuser else ())
             longest = max(map(len, self._prompts)) + c.max_tokens + 2 * c.num_draft_tokens
             num_slots = longest * len(self._prompts)
             engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False, draft_budget="fixed")

@@ -41,8 +41,7 @@ def attend(
     meta = packed.metadata
     assert meta is not None, "the kernel reads metadata"
     (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
-    group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
-    row_bytes = block_d * query.element_size()
+    block_d = _block_width(width)
     if shape.fixed_part:
         return _attend_by_position(query, keys, values, packed, scaling, window, softcap)
     is_whole = shape.num_results == 1  # then the only part is the result
@@ -54,19 +53,10 @@ def attend(
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
-        NUM_KV=num_kv,
-        GROUP=group,
-        WIDTH=width,
-        WINDOW=window or 0,
-        SOFTCAP=float(softcap or 0),
-        BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
-        BLOCK_N=_keys_per_block(row_bytes),
-        BLOCK_D=block_d,
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
-        num_warps=4 if row_bytes <= 256 else 8,
-        num_stages=NUM_STAGES,
-        maxnreg=FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
+        BLOCK_N=_keys_per_block(query),
+        **_constants(query, num_kv, shape.tile_rows, window, softcap),
     )
     if is_whole:
         return out
@@ -90,8 +80,7 @@ def _attend_by_position(
     meta = packed.metadata
     assert meta is not None
     (_, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
-    group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
-    row_bytes = block_d * query.element_size()
+    block_d = _block_width(width)
     partials = query.new_empty((shape.part_rows, num_heads, width), dtype=torch.float32)
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -99,18 +88,9 @@ def _attend_by_position(
     _attend_fixed_parts[(shape.tiles, num_kv)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.tiles, meta.slots, meta.positions),
         float(scaling),
-        NUM_KV=num_kv,
-        GROUP=group,
-        WIDTH=width,
-        WINDOW=window or 0,
-        SOFTCAP=float(softcap or 0),
-        BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
-        BLOCK_N=max(16, _keys_per_block(row_bytes) // 2),  # with more, sm_100 spills
-        BLOCK_D=block_d,
-        num_warps=4 if row_bytes <= 256 else 8,
-        num_stages=NUM_STAGES,
-        maxnreg=FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
+        BLOCK_N=max(16, _keys_per_block(query) // 2),  # with more, sm_100 spills
         enable_fp_fusion=False,
+        **_constants(query, num_kv, shape.tile_rows, window, softcap),
     )
     _combine_in_order[(shape.tiles, num_heads)](
         *(partials, sums, out, meta.tiles),
@@ -120,9 +100,37 @@ def _attend_by_position(
     return out
 
 
-def _keys_per_block(row_bytes: int) -> int:
+def _constants(
+    query: Tensor, num_kv: int, tile_rows: int, window: int | None, softcap: float | None
+) -> dict[str, int | float | None]:
+    """What both kernels of parts are compiled for, by the shape and type of query [R, H, D]."""
+    width, group = query.shape[2], query.shape[1] // num_kv
+    return {
+        "NUM_KV": num_kv,
+        "GROUP": group,
+        "WIDTH": width,
+        "WINDOW": window or 0,
+        "SOFTCAP": float(softcap or 0),
+        "BLOCK_M": max(16, triton.next_power_of_2(tile_rows * group)),
+        "BLOCK_D": _block_width(width),
+        "num_warps": 4 if _row_bytes(query) <= 256 else 8,
+        "num_stages": NUM_STAGES,
+        "maxnreg": FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
+    }
+
+
+def _block_width(width: int) -> int:
+    """Elements of a head that a program holds; those behind its width are zero."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+def _row_bytes(query: Tensor) -> int:
+    return _block_width(query.shape[2]) * query.element_size()
+
+
+def _keys_per_block(query: Tensor) -> int:
     """Keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
-    return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    return 64 if _row_bytes(query) <= 256 else 32 if _row_bytes(query) <= 512 else 16
 
 
 @triton.jit(

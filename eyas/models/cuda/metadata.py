@@ -115,7 +115,10 @@ class SharedRun(NamedTuple):
 
 
 def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
-    """All segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few keys."""
+    """All segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few keys, and
+    nothing for parts at fixed positions."""
+    if tiling.fixed_part:
+        return []
     runs, first, spared = list[SharedRun](), 0, 0
     prefixes = [segment.prefix for segment in segments]
     for end in range(1, len(segments) + 1):
@@ -128,7 +131,7 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
         spared += (tiles - shared) * length
         runs.append(SharedRun(first, end, sum(counts), length))
         first = end
-    return runs if spared >= SPARED_KEYS and not tiling.fixed_part else []
+    return runs if spared >= SPARED_KEYS else []
 
 
 def _num_common(one: Ints, other: Ints) -> int:
