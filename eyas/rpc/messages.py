@@ -48,6 +48,7 @@ class ModelInfo:
         fingerprint: digest of the target.
         features_fingerprint: digest of the features that a verifier sends or a drafter needs. NO_FEATURES for a drafter
             that needs none; empty for a verifier that accepts no drafts.
+        outputs_fingerprint: digest of all that decides a verifier's outputs; empty for drafters and older verifiers.
     """
 
     name: str
@@ -55,6 +56,16 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     features_fingerprint: str = ""
+    outputs_fingerprint: str = ""
+
+    @property
+    def pin(self) -> str:
+        """What another verifier is asked for that is to continue a request of this one with the same tokens."""
+        return self.outputs_fingerprint or self.fingerprint
+
+    def continues(self, pin: str) -> bool:
+        """Whether a verifier gives the same tokens as that of a pin; an empty pin accepts any, an older one names a target."""
+        return pin in ("", self.fingerprint, self.outputs_fingerprint)
 
     @property
     def target(self) -> TargetInfo:
@@ -152,7 +163,7 @@ class GenerateCall:
         model: served model name; may be empty if only one is served.
         drafter: NO_DRAFTER for plain decoding. From the router: host:port of the chosen drafter, empty without one.
         trace: W3C trace context of the caller; metadata of the call, not part of the message.
-        target_fingerprint: from the router: the target that must serve the request; empty accepts any.
+        target_fingerprint: from the router: the pin of the verifiers that can serve the request; empty accepts any.
         skip_special_tokens: for the router: leave special tokens out of the text; not part of the message.
         include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
         kept_tokens: for the router: special tokens that stay in the text; not part of the message.

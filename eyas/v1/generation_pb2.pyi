@@ -59,8 +59,8 @@ class GenerateRequest(_message.Message):
     num_emitted: _builtins.int
     """How many tokens at the end of the prompt are output of this request from before it moved to this verifier."""
     target_fingerprint: _builtins.str
-    """Fingerprint of the target that must serve this request; another target answers UNAVAILABLE. Empty accepts any. The router
-    sets it.
+    """Outputs fingerprint, or fingerprint of the target, of the verifier that must serve this request; another one answers
+    UNAVAILABLE. Empty accepts any. The router sets it.
     """
     tenant: _builtins.str
     """From the router: opaque id of the API key's tenant. A verifier shares its capacity fairly between tenants. The router

@@ -373,6 +373,7 @@ class ModelInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     FEATURES_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Served name."""
     fingerprint: _builtins.str
@@ -385,6 +386,10 @@ class ModelInfo(_message.Message):
     """Digest of the fused features that a verifier sends or a drafter needs. A drafter that needs none has "none"; a verifier
     that accepts no drafts has an empty one.
     """
+    outputs_fingerprint: _builtins.str
+    """Digest of all that decides a verifier's outputs: the target and its dtype, the type of keys and values, the acceptance rule
+    and deterministic mode. A request moves only between verifiers with the same. Empty for drafters and older verifiers.
+    """
     def __init__(
         self,
         *,
@@ -393,10 +398,11 @@ class ModelInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         features_fingerprint: _builtins.str = ...,
+        outputs_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features_fingerprint", b"features_fingerprint", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features_fingerprint", b"features_fingerprint", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "outputs_fingerprint", b"outputs_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

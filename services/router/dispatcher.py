@@ -272,12 +272,12 @@ class _RetryState:
         request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=num_emitted)
         chosen = pair.drafter.address if pair.drafter and not self.drafter_is_unknown else ""
         drafter = chosen if self.routing.wants_drafter else NO_DRAFTER
-        return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.fingerprint)
+        return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.pin)
 
     def add(self, pair: Pair, chunk: Chunk) -> None:
-        """Keep a chunk's tokens; from now on only verifiers of the same target may continue. A token is progress."""
+        """Keep a chunk's tokens; from now on only verifiers with the same outputs may continue. A token is progress."""
         self.token_ids += chunk.token_ids
-        self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.fingerprint)
+        self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.pin)
         if chunk.token_ids:
             self.avoided.pop(pair.verifier.incarnation, None)
             self.num_failures, self.waited_s, self.has_broken = 0, 0.0, False

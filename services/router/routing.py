@@ -25,7 +25,7 @@ class RoutingRequest:
     """The properties of a request that decide where it runs.
 
     num_tokens: prompt and output together. last: where the session's last request ran, if known.
-    excluded: incarnations that have failed this request. target_fingerprint: of the target that began it; empty until then.
+    excluded: incarnations that have failed this request. target_fingerprint: pin of the verifier that began it; empty until then.
     wants_drafter: False for plain decoding. session: may be empty. block_hashes: of the prompt's token blocks, in order.
     """
 
@@ -112,7 +112,7 @@ def eligible_verifiers(workers: WorkerSnapshot, request: RoutingRequest) -> list
         if verifier.model.name == request.model
         and request.num_tokens <= verifier.model.max_model_len
         and verifier.incarnation not in request.excluded
-        and (not request.target_fingerprint or verifier.model.fingerprint == request.target_fingerprint)
+        and verifier.model.continues(request.target_fingerprint)
     ]
 
 

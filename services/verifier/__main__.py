@@ -7,6 +7,7 @@ as torchrun sets them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from functools import partial
 
 import torch
 
+from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
@@ -88,6 +90,7 @@ async def serve_rank_0(
         engine.vocab_size,
         engine.max_model_len,
         target_info.features_fingerprint,
+        outputs_fingerprint(config, target_info),
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = worker_server(config.server, peers)
@@ -121,6 +124,13 @@ async def serve_rank_0(
                 await cancel_task(watchdog)
         for drafter, _ in pool.drafters if pool else ():
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
+
+
+def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
+    """Digest of the target and of the settings that decide which tokens it gives. `dtype` must have been resolved."""
+    engine = config.engine
+    parts = (config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic)
+    return hashlib.sha256(f"{target.target_fingerprint} {parts}".encode()).hexdigest()[:32]
 
 
 def load_engine(

@@ -73,8 +73,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             raise UnknownModel(f"model {call.model!r} is not served here; known: {self._model.name}")
         if call.prompt_text is not None:
             raise InvalidRequest("the prompt is text; a verifier takes token ids, ask the router to encode it")
-        if call.target_fingerprint not in ("", self._model.fingerprint):
-            raise Unavailable("this verifier has another target than the one that was asked for; it may have been replaced")
+        if not self._model.continues(call.target_fingerprint):
+            raise Unavailable(
+                "this verifier has another target than the one that was asked for, or computes in another way (dtype, "
+                "kv_cache_dtype, acceptance, deterministic); it may have been replaced"
+            )
 
     def _numbered(self, request: Request) -> Request:
         """The request as the engine gets it: with an id that is unique here, whatever the client chose, and a seed."""

@@ -21,10 +21,10 @@ from eyas.outputs import TextChunk
 from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import GenerateCall
+from eyas.rpc.messages import GenerateCall, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.services.cluster import free_port
-from eyas.services.verifier.__main__ import END_SECONDS, run
+from eyas.services.verifier.__main__ import END_SECONDS, outputs_fingerprint, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.services.test_async_engine import join_engines
 from tests.strategies import unchecked
@@ -110,8 +110,28 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         assert again[0].seed == drawn
         models = convert.models_from_proto(await stub.ListModels(generation_pb2.ListModelsRequest()))
         assert [(model.name, model.vocab_size, model.features_fingerprint) for model in models] == [("demo", 4096, "")]
+        for pin in (models[0].pin, models[0].fingerprint):
+            assert len(await generate(stub, replace(CALL, target_fingerprint=pin))) == 12
+        code, details = await status_of(stub, replace(CALL, target_fingerprint=replace(models[0], outputs_fingerprint="x").pin))
+        assert (code, "dtype" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
     serving(body)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "bfloat16"},
+        {"engine": EngineConfig(kv_cache_dtype="fp8")},
+        {"engine": EngineConfig(acceptance="rejection")},
+        {"engine": EngineConfig(deterministic=True)},
+        {"engine": EngineConfig(max_num_seqs=1), "same": True},
+    ],
+)
+def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any]) -> None:
+    same, config, target = other.pop("same", False), VerifierConfig("m", "m", dtype="float32"), TargetInfo("digest", "none")
+    assert (outputs_fingerprint(config, target) == outputs_fingerprint(replace(config, **other), target)) is same
+    assert outputs_fingerprint(config, target) != outputs_fingerprint(config, TargetInfo("another", "none"))
 
 
 def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:

@@ -71,6 +71,13 @@ def test_a_running_request_stays_with_its_target() -> None:
     assert chosen(snapshot(V, other), replace(REQUEST, target_fingerprint="x")) == ("w", "")
 
 
+def test_a_running_request_stays_with_its_dtype() -> None:
+    v, w = (replace(worker, model=replace(MODEL, outputs_fingerprint=f"{worker.incarnation} bits")) for worker in (V, W))
+    assert chosen(snapshot(v, w), replace(REQUEST, target_fingerprint=w.model.pin)) == ("w", "")
+    assert chosen(snapshot(v), replace(REQUEST, target_fingerprint=w.model.pin)) is None
+    assert chosen(snapshot(v), replace(REQUEST, target_fingerprint=V.model.pin)) == ("v", "")  # of an older verifier
+
+
 def test_the_less_loaded_verifier_wins() -> None:
     assert chosen(snapshot(replace(V, load=Load(2, 1, 1000)), replace(W, load=Load(1, 1, 1000)))) == ("w", "")
 
