@@ -112,7 +112,8 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         assert [(model.name, model.vocab_size, model.features_fingerprint) for model in models] == [("demo", 4096, "")]
         for pin in (models[0].pin, models[0].fingerprint):
             assert len(await generate(stub, replace(CALL, target_fingerprint=pin))) == 12
-        code, details = await status_of(stub, replace(CALL, target_fingerprint=replace(models[0], outputs_fingerprint="x").pin))
+        other = replace(models[0], outputs_fingerprint="x")
+        code, details = await status_of(stub, replace(CALL, target_fingerprint=other.pin))
         assert (code, "dtype" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
     serving(body)
