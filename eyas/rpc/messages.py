@@ -64,7 +64,7 @@ class ModelInfo:
         return self.outputs_fingerprint or self.fingerprint
 
     def continues(self, pin: str) -> bool:
-        """Whether a verifier gives the same tokens as that of a pin; an empty pin accepts any, an older one names a target."""
+        """Whether a verifier gives the same tokens as that of a pin; an empty one takes any, an older one is a target's."""
         return pin in ("", self.fingerprint, self.outputs_fingerprint)
 
     @property

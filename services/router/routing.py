@@ -25,7 +25,7 @@ class RoutingRequest:
     """The properties of a request that decide where it runs.
 
     num_tokens: prompt and output together. last: where the session's last request ran, if known.
-    excluded: incarnations that have failed this request. target_fingerprint: pin of the verifier that began it; empty until then.
+    excluded: incarnations that have failed this request. target_fingerprint: pin of the verifier that began it, or empty.
     wants_drafter: False for plain decoding. session: may be empty. block_hashes: of the prompt's token blocks, in order.
     """
 
