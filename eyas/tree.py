@@ -174,8 +174,8 @@ class DraftTree:
         seen = [1]  # of each node, the nodes on its path as the bits of a number
         for node, parent in enumerate(self.parents[1:], 1):
             seen.append(seen[parent] | 1 << node)
-        words = [[bits >> shift & WORD for bits in seen] for shift in range(0, len(self), 64)]
-        packed = np.ascontiguousarray(np.array(words, dtype="<u8").T).view(np.uint8)
+        words = [[bits >> shift & WORD for bits in seen] for shift in range(0, len(self), 64)] if len(self) > 64 else seen
+        packed = np.ascontiguousarray(np.array(words, dtype="<u8").T).reshape(len(self), -1).view(np.uint8)
         return np.unpackbits(packed, axis=1, count=len(self), bitorder="little").view(np.bool_)
 
     def validate(self, root: int, vocab_size: int, max_nodes: int, max_depth: int) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -214,29 +214,34 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
-    ragged: list[npt.NDArray[np.integer]] = []
-    start = tile = part_row = num_logits = 0
-    at = _num_fixed_words(shape)
-    shared = np.repeat([run.length for run in runs], [run.end - run.first for run in runs]) if runs else None
-    places_of_prefixes = []
-    for index, segment in enumerate(segments):
-        count, length = len(segment.tokens), len(segment.prefix)
-        rows[:3, start : start + count] = segment.tokens, segment.positions, segment.slots
-        rows[3, num_logits : num_logits + len(segment.logits_indices)] = segment.logits_indices + start
-        own, seen = _part_tiles(segment, shape) if shape.fixed_part else _split_tiles(segment, shape)
-        first_key = 0 if shared is None else shared[index]
-        places = np.array([start, 0, start, 0, 0, at, at + length, 0, first_key, 0, part_row, 0])
-        places_of_prefixes.append(at)
-        tiles[tile : tile + len(own)] = own + places[: own.shape[1]]
-        ragged += [segment.prefix, seen]
-        start, tile, num_logits = start + count, tile + len(own), num_logits + len(segment.logits_indices)
-        at, part_row = at + length + len(seen), part_row + int(own[:, 1].sum())
-    if runs:
-        tiles[tile:] = _shared_tiles(runs, shape, places_of_prefixes)
-    firsts = np.arange(start, shape.rows, shape.tile_rows)  # padding, which sees nothing
-    tiles[tile : tile + len(firsts), 0] = firsts
-    tiles[tile : tile + len(firsts), 1] = np.minimum(shape.tile_rows, shape.rows - firsts)
+    counts, lengths = _sizes([s.tokens for s in segments]), _sizes([s.prefix for s in segments])
+    starts, num_rows = counts.cumsum() - counts, int(counts.sum())
+    own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, segments, shape)
+    sizes = lengths + _sizes(own.seen)
+    at = _num_fixed_words(shape) + sizes.cumsum() - sizes
+    if segments:
+        for row, name in enumerate(("tokens", "positions", "slots")):
+            np.concatenate([getattr(s, name) for s in segments], out=rows[row, :num_rows], casting="same_kind")
+        wanted = np.concatenate([s.logits_indices for s in segments])
+        rows[3, : len(wanted)] = wanted + np.repeat(starts, [len(s.logits_indices) for s in segments])
+        words, owner = own.tiles, own.owner
+        words[:, 0] += starts[owner]
+        words[:, 2] = starts[owner]
+        words[:, 4], words[:, 5] = lengths[owner], at[owner]
+        words[:, 6] += at[owner] + lengths[owner]
+        if runs:
+            words[:, 8] = np.repeat([run.length for run in runs], [run.end - run.first for run in runs])[owner]
+            tiles[len(words) :] = _shared_tiles(runs, shape, at)
+        tiles[: len(words)] = words
+    firsts = np.arange(num_rows, shape.rows, shape.tile_rows)  # padding, which sees nothing
+    padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
+    padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
+    ragged = [part for segment, seen in zip(segments, own.seen, strict=True) for part in (segment.prefix, seen)]
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
+
+
+def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> Ints:
+    return np.array(list(map(len, arrays)), dtype=np.int64)
 
 
 def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Sequence[int]) -> Words:
@@ -250,27 +255,56 @@ def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_pre
     return np.array(tiles, dtype=np.int32)
 
 
-class TilesOfSegment(NamedTuple):
-    """Words of tiles with places counted from the segment's, and the words of its mask or its paths."""
+class OwnTiles(NamedTuple):
+    """The tiles of all segments, one segment after the other: their words, and the number of the segment of each.
+
+    Words 0 and 6 count from the segment's, words 2, 4 and 5 are 0. seen: words of each segment's mask or of its paths.
+    """
 
     tiles: Words
-    seen: Words
+    owner: Ints
+    seen: Sequence[Words]
 
 
-def _split_tiles(segment: Segment, shape: MetadataShape) -> TilesOfSegment:
-    count = len(segment.tokens)
-    firsts = np.arange(0, count, shape.tile_rows)
-    tiles = np.zeros((len(firsts), TILE_WORDS), dtype=np.int32)
+def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+    tiles_of = -(-counts // shape.tile_rows)
+    owner = np.repeat(np.arange(len(counts)), tiles_of)
+    firsts = (np.arange(len(owner)) - np.repeat(tiles_of.cumsum() - tiles_of, tiles_of)) * shape.tile_rows
+    strides = -(-counts // 32)
+    tiles = np.zeros((len(owner), TILE_WORDS), dtype=np.int32)
     tiles[:, 0] = firsts
-    tiles[:, 1] = np.minimum(shape.tile_rows, count - firsts)
-    mask = _mask_words(segment)
-    stride = len(mask) // count
-    tiles[:, 3], tiles[:, 4] = stride, len(segment.prefix)
-    tiles[:, 6], tiles[:, 7] = firsts * stride, firsts + tiles[:, 1]  # no row sees a later one
-    return TilesOfSegment(tiles, mask)
+    tiles[:, 1] = np.minimum(shape.tile_rows, counts[owner] - firsts)
+    tiles[:, 3] = strides[owner]
+    tiles[:, 6], tiles[:, 7] = firsts * strides[owner], firsts + tiles[:, 1]  # no row sees a later one
+    return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
 
 
-def _part_tiles(segment: Segment, shape: MetadataShape) -> TilesOfSegment:
+def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> list[Words]:
+    """The mask of each segment, one bit for each pair of rows; each row begins a word. All become words at once."""
+    ends = (counts * strides).cumsum().tolist()
+    places = list(zip([0, *ends], ends, strict=False))
+    bits = np.zeros((sum(ends[-1:]), 32), dtype=np.bool_)
+    for segment, (start, end), count, stride in zip(segments, places, counts.tolist(), strides.tolist(), strict=True):
+        visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+        bits[start:end].reshape(count, 32 * stride)[:, :count] = visible
+    words = mask_words(bits).ravel()
+    return [words[start:end] for start, end in places]
+
+
+def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+    tiles, owner, seen, part_row = [np.zeros((0, FIXED_TILE_WORDS), dtype=np.int32)], list[int](), list[Words](), 0
+    for index, segment in enumerate(segments):
+        own, paths = _parts_of(segment, shape)
+        own[:, 10] += part_row
+        part_row += int(own[:, 1].sum())
+        tiles.append(own)
+        owner += [index] * len(own)
+        seen.append(paths)
+    return OwnTiles(np.concatenate(tiles), np.array(owner, dtype=np.int64), seen)
+
+
+def _parts_of(segment: Segment, shape: MetadataShape) -> tuple[Words, Words]:
+    """The tiles of one segment, and the words of its paths."""
     firsts, ends = _tile_ends(segment, shape.tile_rows)
     parts = -(-ends // shape.fixed_part)
     number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)  # of a part within its tile
@@ -279,12 +313,12 @@ def _part_tiles(segment: Segment, shape: MetadataShape) -> TilesOfSegment:
     tiles[:, 0] = np.repeat(firsts, parts)
     tiles[:, 1] = np.minimum(shape.tile_rows, len(segment.tokens) - tiles[:, 0])
     tiles[:, 3] = tiles[:, 1] if paths.size else 1
-    tiles[:, 4], tiles[:, 6], tiles[:, 7] = len(segment.prefix), tiles[:, 0] * paths.shape[1], paths.shape[1]
+    tiles[:, 6], tiles[:, 7] = tiles[:, 0] * paths.shape[1], paths.shape[1]
     tiles[:, 8] = number * shape.fixed_part
     tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, np.repeat(ends, parts))
     tiles[:, 10] = np.cumsum(tiles[:, 1]) - tiles[:, 1]
     tiles[:, 11] = np.where(number == 0, np.repeat(parts, parts), FOLLOWS)
-    return TilesOfSegment(tiles, paths.ravel())
+    return tiles, paths.ravel()
 
 
 class TileEnds(NamedTuple):
@@ -327,12 +361,6 @@ def _num_fixed_words(shape: MetadataShape) -> int:
 
 def _tile_words(shape: MetadataShape) -> int:
     return FIXED_TILE_WORDS if shape.fixed_part else TILE_WORDS
-
-
-def _mask_words(segment: Segment) -> Words:
-    """The segment's mask; each row begins a word."""
-    count = len(segment.tokens)
-    return mask_words(np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible).ravel()
 
 
 def mask_words(visible: Bools) -> Words:
