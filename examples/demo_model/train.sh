@@ -10,10 +10,11 @@ text=${TEXT:-$("$(dirname "$eyas")/python" -c 'import sysconfig; print(sysconfig
 work=${WORK:-build/demo_model}
 mkdir -p "$work"
 
-# Half of the answers are greedy, half sampled at temperature 1. Packages beside the library count as its sources.
+# Half of the answers are greedy, half sampled at temperature 1. Packages beside the library are continued, too. A head sees
+# few sources beside the answers: the modules at the top of the folder.
 "$eyas" train regenerate "$text" --model "$target" --out "$work/answers.jsonl" --exclude models/demo/heldout_modules.json \
     --dtype float32 --prompt-tokens 64 --max-tokens 192 --prompts-per-document 4 --max-entries "${ENTRIES:-16000}" --threads 1
-[ -f "$work/data/prepared.json" ] || "$eyas" train prepare "$work/answers.jsonl" "$text" --model "$target" \
+[ -f "$work/data/prepared.json" ] || "$eyas" train prepare "$work/answers.jsonl" "$text"/*.py --model "$target" \
     --out "$work/data" --exclude models/demo/heldout_modules.json --max-length 256
 
 for head in ${*:-dspark peagle eagle3-full eagle3 eagle1 medusa hydra small}; do
