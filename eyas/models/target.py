@@ -180,7 +180,8 @@ class TargetModel:
     def set_kv_cache_dtype(self, name: str) -> None:
         """Keep keys and values as `engine.kv_cache_dtype` says in KV caches that are made from now on.
 
-        Raises ConfigError for a type that the device does not have.
+        With 8 bits the checkpoint's scales are read, unless there are some. Raises ConfigError for a type that the device
+        does not have, and CheckpointError as `read_kv_scales`.
         """
         self.kv_dtype = KV_CACHE_DTYPES.get(name)
         if self.kv_dtype == torch.float8_e4m3fn and self.device.type == "cuda":
@@ -191,6 +192,8 @@ class TargetModel:
                     f"engine.kv_cache_dtype is {name}, which {gpu} does not have: its compute capability is "
                     f"{capability[0]}.{capability[1]}, and 8.9 is the first. Set it to fp8_e5m2 or auto"
                 )
+        if self.kv_dtype is not None and not self.kv_scales:
+            self.kv_scales = read_kv_scales(resolve(self.name_or_path), len(self.kv_shapes))
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -242,7 +245,6 @@ def load_target(
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = path_or_id
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
-    target.kv_scales = read_kv_scales(folder, len(shapes))
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     _adapt(target, max_model_len)
