@@ -21,7 +21,7 @@ from torch import Tensor
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
-from eyas.models.cpu_kernels import multiply
+from eyas.models.cpu_products import multiply
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
 from eyas.tensors import Floats, Ints
 from eyas.tree import DraftTree

@@ -28,6 +28,7 @@ from eyas.models.inputs import PackedInputs
 from eyas.tensors import Floats, Ints, has_numba, runs_compiled, to_huge_pages
 
 if TYPE_CHECKING:
+    from eyas.models.cpu_products import Helpers
     from eyas.models.fused import HeadLayout, RMSNorm
 
 Product = Callable[[Tensor], Tensor]
@@ -38,6 +39,8 @@ PACKED_ROWS = 8
 BLOCK_OUTPUTS = 16
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
+# Fewer rows are multiplied before another thread could help.
+MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -220,8 +223,10 @@ class HalfProduct:
     """Products in float32 with a weight that is stored in float16: half the bytes of a pass.
 
     A row's result does not depend on the other rows. With one thread and numba `eyas.models.cpu_products` multiplies, else
-    FBGEMM. scale: of the output of `scaled`.
+    FBGEMM. scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
     """
+
+    helpers: Helpers | None = None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         self.weight, self.scale, self._unscale = weight, weight.scale, 1.0 / weight.scale
@@ -238,11 +243,15 @@ class HalfProduct:
         layout = self.weight.layout
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
             return self._fbgemm(rows)
-        from eyas.models.cpu_products import multiply_halves
+        from eyas.models.cpu_products import PHASE_SIZE, multiply_halves, multiply_together
 
         out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
         flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
-        multiply_halves(flat.contiguous().numpy(), layout.data_ptr(), into.numpy())
+        arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), into.numpy()), self.helpers
+        if helpers and len(flat) >= MIN_SHARED_ROWS:
+            helpers.run(multiply_together, *arguments, np.zeros(PHASE_SIZE, np.int64), helpers.num_threads)
+        else:
+            multiply_halves(*arguments)
         return out if self.bias is None else out.add_(self.bias)
 
     @cached_property
@@ -404,7 +413,8 @@ class CpuLayer:
         attended, into = rows.buffer(heads.num_heads * heads.width)
         kernels.attend(
             qkv, heads.num_kv_heads, *kv.arrays[index], *rows.keys,
-            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, into.reshape(count, -1, heads.width),
+            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
+            into.reshape(count, -1, heads.width),
         )  # fmt: skip
         for at, packed in rows.prompts:
             query, attention = torch.from_numpy(qkv)[at, : heads.num_heads], (self.scaling, self.window, self.softcap)
@@ -432,6 +442,7 @@ class CpuStack:
         factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
         head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
         self._kinds = np.array(kinds)
+        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]
         self._stack = LayerStack(
             weights=np.array([[half.weight.layout.data_ptr() for half in own] for own in self._halves]),
             scales=np.array([[product.by for product in layer.products] for layer in layers]),
@@ -441,7 +452,7 @@ class CpuStack:
             head_norms=np.stack(head_norms).astype(np.float32, copy=False),
             eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
             windows=np.array([layer.window or NO_WINDOW for layer in layers]),
-            sizes=np.array([heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]]),
+            sizes=np.array(self._sizes),
             scaling=first.scaling,
             softcap=first.softcap or 0.0,
             is_silu=first.activation == "silu",
@@ -456,18 +467,34 @@ class CpuStack:
         is_alike = len({layer.shape for layer in layers}) == 1 and all(layer.can_stack for layer in layers)
         return cls(layers, kinds or [0] * len(layers)) if is_alike else None
 
-    def run(self, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv: KVCache, kept: Sequence[int] = ()) -> Tensor:
+    def run(
+        self,
+        rows: CpuRows,
+        rotary: Sequence[tuple[Floats, Floats]],
+        kv: KVCache,
+        kept: Sequence[int] = (),
+        helpers: Helpers | None = None,
+    ) -> Tensor:
         """Advance `rows` through all layers; no row may belong to a prompt.
 
-        rotary: tables of cos and sin [R, D]. Returns the residual stream before each layer that `kept` names, [., R, C].
+        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers; the result is the same, bit for bit.
+        Returns the residual stream before each layer that `kept` names, [., R, C].
         """
-        from eyas.models.cpu_kernels import run_layers
+        from eyas.models.cpu_kernels import PHASES, run_layers
+        from eyas.models.cpu_products import PHASE_SIZE
 
         before = rows.state.new_empty(len(kept), *rows.state.shape)
         cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
-        run_layers(
+        num_heads, num_kv, width, inner = self._sizes
+        memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
+        arguments = (
             self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
-            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(),
+            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
+            np.zeros(PHASE_SIZE * PHASES * len(self._kinds), np.int64),
         )  # fmt: skip
+        if helpers:
+            helpers.run(run_layers, *arguments, helpers.num_threads)
+        else:
+            run_layers(*arguments, 1)
         rows.inputs = rows.normed
         return before

@@ -19,7 +19,15 @@ import numpy.typing as npt
 from numba import boolean, carray, float32, float64, int64, types
 from numba.extending import intrinsic
 
-from eyas.models.cpu_products import multiply_halves
+from eyas.models.cpu_products import (
+    finish_part,
+    multiply,
+    multiply_halves,
+    multiply_shared,
+    multiply_together,
+    next_part,
+    wait_for_parts,
+)
 from eyas.models.inputs import Segment
 from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
 from eyas.tensors import Bools, Floats, Ints
@@ -30,6 +38,8 @@ KEYS_AT_A_TIME = 256
 # Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
 PADDING = 16
 NO_WINDOW = 1 << 62
+# Phases of a layer in `run_layers`.
+PHASES = 5
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
@@ -179,50 +189,6 @@ def store(qkv, first, stride, keys, values, slots):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def multiply(left, right, out, first, width):
-    """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
-
-    Two rows, and eight of K, at a time.
-    """
-    count = left.shape[1]
-    for q in range(0, out.shape[0], 2):
-        other = min(q + 1, out.shape[0] - 1)
-        a, b, x, y = left[q], left[other], out[q][first : first + width], out[other][first : first + width]
-        for k in range(0, count // 8 * 8, 8):
-            a0, a1, a2, a3, a4, a5, a6, a7 = a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4], a[k + 5], a[k + 6], a[k + 7]
-            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
-            r4, r5, r6, r7 = right[k + 4], right[k + 5], right[k + 6], right[k + 7]
-            if other == q:
-                for n in range(width):
-                    s = x[n] + a0 * r0[n]
-                    s = s + a1 * r1[n]
-                    s = s + a2 * r2[n]
-                    s = s + a3 * r3[n]
-                    s = s + a4 * r4[n]
-                    s = s + a5 * r5[n]
-                    s = s + a6 * r6[n]
-                    x[n] = s + a7 * r7[n]
-                continue
-            b0, b1, b2, b3, b4, b5, b6, b7 = b[k], b[k + 1], b[k + 2], b[k + 3], b[k + 4], b[k + 5], b[k + 6], b[k + 7]
-            for n in range(width):
-                s, t = x[n] + a0 * r0[n], y[n] + b0 * r0[n]
-                s, t = s + a1 * r1[n], t + b1 * r1[n]
-                s, t = s + a2 * r2[n], t + b2 * r2[n]
-                s, t = s + a3 * r3[n], t + b3 * r3[n]
-                s, t = s + a4 * r4[n], t + b4 * r4[n]
-                s, t = s + a5 * r5[n], t + b5 * r5[n]
-                s, t = s + a6 * r6[n], t + b6 * r6[n]
-                x[n], y[n] = s + a7 * r7[n], t + b7 * r7[n]
-        for k in range(count // 8 * 8, count):
-            a0, b0, r0 = a[k], b[k], right[k]
-            for n in range(width):
-                x[n] = x[n] + a0 * r0[n]
-            if other != q:
-                for n in range(width):
-                    y[n] = y[n] + b0 * r0[n]
-
-
-@kernel(error_model="numpy", fastmath={"contract"})
 def _softmax(scores):
     """Softmax of scores [n] in place."""
     highest = highest_of(scores)
@@ -312,9 +278,9 @@ def _collect(slots, cache, j, own, head, out):
 @kernel(error_model="numpy", fastmath={"contract"})
 def attend(
     qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, num_masked, visible, positions, scaling, window, softcap,
-    out,
+    first, end, out,
 ):  # fmt: skip
-    """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D].
+    """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to `end`.
 
     A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
     and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW; slots that `visible`
@@ -335,7 +301,7 @@ def attend(
         most = min(num_rows, ROWS_AT_A_TIME) * group
         queries, found = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
         weights = np.empty((most, length + num_rows), np.float32)
-        for j in range(num_kv):
+        for j in range(first, end):
             _collect(slots, keys, j, own, num_heads + j, seen_keys)
             _collect(slots, values, j, own, num_heads + num_kv + j, seen_values)
             for start in range(0, num_rows, ROWS_AT_A_TIME):
@@ -356,6 +322,21 @@ def attend(
                             out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
         first_mask += num_rows * num_named
         first_prefix = prefix_ends[b]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, out, tickets, phase, by_head):
+    """`attend` by all threads that call it, for RowKeys; a part is one key-value head, or all of them."""
+    num_parts, part = num_kv if by_head else 1, next_part(tickets, phase)
+    while part < num_parts:
+        attend(
+            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.num_masked,
+            keys.visible, keys.positions, scaling, window, softcap,
+            num_kv * part // num_parts, num_kv * (part + 1) // num_parts, out,
+        )  # fmt: skip
+        finish_part(tickets, phase)
+        part = next_part(tickets, phase)
+    wait_for_parts(tickets, phase, num_parts)
 
 
 class LayerStack(NamedTuple):
@@ -393,8 +374,10 @@ def _floats_at(typing, address):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def run_layers(stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, before):
-    """Advance rows through layers as `CpuLayer.run` does one by one.
+def run_layers(
+    stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, before, memory, tickets, num_parts
+):
+    """Advance rows through layers as `CpuLayer.run` does one by one. Threads that call it with the same arguments share it.
 
     Args:
         stack: a LayerStack.
@@ -406,39 +389,50 @@ def run_layers(stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, 
         slots: where the rows' keys and values belong [R]; empty if they are not kept.
         keys: RowKeys.
         kept: layers before which the residual stream is copied, ascending. before: to this go the copies [len(kept), R, C].
+        memory: for what products, attention and gates give, of all rows.
+        tickets: zeros for PHASES * M phases, see `eyas.models.cpu_products`. num_parts: of each product.
     """
     num_heads, num_kv, head_width, inner = stack.sizes
-    num_rows, copied, width = len(state), 0, num_heads * head_width
-    qkv = np.empty((num_rows, num_heads + 2 * num_kv, head_width), np.float32)
-    flat, gate_up = qkv.reshape(num_rows, -1), np.empty((num_rows, 2 * inner), np.float32)
-    attended, gated = np.empty((num_rows, width), np.float32), np.empty((num_rows, inner), np.float32)
-    heads, delta = attended.reshape(num_rows, num_heads, head_width), np.empty_like(state)
+    num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)
+    sizes = num_rows * np.array([width + 2 * num_kv * head_width, width, 2 * inner, inner, state.shape[1]])
+    a, b, c, d, e = np.cumsum(sizes)
+    flat, attended = memory[:a].reshape(num_rows, -1), memory[a:b].reshape(num_rows, -1)
+    gate_up, gated = memory[b:c].reshape(num_rows, -1), memory[c:d].reshape(num_rows, -1)
+    delta, left, phase = memory[d:e].reshape(num_rows, -1), inputs, 0
+    qkv, heads = flat.reshape(num_rows, -1, head_width), attended.reshape(num_rows, num_heads, head_width)
     for n in range(len(stack.weights)):
-        if copied < len(kept) and kept[copied] == n:
-            before[copied] = state
-            copied += 1
         weights, by, eps = stack.weights[n], stack.scales[n], stack.eps[n]
-        multiply_halves(inputs if n == 0 else normed, weights[0], flat)
-        bias = stack.biases[n]
-        for r in range(num_rows if len(bias) else 0):
-            for i in range(len(bias)):
-                flat[r, i] += bias[i]
-        rotate(qkv, by[0], num_kv, cos[kinds[n]], sin[kinds[n]], stack.head_norms[n], eps[4])
-        shape = (num_slots, num_kv, head_width)
-        own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
-        if len(slots):
-            store(qkv, num_heads, num_kv, own_keys, own_values, slots)
-        attend(
-            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.num_masked,
-            keys.visible, keys.positions, stack.scaling, stack.windows[n], stack.softcap, heads,
-        )  # fmt: skip
-        multiply_halves(attended, weights[1], delta)
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
-        add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
-        multiply_halves(normed, weights[2], gate_up)
-        gate(gate_up, by[2], stack.is_silu, gated)
-        multiply_halves(gated, weights[3], delta)
-        add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
+        own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
+        if multiply_shared(left, weights[0], flat, tickets, phase, num_parts):
+            for i in range(len(kept)):
+                if kept[i] == n:
+                    before[i] = state
+            for r in range(num_rows):
+                for i in range(stack.biases.shape[1]):
+                    flat[r, i] += stack.biases[n, i]
+            rotate(qkv, by[0], num_kv, cos[kinds[n]], sin[kinds[n]], stack.head_norms[n], eps[4])
+            if len(slots):
+                store(qkv, num_heads, num_kv, own_keys, own_values, slots)
+            finish_part(tickets, phase)
+        wait_for_parts(tickets, phase, num_parts + 1)
+        scaling, window, softcap = stack.scaling, stack.windows[n], stack.softcap
+        _attend_shared(
+            qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, heads, tickets, phase + 1, num_parts > 1
+        )
+        if multiply_shared(attended, weights[1], delta, tickets, phase + 2, num_parts):
+            add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
+            finish_part(tickets, phase + 2)
+        wait_for_parts(tickets, phase + 2, num_parts + 1)
+        if multiply_shared(normed, weights[2], gate_up, tickets, phase + 3, num_parts):
+            gate(gate_up, by[2], stack.is_silu, gated)
+            finish_part(tickets, phase + 3)
+        wait_for_parts(tickets, phase + 3, num_parts + 1)
+        if multiply_shared(gated, weights[3], delta, tickets, phase + 4, num_parts):
+            add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
+            finish_part(tickets, phase + 4)
+        wait_for_parts(tickets, phase + 4, num_parts + 1)
+        left, phase = normed, phase + PHASES
 
 
 @cache
@@ -455,14 +449,15 @@ def compile_kernels() -> None:
             store: (heads, int64, int64, heads, heads, ids),
             attend: (
                 *(heads, int64, heads, heads, ids, ids, ids, ids, ids, boolean[::1], ids),
-                *(float64, int64, float64, heads),
+                *(float64, int64, float64, int64, int64, heads),
             ),
             top_k: (rows, rows, int64[:, ::1]),
             draw_rows: (rows, ids, ids, row, ids),
             multiply_halves: (rows, int64, rows),
+            multiply_together: (rows, int64, rows, ids, int64),
             run_layers: (
                 *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
-                *(_type_of(RowKeys), ids, heads),
+                *(_type_of(RowKeys), ids, heads, row, ids, int64),
             ),
         }
     )

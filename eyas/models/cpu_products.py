@@ -1,17 +1,28 @@
-"""Products of float32 rows with float16 weights on the CPU, in LLVM's vectors (docs/decisions/0038-compiled-cpu.md).
+"""Products on the CPU, and how threads share them (docs/decisions/0038-compiled-cpu.md).
 
-numba compiles no loop so that a tile of sums stays in registers. So `_take_rows` emits the tile itself: each step loads a
-row of some blocks of the weight, converts it, and adds its products with one number of each row.
+Weights are float16, rows are float32. numba compiles no loop so that a tile of sums stays in registers. So `_take_rows`
+emits the tile itself: each step loads a row of some blocks of the weight, converts it, and adds its products with one
+number of each row.
 
     sums of 16 rows, 1 block    [16 x 16]  +=  rows[:, k] times weight[block, k]        k = 0, 1, ... K - 1
     sums of 1 row, 8 blocks     [1 x 128]
 
 Each sum is taken in the order of k by fused multiply-adds, whatever the tile: a row's result does not depend on the other
-rows. Legend: R rows, K inputs, N outputs.
+rows.
+
+Threads that run one kernel share its phases: each takes the next part that no other has taken, and waits at the end of the
+phase until all parts are finished. A thread that comes late, or that the system does not run, delays the others by the one
+part that it holds. A phase has two counters, on cache lines of their own: parts that are taken, and parts that are finished.
+
+Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -31,6 +42,10 @@ BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 GROUP_BYTES = 2**18
 # Inputs after which rows lie in the same sets of the cache, and how many floats apart they are then laid.
 ALIASED, PADDING = 512, 16
+# Numbers of a phase in an array of counters, and where the second counter is.
+PHASE_SIZE, FINISHED = 16, 8
+# Looks at a counter before a waiting thread leaves its core to others.
+MAX_LOOKS = 1000
 
 _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
@@ -42,16 +57,22 @@ def multiply_halves(left, address, out):
 
     address: of the weight as `eyas.models.cpu.in_blocks` lays it out, float16 [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
     """
+    multiply_blocks(left, address, out, 0, out.shape[1] // BLOCK_OUTPUTS)
+
+
+@kernel(error_model="numpy")
+def multiply_blocks(left, address, out, first_block, end_block):
+    """The columns of `multiply_halves` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
-    num_blocks, rows = out.shape[1] // BLOCK_OUTPUTS, left
+    rows = left
     if num_inputs % ALIASED == 0 and num_rows > 4:
         rows = np.empty((num_rows, num_inputs + PADDING), np.float32)
         for r in range(num_rows):
             for k in range(num_inputs):
                 rows[r, k] = left[r, k]
     group = max(GROUP_BYTES // (2 * BLOCK_OUTPUTS * num_inputs), 8)
-    for start in range(0, num_blocks, group):
-        first, count = 0, min(group, num_blocks - start)
+    for start in range(first_block, end_block, group):
+        first, count = 0, min(group, end_block - start)
         while first < num_rows:
             first += _take_rows(rows, first, num_rows - first, num_inputs, address, start, count, out)
 
@@ -150,3 +171,153 @@ class _Tile:
         nothing, first = ir.Constant(_FLOATS, ir.Undefined), ir.IntType(32)(0)
         mask = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), [0] * BLOCK_OUTPUTS)
         return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, first), nothing, mask)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def multiply(left, right, out, first, width):
+    """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
+
+    Two rows, and eight of K, at a time.
+    """
+    count = left.shape[1]
+    for q in range(0, out.shape[0], 2):
+        other = min(q + 1, out.shape[0] - 1)
+        a, b, x, y = left[q], left[other], out[q][first : first + width], out[other][first : first + width]
+        for k in range(0, count // 8 * 8, 8):
+            a0, a1, a2, a3, a4, a5, a6, a7 = a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4], a[k + 5], a[k + 6], a[k + 7]
+            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
+            r4, r5, r6, r7 = right[k + 4], right[k + 5], right[k + 6], right[k + 7]
+            if other == q:
+                for n in range(width):
+                    s = x[n] + a0 * r0[n]
+                    s = s + a1 * r1[n]
+                    s = s + a2 * r2[n]
+                    s = s + a3 * r3[n]
+                    s = s + a4 * r4[n]
+                    s = s + a5 * r5[n]
+                    s = s + a6 * r6[n]
+                    x[n] = s + a7 * r7[n]
+                continue
+            b0, b1, b2, b3, b4, b5, b6, b7 = b[k], b[k + 1], b[k + 2], b[k + 3], b[k + 4], b[k + 5], b[k + 6], b[k + 7]
+            for n in range(width):
+                s, t = x[n] + a0 * r0[n], y[n] + b0 * r0[n]
+                s, t = s + a1 * r1[n], t + b1 * r1[n]
+                s, t = s + a2 * r2[n], t + b2 * r2[n]
+                s, t = s + a3 * r3[n], t + b3 * r3[n]
+                s, t = s + a4 * r4[n], t + b4 * r4[n]
+                s, t = s + a5 * r5[n], t + b5 * r5[n]
+                s, t = s + a6 * r6[n], t + b6 * r6[n]
+                x[n], y[n] = s + a7 * r7[n], t + b7 * r7[n]
+        for k in range(count // 8 * 8, count):
+            a0, b0, r0 = a[k], b[k], right[k]
+            for n in range(width):
+                x[n] = x[n] + a0 * r0[n]
+            if other != q:
+                for n in range(width):
+                    y[n] = y[n] + b0 * r0[n]
+
+
+@intrinsic
+def _add_one(typing, counters, index):
+    """Add 1 to counters[index], in one order for all threads. Returns what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.atomic_rmw("add", builder.gep(array.data, [arguments[1]]), _INT(1), "seq_cst")
+
+    return types.int64(counters, index), generate
+
+
+@intrinsic
+def _read(typing, counters, index):
+    """counters[index] as the other threads have left it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+
+    return types.int64(counters, index), generate
+
+
+@intrinsic
+def _pause(typing):
+    """Tell the processor that this thread waits for a number in memory."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+_leave_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+@kernel()
+def next_part(tickets, phase):
+    """The next part of a phase that no thread has taken; the parts are numbered from 0."""
+    return _add_one(tickets, PHASE_SIZE * phase)
+
+
+@kernel()
+def finish_part(tickets, phase):
+    """Count a part as finished. Returns how many are."""
+    return _add_one(tickets, PHASE_SIZE * phase + FINISHED) + 1
+
+
+@kernel()
+def wait_for_parts(tickets, phase, count):
+    """Return once `count` parts are finished."""
+    looks = 0
+    while _read(tickets, PHASE_SIZE * phase + FINISHED) < count:
+        looks += 1
+        if looks < MAX_LOOKS:
+            _pause()
+        else:
+            _leave_core()
+
+
+@kernel(error_model="numpy")
+def multiply_shared(left, address, out, tickets, phase, num_parts):
+    """`multiply_halves` by all threads that call it. Returns whether this one has finished the last part."""
+    num_blocks, is_last = out.shape[1] // BLOCK_OUTPUTS, False
+    part = next_part(tickets, phase)
+    while part < num_parts:
+        multiply_blocks(left, address, out, num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts)
+        is_last = finish_part(tickets, phase) == num_parts
+        part = next_part(tickets, phase)
+    return is_last
+
+
+@kernel(error_model="numpy")
+def multiply_together(left, address, out, tickets, num_parts):
+    """`multiply_halves` by all threads that call it; each returns when all of it is done."""
+    multiply_shared(left, address, out, tickets, 0, num_parts)
+    wait_for_parts(tickets, 0, num_parts)
+
+
+class Helpers:
+    """Threads that run kernels together with the thread that asks. They end when this object is dropped."""
+
+    def __init__(self, count: int) -> None:
+        self.num_threads = 1 + count
+        self._queues: list[SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]] = []
+        for _ in range(count):
+            queue: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None] = SimpleQueue()
+            threading.Thread(target=_help, args=(queue,), name="layers", daemon=True).start()
+            weakref.finalize(self, queue.put, None)
+            self._queues.append(queue)
+
+    def run(self, kernel: Callable[..., object], *arguments: object) -> None:
+        """Run a kernel whose work the threads share. A helper that comes too late finds nothing to do."""
+        for queue in self._queues:
+            queue.put((kernel, arguments))
+        kernel(*arguments)
+
+
+def _help(queue: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]) -> None:
+    while (call := queue.get()) is not None:
+        kernel, arguments = call
+        kernel(*arguments)
+        del call, kernel, arguments  # not kept until the next call

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,13 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, MergedLinearPart, PackedLinear, Product
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, HalfProduct, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
 from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
+
+if TYPE_CHECKING:
+    from eyas.models.cpu_products import Helpers
 
 # Segments of more rows are prompts, whose attention torch computes faster.
 MAX_KERNEL_ROWS = 64
@@ -249,6 +252,7 @@ class CpuDecoder:
     def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
         decoder = model.get_decoder()
         self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
+        self._helpers: Helpers | None = None
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
         has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
@@ -286,7 +290,7 @@ class CpuDecoder:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
         else:
             hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
-            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked), strict=True):
+            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked, self._helpers), strict=True):
                 module = self._decoder.layers[index]
                 _run_hooks(module._forward_pre_hooks, module, state)
         norm = self._decoder.norm
@@ -305,6 +309,16 @@ class CpuDecoder:
             if module._forward_pre_hooks:
                 _run_hooks(module._forward_pre_hooks, module, rows.state.clone())
             layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
+
+    def share(self, num_threads: int) -> None:
+        """Have so many threads share the passes from now on. The first of them is the one that calls."""
+        if num_threads == (self._helpers.num_threads if self._helpers else 1):
+            return
+        from eyas.models.cpu_products import Helpers
+
+        self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
+        if isinstance(self._head, PackedLinear) and isinstance(self._head.product, HalfProduct):
+            self._head.product.helpers = self._helpers
 
     def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
         """What `TargetModel.forward` reads of the output of transformers' causal model."""
@@ -369,6 +383,13 @@ def unfuse_layers(model: Any) -> None:
     decoder = model.get_decoder()
     for module in (model, decoder, *decoder.layers, decoder.norm):
         module.__dict__.pop("forward", None)
+
+
+def share_layers(model: Any, num_threads: int) -> None:
+    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are."""
+    decoder = getattr(model.get_decoder().forward, "__self__", None)
+    if isinstance(decoder, CpuDecoder) and runs_compiled(model.device):
+        decoder.share(num_threads)
 
 
 def is_batch_invariant(model: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from eyas.models import fused
 from eyas.models.cpu import _has_fbgemm
-from eyas.models.fused import KINDS, MAX_KERNEL_ROWS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
+from eyas.models.fused import KINDS, MAX_KERNEL_ROWS, HeadLayout, LayerKind, RMSNorm, share_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
@@ -112,12 +113,51 @@ def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
     target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     decoder = target.model.get_decoder().forward.__self__
-    assert decoder._stack is not None
+    stack = decoder._stack
+    assert stack is not None
     together = run(target)
     decoder._stack = None
     apart = run(target)
-    assert torch.equal(together.logits, apart.logits)
-    assert torch.equal(together.aux_hidden_states, apart.aux_hidden_states)
+    decoder._stack = stack
+    share_layers(target.model, 3)
+    shared = run(target)
+    for output in (apart, shared):
+        assert torch.equal(together.logits, output.logits)
+        assert torch.equal(together.aux_hidden_states, output.aux_hidden_states)
+
+
+class LateHelpers:
+    """Helpers that begin when the pass is done: what they find must be taken, and they must change nothing."""
+
+    num_threads = 4
+
+    def run(self, kernel: Callable[..., object], *arguments: object) -> None:
+        kernel(*arguments)
+        kernel(*arguments)
+
+
+def test_threads_that_come_late_change_nothing() -> None:
+    pytest.importorskip("numba")
+    if not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
+    target = load_target("models/demo/target", aux_hidden_state_layers=(0, 5))
+    decoder = target.model.get_decoder().forward.__self__
+    alone = run(target)
+    decoder._helpers = decoder._head.product.helpers = LateHelpers()
+    late = run(target)
+    assert torch.equal(alone.logits, late.logits)
+    assert torch.equal(alone.aux_hidden_states, late.aux_hidden_states)
+
+
+def test_threads_end_with_what_they_help() -> None:
+    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    before = set(threading.enumerate())
+    helpers = products.Helpers(2)
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 2
+    del helpers
+    for thread in mine:
+        thread.join()
 
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
