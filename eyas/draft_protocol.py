@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar
 from eyas.request import NoiseKey
 
 FeaturesT = TypeVar("FeaturesT")
+MessageT = TypeVar("MessageT")
 Proposal = Literal["deterministic", "sampled"]
 RefusalReason = Literal["overloaded", "too_many_sessions", "context_too_long"]
 
@@ -113,3 +114,10 @@ class Refusal:
     session: str
     epoch: int
     reason: RefusalReason
+
+
+def changed(message: MessageT, **fields: object) -> MessageT:
+    """`dataclasses.replace` for a Commit or TreeBudget, in a third of its time: a draft makes some 30 of them."""
+    copy = object.__new__(type(message))
+    vars(copy).update(vars(message), **fields)
+    return copy

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget, changed
 from eyas.grammar import TokenBits
 from eyas.tensors import runs_compiled
 from eyas.tree import DraftTree
@@ -251,11 +251,10 @@ def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
 
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
     """A verifier's budget, cut to the size of a drafter's trees."""
-    return replace(
-        budget,
-        max_nodes=min(budget.max_nodes, tree.num_draft_tokens),
-        max_depth=min(budget.max_depth, tree.num_steps),
-    )
+    if budget.max_nodes <= tree.num_draft_tokens and budget.max_depth <= tree.num_steps:
+        return budget
+    max_nodes, max_depth = min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps)
+    return changed(budget, max_nodes=max_nodes, max_depth=max_depth)
 
 
 def compile_growth() -> None:

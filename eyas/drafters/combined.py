@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from eyas.config import CombinedConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, compile_growth, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
@@ -85,7 +85,7 @@ class _CombinedSession(Session):
         if self.tree and len(context.samples) == len(self.tree) and length == context.start_position:
             samples = tuple(context.samples[place] for place in self.places[side])
         tokens = context.tokens[length - context.start_position :]
-        return replace(context, start_position=length, tokens=tokens, features=features, samples=samples)
+        return changed(context, start_position=length, tokens=tokens, features=features, samples=samples)
 
 
 class CombinedDrafter(LocalDrafter):
@@ -173,7 +173,7 @@ class CombinedDrafter(LocalDrafter):
                 continue
             for leaf in _best_leaves(tree, budget.max_depth):
                 asked.append((session, tree, leaf))
-                contexts.append(replace(session.context, budget=budget))
+                contexts.append(changed(session.context, budget=budget))
                 paths.append(tuple(tree.tokens[node] for node in tree.path(leaf)[1:]))
         found = self._sides[other].continue_paths(contexts, paths) if paths else []
         for (session, tree, leaf), below in zip(asked, found, strict=False):

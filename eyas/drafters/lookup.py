@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from eyas.config import DraftingConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
@@ -83,9 +83,9 @@ def _behind(context: DraftContext, path: Path) -> DraftContext:
     """The context as if `path` were committed."""
     depth = len(path)
     biases = tuple(replace(b, num_levels=b.num_levels - depth) for b in context.logit_biases if b.num_levels > depth)
-    budget = replace(context.budget, max_depth=context.budget.max_depth - depth)
+    budget = changed(context.budget, max_depth=context.budget.max_depth - depth)
     start = context.committed_length + depth - 1
-    return replace(context, start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
+    return changed(context, start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
 
 
 @dataclass(frozen=True)

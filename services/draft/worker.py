@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Self
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from eyas.config import DraftQueueConfig
 from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PreparedTree
 from eyas.errors import InvalidRequest
-from eyas.request import SamplingParams
+from eyas.request import NoiseKey, SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, SessionTree
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
@@ -438,9 +439,15 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     for bias in commit.logit_biases:
         if math.isnan(bias.bias) or bias.bias == math.inf:
             raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")
-    SamplingParams(**vars(commit.noise))  # checks the ranges
+    _check_noise(commit.noise)
     features = _features(commit, info) if info.needs_features else None
     return Commit(**{**vars(commit), "session": session, "features": features})
+
+
+@lru_cache(1024)
+def _check_noise(noise: NoiseKey) -> None:
+    """Raises InvalidRequest for values out of range. All commits of a session have the same."""
+    SamplingParams(**vars(noise))
 
 
 def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:

@@ -20,7 +20,7 @@ import grpc
 import torch
 
 from eyas.config import DraftClientConfig
-from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
 from eyas.drafters.on_demand import StepWait
 from eyas.errors import ConfigError, InvalidTree
@@ -464,10 +464,10 @@ def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[lis
 def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
     """The contexts with their features on the host, all in one copy from the device."""
     features = [context.features for context in contexts if context.features is not None]
-    if not features:
+    if all(part.device.type == "cpu" for part in features):
         return list(contexts)
     parts = iter(torch.split(torch.cat(features).cpu(), [len(part) for part in features]))
-    return [context if context.features is None else replace(context, features=next(parts)) for context in contexts]
+    return [context if context.features is None else changed(context, features=next(parts)) for context in contexts]
 
 
 def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:
