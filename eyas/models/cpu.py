@@ -39,7 +39,7 @@ PACKED_ROWS = 8
 BLOCK_OUTPUTS = 16
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
-# Fewer rows are multiplied before another thread could help.
+# Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
 MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -477,11 +477,11 @@ class CpuStack:
     ) -> Tensor:
         """Advance `rows` through all layers; no row may belong to a prompt.
 
-        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers; the result is the same, bit for bit.
+        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers of MIN_SHARED_ROWS rows and more; the
+        result is the same, bit for bit.
         Returns the residual stream before each layer that `kept` names, [., R, C].
         """
-        from eyas.models.cpu_kernels import PHASES, run_layers
-        from eyas.models.cpu_products import PHASE_SIZE
+        from eyas.models.cpu_kernels import NUM_COUNTERS, run_layers
 
         before = rows.state.new_empty(len(kept), *rows.state.shape)
         cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
@@ -490,9 +490,9 @@ class CpuStack:
         arguments = (
             self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
             kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
-            np.zeros(PHASE_SIZE * PHASES * len(self._kinds), np.int64),
+            np.zeros(NUM_COUNTERS * len(self._kinds), np.int64),
         )  # fmt: skip
-        if helpers:
+        if helpers and rows.count >= MIN_SHARED_ROWS:
             helpers.run(run_layers, *arguments, helpers.num_threads)
         else:
             run_layers(*arguments, 1)

@@ -20,6 +20,7 @@ from numba import boolean, carray, float32, float64, int64, types
 from numba.extending import intrinsic
 
 from eyas.models.cpu_products import (
+    PHASE_SIZE,
     finish_part,
     multiply,
     multiply_halves,
@@ -38,8 +39,9 @@ KEYS_AT_A_TIME = 256
 # Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
 PADDING = 16
 NO_WINDOW = 1 << 62
-# Phases of a layer in `run_layers`.
+# Phases of a layer in `run_layers`, and their counters.
 PHASES = 5
+NUM_COUNTERS = PHASES * PHASE_SIZE
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
@@ -390,7 +392,7 @@ def run_layers(
         keys: RowKeys.
         kept: layers before which the residual stream is copied, ascending. before: to this go the copies [len(kept), R, C].
         memory: for what products, attention and gates give, of all rows.
-        tickets: zeros for PHASES * M phases, see `eyas.models.cpu_products`. num_parts: of each product.
+        tickets: zeros for M times NUM_COUNTERS, see `eyas.models.cpu_products`. num_parts: of each product.
     """
     num_heads, num_kv, head_width, inner = stack.sizes
     num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)

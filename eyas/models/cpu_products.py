@@ -241,7 +241,7 @@ def _read(typing, counters, index):
 
 @intrinsic
 def _pause(typing):
-    """Tell the processor that this thread waits for a number in memory."""
+    """The processor's hint that a loop waits for a number in memory."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [])

@@ -311,7 +311,7 @@ class CpuDecoder:
             layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
 
     def share(self, num_threads: int) -> None:
-        """Have so many threads share the passes from now on. The first of them is the one that calls."""
+        """Share passes between this number of threads from now on. The first of them is the one that calls."""
         if num_threads == (self._helpers.num_threads if self._helpers else 1):
             return
         from eyas.models.cpu_products import Helpers
