@@ -25,6 +25,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
+# Bytecode is kept: without it every test worker and every process that tests start compiles all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo up bench methods gpu count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
 help: ## list the targets
