@@ -35,7 +35,7 @@ NUM_STREAMS = 3
 PR_SET_CHILD_SUBREAPER = 36
 SERVICES = ("eyas.services.router", "eyas.services.verifier", "eyas.services.draft")
 STARTERS = ("eyas.services.local",)  # they start services themselves
-MODULES = SERVICES + STARTERS
+MODULES = (*SERVICES, *STARTERS, "eyas.cli")
 PRELOAD = (
     *(f"{name}.__main__" for name in SERVICES),
     *STARTERS,

@@ -197,10 +197,8 @@ class Compiled:
     products: list[str]
 
 
-def compiled(launch: Launch, sm: int) -> Compiled:
-    """Compile a launch as Triton does when it meets these arguments for the first time."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def as_source(launch: Launch) -> Any:
+    """What Triton compiles when it meets the arguments of a launch for the first time."""
     from triton.compiler import ASTSource
 
     function = launch.function
@@ -221,11 +219,18 @@ def compiled(launch: Launch, sm: int) -> Compiled:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and specialised:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
+    return ASTSource(function, signature, constants, attributes)
+
+
+def compiled(source: Any, options: dict[str, Any], sm: int) -> Compiled:
+    """Compile a source of `as_source` with a launch's options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     said = io.StringIO()
     with redirect_stdout(said), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
         triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
-        made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch.options)
+        made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx, log = made.asm["ptx"], said.getvalue()
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
@@ -240,7 +245,7 @@ def compiled(launch: Launch, sm: int) -> Compiled:
     dots = re.findall(r"(warp_group_dot|tc_gen5_mma|tt\.dot) .*: (.*?) loc", loops)
     products = sorted({re.sub(r", mutable|#\w+", "", f"{name} {kinds}") for name, kinds in dots})
     return Compiled(
-        function.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots,
+        source.fn.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots,
         max(widths, default=0), conversions, products,
     )  # fmt: skip
 
@@ -362,13 +367,12 @@ def main(sm: int) -> None:
     with recorded(launches.append):
         for call in KERNEL_CALLS:
             call(sm)
-    known: set[str] = set()
+    known: set[tuple[Any, ...]] = set()
     for launch in launches:
-        values = {name: value for name, value in launch.arguments.items() if not isinstance(value, Tensor)}
-        kinds = {name: value.dtype for name, value in launch.arguments.items() if isinstance(value, Tensor)}
-        if (variant := f"{launch.function.__name__} {values} {kinds}") not in known:
+        source = as_source(launch)
+        if (variant := (source.hash(), *sorted(launch.options.items()))) not in known:
             known.add(variant)
-            print(json.dumps(asdict(compiled(launch, sm))), flush=True)
+            print(json.dumps(asdict(compiled(source, launch.options, sm))), flush=True)
 
 
 if __name__ == "__main__":

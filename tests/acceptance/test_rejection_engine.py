@@ -125,6 +125,7 @@ def spelling_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@functools.cache
 def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
     """Those of three letters or digits and the end, by enumeration; index 48 stands for no token, behind the end."""
     tokenizer = load_tokenizer(target)

@@ -1,5 +1,6 @@
 """Toy distributions over a small vocabulary, every tree that can be sampled from them, and the exact output distribution."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Drawn:
 def random_distribution(seed: int, vocab: int, zeros: int = 0) -> Distribution:
     """A distribution for every prefix; after each prefix, `zeros` tokens have probability 0."""
 
+    @functools.cache
     def distribution(prefix: Prefix) -> np.ndarray:
         rng = np.random.default_rng((seed, len(prefix), *prefix))
         weights = rng.dirichlet(np.full(vocab, 0.7)) + 1e-3

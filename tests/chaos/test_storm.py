@@ -18,7 +18,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.storm import StormResult, StormSettings, memory_use, storm
 
 SHORT = StormSettings(
-    seed=7, verifier_kills=2, drafter_kills=12, num_clients=4, num_answers=6, most_tokens=50,
+    seed=7, verifier_kills=2, drafter_kills=6, num_clients=4, num_answers=6, most_tokens=50,
     longest_fault_s=1.0,
     fleet=FleetSettings(num_verifiers=2, drafters=("eagle3", "prompt_lookup", "sps", "hostile")),
 )  # fmt: skip
@@ -35,7 +35,7 @@ def test_no_token_is_lost_in_a_short_storm(tmp_path: Path) -> None:
     assert found.num_failed == 0, found.notes
     assert found.num_crashes == found.unreturned_slots == 0
     assert found.num_verifier_kills >= 2
-    assert found.num_drafter_kills >= 12
+    assert found.num_drafter_kills >= 6
     assert found.num_tokens > 0
 
 

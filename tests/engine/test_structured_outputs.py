@@ -129,15 +129,22 @@ def text_of(target: str, tokens: tuple[int, ...]) -> str:
     return load_tokenizer(target).decode(tokens)
 
 
-@pytest.mark.parametrize("kind", TEMPERATURES)
 @pytest.mark.parametrize("name", [*CASES, "random"])
-def test_every_method_equals_plain_constrained_decoding(name: str, kind: str, target: str, tiny_head: str) -> None:
-    temperature = TEMPERATURES[kind]
-    engine = case_engine(name, target, tiny_head, max_num_seqs=5)
-    chunks = run(engine, requests_at(temperature))
-    assert tokens_of(chunks) == plain_outputs(target, temperature)
-    drafted = [chunk for own in chunks.values() for chunk in own if chunk.verify_step and chunk.verify_step.drafted]
-    assert drafted, "trees were verified"
+def test_every_method_equals_plain_constrained_decoding(name: str, target: str, tiny_head: str) -> None:
+    """Greedy and sampled requests in one batch, more than run at once, up to their 18th token."""
+    kinds = {
+        kind: [replace(request, id=f"{request.id}, {kind}") for request in requests_at(temperature, max_tokens=18)]
+        for kind, temperature in TEMPERATURES.items()
+    }
+    chunks = run(case_engine(name, target, tiny_head, max_num_seqs=11), [*kinds["greedy"], *kinds["sampled"]])
+    outputs = tokens_of(chunks)
+    for kind, requests in kinds.items():
+        expected = plain_outputs(target, TEMPERATURES[kind])
+        assert [outputs[request.id] for request in requests] == [tokens[:18] for tokens in expected.values()]
+        drafted = [
+            chunk for request in requests for chunk in chunks[request.id] if chunk.verify_step and chunk.verify_step.drafted
+        ]
+        assert drafted, f"trees of {kind} requests were verified"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])

@@ -8,14 +8,17 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 import torch
 
 from eyas.config.loader import load
 from eyas.errors import ConfigError
+from eyas.services.cluster import free_port
 from eyas.train.config import TrainConfig
 from eyas.train.methods import build_trainer
+from tests.forks import Popen
 from tests.train.small_runs import prepared, settings, tiny_target
 
 STEPS = 6
@@ -45,9 +48,7 @@ def test_a_killed_run_continues_bit_for_bit(folder: Path, tmp_path: Path) -> Non
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(write_settings(folder, whole))
     file = write_settings(folder, killed)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "eyas.cli", "train", "run", "--config", file]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Popen(command(file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(killed.glob("checkpoints/step-*2.pt")) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -56,6 +57,10 @@ def test_a_killed_run_continues_bit_for_bit(folder: Path, tmp_path: Path) -> Non
     assert losses(killed) == losses(whole)
     a, b = (torch.load(out / "checkpoints" / f"step-{STEPS:08d}.pt", weights_only=True) for out in (whole, killed))
     assert all(torch.equal(a["parameters"][name], b["parameters"][name]) for name in a["parameters"])
+
+
+def command(file: Path) -> list[str]:
+    return [sys.executable, "-m", "eyas.cli", "train", "run", "--config", str(file)]
 
 
 def run(file: Path) -> None:
@@ -118,12 +123,21 @@ def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.timeout(600)
 def test_two_processes_train_the_head_of_one(folder: Path, tmp_path: Path) -> None:
-    """Two gloo processes with a sharded target and half the windows each take the steps of one process with all of them."""
+    """Two gloo processes with a sharded target and half the windows each take the steps of one process with all of them.
+
+    They are started with the variables that torchrun sets.
+    """
     file = write_settings(folder, tmp_path / "two", optimizer__batch_size=1, eval__num_prompts=1, shard_target=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "eyas.cli", "train", "run", "--config", file]
-    ended = subprocess.run(command, env={**os.environ, "ACCELERATE_USE_CPU": "1"}, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    group = {
+        **os.environ, "ACCELERATE_USE_CPU": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{free_port()}",
+    }  # fmt: skip
+    ranks = [
+        Popen(command(file), env={**group, "RANK": rank, "LOCAL_RANK": rank}, stdout=PIPE, stderr=STDOUT, text=True)
+        for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=500)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
     run(write_settings(folder, tmp_path / "one"))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     two, one = (parameters(tmp_path / name) for name in ("two", "one"))

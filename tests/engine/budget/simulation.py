@@ -12,12 +12,13 @@ from eyas.config import TreeConfig
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.request import Request
+from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
 NODES = 8
 CHAINS = TreeConfig(NODES, NODES - 1, 1)
+DEFAULTS = SamplingParams()  # one for all requests: they are checked whenever they are made
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Simulation:
             tree = DraftTree.chain(range(min(size.nodes, size.depth + 1) if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
-            sequence = Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
+            sequence = Sequence(Request(name, (1,), DEFAULTS), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), 1, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
