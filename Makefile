@@ -25,7 +25,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-# Bytecode is kept: without it every test worker and every process that tests start compiles all modules anew.
+# Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo up bench methods gpu count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
