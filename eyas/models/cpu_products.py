@@ -19,6 +19,7 @@ Legend: R rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -241,17 +242,28 @@ def _read(typing, counters, index):
 
 @intrinsic
 def _pause(typing):
-    """The processor's hint that a loop waits for a number in memory."""
+    """The hint to an x86 processor that a loop waits for a number in memory; nothing on others."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        if llvm.get_process_triple().startswith("x86_64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()
 
     return types.none(), generate
 
 
-_leave_core = types.ExternalFunction("sched_yield", types.int32())
+@intrinsic
+def _leave_core(typing):
+    """Let another thread run on this core, where the system has a call for that."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if hasattr(os, "sched_yield"):
+            kind = ir.FunctionType(ir.IntType(32), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
 
 
 @kernel()
