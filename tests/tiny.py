@@ -154,5 +154,9 @@ def build_engine(
     tree: TreeConfig,
     drafter: Drafter | None,
 ) -> Engine:
-    """An engine over a target that is loaded for it."""
-    return assemble_engine(load_model(target, fuser, dtype, device, engine), fuser, engine, tree, drafter)
+    """An engine over a target that is shared if it is of the usual kind, else loaded for it."""
+    if (dtype, device, engine.max_model_len) == ("float32", "cpu", EngineConfig().max_model_len):
+        model = shared_target(target, fuser.aux_hidden_state_layers if fuser else ())
+    else:
+        model = load_model(target, fuser, dtype, device, engine)
+    return assemble_engine(model, fuser, engine, tree, drafter)

@@ -286,7 +286,7 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> lis
     bits = np.zeros((sum(ends[-1:]), 32), dtype=np.bool_)
     for segment, (start, end), count, stride in zip(segments, places, counts.tolist(), strides.tolist(), strict=True):
         visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-        bits[start:end].reshape(count, 32 * stride)[:, :count] = visible
+        bits[start:end].reshape(count, 32 * stride)[:, : visible.shape[1]] = visible  # without columns: rows see nothing
     words = mask_words(bits).ravel()
     return [words[start:end] for start, end in places]
 
