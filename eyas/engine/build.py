@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import numpy as np
 
@@ -41,6 +43,7 @@ from eyas.tensors import to_huge_pages
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which no larger size is timed: the table goes on along its last slope.
 TIME_LIMIT_S = 0.2
+LONG_ENOUGH_S = 0.02
 PREFIX_TOKENS = 64
 GREEDY = NoiseKey(seed=0)
 
@@ -117,7 +120,7 @@ def assemble_engine(
     draft = measure_drafting(drafter, runner, engine, tree, clock)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    budget = AdaptiveDraftBudget(tree, verify, draft)
+    budget = AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter))
     return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
 
 
@@ -217,7 +220,7 @@ def measure_drafting(
 
 
 def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float, clock: Clock) -> CostModel:
-    """Time sizes 1, 4, 16, 32 and so on up to `largest`: one round that does not count, then the faster of two."""
+    """Time sizes 1, 4, 16, 32 and so on up to `largest`: one round that does not count, then the median of some."""
     sizes: list[int] = []
     seconds: list[float] = []
     began, size = clock(), 1
@@ -225,14 +228,19 @@ def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: i
         works = rounds(size)
         next(works)()
         sizes.append(size)
-        seconds.append(min(_seconds(next(works), clock), _seconds(next(works), clock)))
+        seconds.append(_median_seconds(works, clock))
         if size == largest:
             break
         size = min((4 if size < 16 else 2) * size, largest)
     return CostModel(sizes, seconds, rate)
 
 
-def _seconds(work: Callable[[], object], clock: Clock) -> float:
-    began = clock()
-    work()
-    return clock() - began
+def _median_seconds(works: Iterator[Callable[[], object]], clock: Clock) -> float:
+    """Of as many works as take about LONG_ENOUGH_S, 3 to 7: the fastest one were too good for steps between other work."""
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):
+        work = next(works)
+        began = clock()
+        work()
+        seconds.append(clock() - began)
+    return median(seconds)

@@ -11,7 +11,10 @@ When the next trees are there, the nodes of all sequences compete in the same wa
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -54,8 +57,19 @@ class DraftBudget(Protocol):
         """
         ...
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None:
-        """Take note of a step. wait_s: seconds to request its trees and to get them. verify_s: from there to its end."""
+    def observe(
+        self,
+        batch: Seq[ScheduledSequence],
+        outputs: Seq[VerifyOutput],
+        wait_s: float,
+        verify_s: float,
+        between_s: float | None = None,
+    ) -> None:
+        """Take note of a step.
+
+        wait_s: seconds to request its trees and to get them. verify_s: from there to its end. between_s: from the end of the
+        step before to its begin, without the request; None if nothing was to be done meanwhile.
+        """
         ...
 
 
@@ -71,7 +85,14 @@ class FixedDraftBudget:
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         return list(trees)
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None: ...
+    def observe(
+        self,
+        batch: Seq[ScheduledSequence],
+        outputs: Seq[VerifyOutput],
+        wait_s: float,
+        verify_s: float,
+        between_s: float | None = None,
+    ) -> None: ...
 
 
 class SurvivalModel:
@@ -83,11 +104,13 @@ class SurvivalModel:
 
     FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
     PRIOR_NODES = 8.0  # nodes of each bin that the prior counts for
+    FEW_NODES = 128
     EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
 
     def __init__(self) -> None:
         uppers = np.append(self.EDGES[1:], 0.0)
         self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
+        self._edges: list[float] = self.EDGES.tolist()
         self._verified, self._accepted = np.zeros(len(self.EDGES)), np.zeros(len(self.EDGES))
 
     def forget(self) -> None:
@@ -97,39 +120,51 @@ class SurvivalModel:
 
     def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
         """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
-        bins, parents, depths = self._columns(trees)
-        accepted = np.zeros(len(bins), np.bool_)
-        starts = np.cumsum([0, *map(len, trees)])
-        accepted[[start + node for start, path in zip(starts, paths, strict=False) for node in path]] = True
-        counted = accepted[parents] & (depths > 0)
-        np.add.at(self._verified, bins[counted], 1)
-        np.add.at(self._accepted, bins[counted & accepted], 1)
+        for tree, path in zip(trees, paths, strict=False):
+            accepted = set(path)
+            for node, parent in enumerate(tree.parents):
+                if node and parent in accepted:
+                    number = bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent])) - 1
+                    self._verified[number] += 1
+                    self._accepted[number] += node in accepted
 
     def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
         """Probability that each node of each tree is accepted, 1 for the root."""
-        means = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
+        means: Floats = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
         means = np.minimum.accumulate(means[::-1])[::-1]  # no worse score is likelier
-        bins, parents, depths = self._columns(trees)
-        survival: Floats = np.where(depths > 0, means[bins], 1.0)
-        for depth in range(1, int(depths.max(initial=0)) + 1):
-            level = np.flatnonzero(depths == depth)
-            survival[level] *= survival[parents[level]]
-        return np.split(survival, np.cumsum([len(tree) for tree in trees])[:-1])
+        few = sum(map(len, trees)) <= self.FEW_NODES
+        return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
 
-    def _columns(self, trees: Seq[DraftTree]) -> _Columns:
-        """The nodes of all trees, one tree behind the other."""
+    def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
+        """Node by node, which takes less time than arrays while there are few nodes."""
+        survivals = []
+        for tree in trees:
+            scores, survival = tree.log_probs, [1.0]
+            for node in range(1, len(tree)):
+                parent = tree.parents[node]
+                number = bisect_right(self._edges, _own(scores[node], scores[parent])) - 1
+                survival.append(means[number] * survival[parent])
+            survivals.append(np.array(survival))
+        return survivals
+
+    def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
+        """Level by level, the nodes of all trees at once, one tree behind the other."""
         starts = np.repeat(np.cumsum([0, *map(len, trees)])[:-1], [len(tree) for tree in trees])
         scores = np.fromiter(chain.from_iterable(tree.log_probs for tree in trees), np.float64)
         parents = starts + np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64)
         depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
         own = np.where(scores > -np.inf, scores - np.maximum(scores[parents], scores), -np.inf)
-        return _Columns(np.searchsorted(self.EDGES, own, side="right") - 1, parents, depths)
+        survival: Floats = np.where(depths > 0, means[np.searchsorted(self.EDGES, own, side="right") - 1], 1.0)
+        order, levels = np.argsort(depths, kind="stable"), np.cumsum(np.bincount(depths))
+        for first, end in itertools.pairwise(levels):
+            level = order[first:end]
+            survival[level] *= survival[parents[level]]
+        return np.split(survival, np.cumsum([len(tree) for tree in trees])[:-1])
 
 
-class _Columns(NamedTuple):
-    bins: Ints  # of own scores
-    parents: Ints  # their places
-    depths: Ints
+def _own(score: float, parent: float) -> float:
+    """A node's own score, by the cumulative ones."""
+    return score - max(parent, score) if score > -math.inf else score
 
 
 class DraftedNodes(NamedTuple):
@@ -184,37 +219,51 @@ class RecentTrees:
 class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
-    What trees would be worth is learned from a few sequences, which have the largest ones: in the first steps, and in every
-    SCOUT_INTERVAL-th step that drafts. They are as many as are drafted in about the same time as one. If the drafter has to
-    catch up with them, they have trees in the next step too: only the second draft in a row says what waiting costs.
+    What trees would be worth is learned from scouts, a few sequences that have the largest ones: in the first steps, and later
+    as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as one. If the
+    drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says what waiting
+    costs.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
     time. A debt of several steps stops all drafting until it is paid, or until drafting seems to pay for another number of
-    sequences. While no size is worth its cost, scouts are sent whenever there is no debt: a drafter may have become better.
-    The first waits for a drafter of unknown cost, COLD_START_S in all, leave no debt: it may have to load and to catch up.
+    sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter may have become better:
+    scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first
+    FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
-    MAX_SCOUTS, SCOUT_INTERVAL, SCOUT_COST = 8, 64, 1.2  # the last: of a round for scouts, relative to one for one sequence
+    TRIAL_TREES, TRIAL_DEBT, FREE_TRIALS, FREE_STEPS, PLAIN_STEPS = 8, 4.0, 3, 32, 4
+    MAX_SCOUTS, SCOUT_COST = 8, 1.2  # the last: of a round for scouts, relative to one for one sequence
+    STOP_DEBT = 24  # plain steps of one sequence after which drafting stops
+    SCOUT_SHARE, SCOUT_INTERVALS = 0.01, (4, 64)  # the last: fewest and most drafting steps from one with scouts to the next
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
-    MARGIN, FIRST_MARGIN = 1.04, 1.1
-    PLAN_STEPS = 8  # that a choice holds for, if the number of sequences does not change by much
-    SPEED_RATE = 0.1  # weight of a step in tokens_per_s
+    MARGIN, FIRST_MARGIN = 1.02, 1.06
+    AS_GOOD = 0.97  # of the best rate: the largest of such sizes is chosen, as its trees say the most
+    PLAN_STEPS, MAX_PLAIN_STEPS = 12, 64  # that a choice of trees holds for, and of none, unless the sequences are others
+    PLAIN_INTERVAL = 4  # plain steps from one that is measured to the next: they are short
+    FEW_TREES = 8  # whose nodes compete with the seconds of other steps, not only among each other
+    CUT_STEP = 6  # nodes of recent trees from one number of verified nodes that is considered to the next
+    SPEED_RATE = 0.1  # weight of a step in tokens_per_s, and in the time between steps
     GOOD_ACCEPTANCE = 0.9  # of a node whose parent is accepted: scouts are sent if that would pay
     BIAS_TREES, MAX_BIAS = 64, 1.5  # trees that decide half of the bias
+    MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
 
-    def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts) -> None:
-        """tree: the largest one. verify: seconds by rows."""
+    def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts, is_apart: bool = False) -> None:
+        """tree: the largest one. verify: seconds by rows. is_apart: whether the drafter also works between two steps."""
+        self._is_apart = is_apart
         self.num_nodes, self.tokens_per_s = 1, 0.0
         self._tree, self._verify, self._draft = tree, verify, draft
         self._survival, self._recent = SurvivalModel(), RecentTrees()
         self._sizes: dict[str, TreeSize] = {}
-        self._drafter_is_current, self._prunes = False, True
+        self._is_behind, self._is_timed, self._prunes = False, False, True
         self._debt_s, self._is_stopped, self._debt_rows = 0.0, False, 1
-        self._free_s = 0.0 if draft.at(1, TreeSize(2, 1)) else self.COLD_START_S
+        self._free_s = max(self.COLD_START_S, self.FREE_STEPS * verify.seconds(1))
         self._scouts: tuple[str, ...] = ()
-        self._num_scouts = self._num_drafted = 0
+        self._num_scouts = self._num_drafted = self._num_steps = 0
+        self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
+        self._catch_up_s = 0.0  # that this trial has waited for
         self._plan: _Plan | None = None
+        self._between_s = 0.0
         self._most, self._bias = 1, 1.0  # the latter: accepted nodes relative to those expected
         self._whole: dict[int, tuple[DraftTree, DraftTree]] = {}  # by identity of a pruned tree
 
@@ -223,8 +272,10 @@ class AdaptiveDraftBudget:
         chosen = self._chosen(decoding, most, num_plain) if decoding and most > 1 else {}
         before, self._sizes, self._most = self._sizes, dict.fromkeys(decoding, NO_TREE) | chosen, most
         self.num_nodes = max((size.nodes for size in chosen.values()), default=1)
-        # A drafter gets nothing of a sequence without trees, and has to catch up in its next round.
-        self._drafter_is_current = all(before.get(name, size).depth for name, size in chosen.items())
+        # A drafter gets nothing of a sequence without trees, and has to catch up in its next round. New ones bring prompts.
+        num_new = sum(name not in before for name in chosen)
+        self._is_behind = any(not before[name].depth for name in chosen if name in before)
+        self._is_timed = not self._is_behind and num_new <= self.MAX_NEW_SHARE * len(chosen)
         return self._sizes
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
@@ -233,8 +284,13 @@ class AdaptiveDraftBudget:
         nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
         order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows, size = num_plain + len(trees), max(self._sizes.values(), default=NO_TREE)
-        seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + self._draft.at(len(trees), size)
-        num_kept = int(np.argmin(seconds / (num_rows + np.cumsum(np.append(0.0, nodes[order])))))
+        fixed_s = self._draft.at(len(trees), size) + self._between_s
+        seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + fixed_s
+        gained = num_rows + np.cumsum(np.append(0.0, nodes[order]))
+        if self.tokens_per_s and len(trees) == num_rows <= self.FEW_TREES:  # a good tree need not make up for others at once
+            num_kept = int(np.argmax(gained - num_rows * self.tokens_per_s * seconds))
+        else:
+            num_kept = int(np.argmax(gained / seconds))
         is_kept = np.zeros(len(nodes), np.bool_)
         is_kept[order[:num_kept]] = True
         if self._scouts:  # a whole tree shows whether what is left out would be accepted
@@ -247,34 +303,61 @@ class AdaptiveDraftBudget:
         self._whole = {id(part): (part, tree) for part, tree in zip(pruned, trees, strict=True)}
         return pruned
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None:
+    def observe(
+        self,
+        batch: Seq[ScheduledSequence],
+        outputs: Seq[VerifyOutput],
+        wait_s: float,
+        verify_s: float,
+        between_s: float | None = None,
+    ) -> None:
         if not batch:
             return
+        if between_s is not None:
+            most_s = CostModel.MAX_SURPRISE * self._between_s
+            if self._is_apart and most_s:  # a long time between the steps hid what drafting takes
+                wait_s += max(between_s - self._between_s, 0.0)
+            self._between_s += self.SPEED_RATE * (min(between_s, most_s or between_s) - self._between_s)
         decode_only = all(scheduled.tree is not None for scheduled in batch)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
-        if decode_only:
-            self._verify.observe(num_rows, verify_s)
         requested = [size for size in self._sizes.values() if size.depth]
+        self._num_steps += 1
+        if decode_only and (requested or self._num_steps % self.PLAIN_INTERVAL == 0):
+            self._verify.observe(num_rows, verify_s)
         if not requested:
             self._pay(self.RETRY_SHARE * (wait_s + verify_s))
             return
         draft_s = self._draft.at(len(requested), max(requested))
-        if self._drafter_is_current:
+        if self._is_timed:
             self._draft.observe(len(requested), max(requested), wait_s)
         num_drafted = self._observe_trees(batch, outputs)
-        if decode_only:
-            num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
-            speed = num_drafted / max(wait_s + verify_s, 1e-9) / len(requested)
-            self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
-            plain_s = float(self._verify.at(len(batch)))
-            self._debt_rows = self._debt_rows if self._debt_s else len(batch)
-            most_s = (CostModel.MAX_SURPRISE if self._drafter_is_current else 1.0) * draft_s  # it catches up once
-            lost_s, known_s = min(wait_s, most_s or wait_s), float(self._verify.at(num_rows))
-            free_s = min(lost_s, self._free_s) if self._recent.num_missing else 0.0
-            self._free_s -= free_s
-            self._pay(plain_s * num_tokens / len(batch) - known_s - lost_s + free_s)
-            if self._debt_s > plain_s * (1 + 8 / len(batch) ** 0.5):
-                self._is_stopped = True
+        if not decode_only:
+            return
+        num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
+        speed = num_drafted / max(wait_s + verify_s + self._between_s, 1e-9) / len(requested)
+        self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
+        self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
+
+    def _most_wait(self, draft_s: float) -> float:
+        """Seconds of waiting that count as a loss. While all draft, a drafter catches up once, and that does not count."""
+        return draft_s * (CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP if self._is_trial else 1.0)
+
+    def _account(self, num_tokens: int, batch: int, num_rows: int, lost_s: float) -> None:
+        """Add what a step with trees lost against plain decoding to the debt, or subtract what it gained."""
+        plain_s = self._step_s(batch)
+        self._debt_rows = self._debt_rows if self._debt_s else batch
+        gain_s = plain_s * num_tokens / batch - self._step_s(num_rows) - lost_s
+        free_s = min(max(-gain_s, 0.0), self._free_s) if self._num_trials < self.FREE_TRIALS else 0.0
+        self._free_s -= free_s
+        self._pay(gain_s + free_s)
+        if self._is_trial and self._is_behind:
+            self._catch_up_s += lost_s
+        if not self._is_stopped and self._debt_s > self._catch_up_s + plain_s * (1 + self.STOP_DEBT / batch**0.5):
+            self._is_stopped, self._debt_s = True, self._debt_s / 3  # texts differ: a bad stretch is no bad drafter
+
+    def _step_s(self, num_rows: int) -> float:
+        """Expected seconds of a step, without its draft."""
+        return self._verify.seconds(num_rows) + self._between_s
 
     def _pay(self, seconds: float) -> None:
         """Lower the debt; negative seconds raise it."""
@@ -284,10 +367,16 @@ class AdaptiveDraftBudget:
     def _chosen(self, decoding: Seq[str], most: int, num_plain: int) -> dict[str, TreeSize]:
         """Sizes of the sequences that draft."""
         full, is_known = self._full(most), not self._recent.num_missing
-        again = [name for name in self._scouts if name in decoding] if not self._drafter_is_current else []
-        self._scouts = ()
-        if again:
-            return dict.fromkeys(again, full)
+        scouts, self._scouts = tuple(name for name in self._scouts if name in decoding), ()
+        num_rows = len(decoding) + num_plain
+        if scouts and self._goes_on(num_rows):
+            self._scouts = scouts
+            return dict.fromkeys(scouts, full)
+        if self._is_trial:
+            self._is_trial, self._plan, self._num_trials = False, None, self._num_trials + 1
+            self._debt_s = max(self._debt_s, self.PLAIN_STEPS * self.RETRY_SHARE * self._step_s(num_rows))
+        elif self._waits_for_payment(num_rows):
+            return {}
         plan = self._planned(len(decoding), most, num_plain) if is_known else None
         if plan and plan.size.depth:
             if self._debt_s and not 2 / 3 < plan.num_rows / self._debt_rows < 1.5:
@@ -296,17 +385,30 @@ class AdaptiveDraftBudget:
                 return {}
             self._num_drafted += 1
             is_capped = plan.size.nodes == plan.known_size < most
-            if plan.size == full or self._num_drafted % (self.PLAN_STEPS if is_capped else self.SCOUT_INTERVAL):
+            if plan.size == full or self._num_drafted % (self.SCOUT_INTERVALS[0] if is_capped else plan.scout_interval):
                 return dict.fromkeys(decoding, plan.size)
-        elif self._is_stopped or (is_known and self._debt_s > 0):
+        elif self._is_stopped or self._debt_s > 0:
             return {}
         else:
             self._draft.relax()
             self._plan = None
             if not self._could_pay(len(decoding), num_plain, full):
                 return {}
+            self._is_trial, self._catch_up_s = True, 0.0
         self._scouts = self._next_scouts(decoding, full)
+        self._num_left = -(-self.TRIAL_TREES // len(self._scouts)) if self._is_trial else 1
         return dict.fromkeys(self._scouts, full)
+
+    def _waits_for_payment(self, num_rows: int) -> bool:
+        """Whether drafting seemed not worth its cost to about as many sequences, and there is a debt."""
+        plan, is_alike = self._plan, 2 / 3 < num_rows / self._debt_rows < 1.5
+        return bool(plan and self._debt_s) and is_alike and (self._is_stopped or not plan.size.depth)
+
+    def _goes_on(self, num_rows: int) -> bool:
+        """Whether scouts have trees in the next step too."""
+        self._num_left -= 1
+        most_s = self._catch_up_s + self.TRIAL_DEBT * self._step_s(num_rows)
+        return self._is_behind or (self._num_left > 0 and self._debt_s <= most_s)
 
     def _next_scouts(self, decoding: Seq[str], full: TreeSize) -> tuple[str, ...]:
         """Some sequences, other ones each time."""
@@ -320,11 +422,11 @@ class AdaptiveDraftBudget:
     def _could_pay(self, num_drafting: int, num_plain: int, full: TreeSize) -> bool:
         """Whether chains of a good drafter were worth their cost."""
         num_rows = num_drafting + num_plain
-        least = self.MARGIN * num_rows / float(self._verify.at(num_rows))
+        least = self.MARGIN * num_rows / self._step_s(num_rows)
         for depth in range(1, full.depth + 1):
             tokens = num_rows + num_drafting * sum(self.GOOD_ACCEPTANCE ** (1 + level) for level in range(depth))
-            seconds = self._verify.at(num_rows + num_drafting * depth)
-            if tokens > least * float(seconds + self._draft.at(num_drafting, TreeSize(depth + 1, depth))):
+            seconds = self._step_s(num_rows + num_drafting * depth)
+            if tokens > least * (seconds + self._draft.at(num_drafting, TreeSize(depth + 1, depth))):
                 return True
         return False
 
@@ -334,31 +436,43 @@ class AdaptiveDraftBudget:
     def _planned(self, num_drafting: int, most: int, num_plain: int) -> _Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
         plan, num_rows, known_size = self._plan, num_drafting + num_plain, min(self._recent.known_size, most)
-        if plan and plan.known_size == known_size and plan.age < self.PLAN_STEPS and 0.9 < plan.num_rows / num_rows < 1.1:
+        most_steps = self.PLAN_STEPS if plan and plan.size.depth else self.MAX_PLAIN_STEPS
+        if plan and plan.known_size == known_size and plan.age < most_steps and 0.9 < plan.num_rows / num_rows < 1.1:
             self._plan = plan._replace(age=plan.age + 1)
             return plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
-            return _Plan(NO_TREE, known_size, num_rows, 0.0)
+            self._plan = _Plan(NO_TREE, known_size, num_rows, 0.0)
+            return self._plan
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in levels_of if depth < nodes]
         nodes, levels = np.array(sizes).T[:, :, None]
         shares = num_drafting * weights * ((places < nodes) & (depths <= levels))
         rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1) * self._bias
-        if not self._prunes:
-            rows, accepted = rows[:, -1:], accepted[:, -1:]
+        some = slice((len(chances) - 1) % self.CUT_STEP, None, self.CUT_STEP) if self._prunes else slice(-1, None)
+        rows, accepted = rows[:, some], accepted[:, some]
         draft_s = np.array([[self._draft.at(num_drafting, size)] for size in sizes])
-        rates = (num_rows + accepted) / (self._verify.at(num_rows + rows) + draft_s)
-        best, plain = np.unravel_index(np.argmax(rates), rates.shape), num_rows / float(self._verify.at(num_rows))
-        margin = self.MARGIN if plan and plan.size.depth else self.FIRST_MARGIN
-        size = sizes[best[0]] if rates[best] > margin * plain else NO_TREE
+        rates = (num_rows + accepted) / (self._verify.at(num_rows + rows) + draft_s + self._between_s)
+        best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
+        first = int(np.argmax(rates.max(axis=1) >= self.AS_GOOD * best_rate))
+        best = first, int(np.argmax(rates[first]))
+        is_drafting = sum(size.depth > 0 for size in self._sizes.values()) > len(self._sizes) / 2
+        margin = self.MARGIN if is_drafting else self.FIRST_MARGIN
+        size = sizes[first] if best_rate > margin * plain else NO_TREE
         if not plan or bool(plan.size.depth) != bool(size.depth):
-            what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", float(rates[best]) / plain
+            what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", best_rate / plain
             log.info(
                 "%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra={"rate_limited": True}
             )
-        self._plan = _Plan(size, known_size, num_rows, float(accepted[best]) / num_drafting / self._bias)
+        expected = float(accepted[best]) / num_drafting / self._bias
+        share = 1 - self._scouts_rate(num_rows, rows[0, -1] / num_drafting, accepted[0, -1] / num_drafting, sizes[0]) / best_rate
+        interval = int(min(max(share / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
+        self._plan = _Plan(size, known_size, num_rows, expected, interval)
         return self._plan
+
+    def _scouts_rate(self, num_rows: int, rows: float, accepted: float, full: TreeSize) -> float:
+        """Tokens per second of a step in which one sequence has the largest tree. rows, accepted: of that tree."""
+        return (num_rows + accepted) / (self._step_s(num_rows + rows) + self._draft.at(1, full))
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> int:
         """Learn from the trees of a step. Returns the tokens that their sequences have got."""
@@ -384,12 +498,14 @@ class AdaptiveDraftBudget:
 
 
 class _Plan(NamedTuple):
-    """A choice. known_size: most nodes it could have. accepted: nodes expected of a tree. age: steps it was used for."""
+    """A choice. known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to
+    scouts. age: steps it was used for."""
 
     size: TreeSize
     known_size: int
     num_rows: int
     accepted: float
+    scout_interval: int = 1
     age: int = 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -38,52 +41,63 @@ class CostModel:
 
     def __init__(self, sizes: Seq[float], seconds: Seq[float], rate: float) -> None:
         """sizes: ascending, above 0. rate: weight of a new measurement against what the table holds, in (0, 1]."""
-        self._sizes: Floats = np.array(sizes, dtype=np.float64)
-        self._seconds: Floats = np.maximum.accumulate(np.maximum(np.array(seconds, dtype=np.float64), self.LEAST_S))
-        self._at_start = self._sizes, self._seconds
+        self.sizes = [float(size) for size in sizes]  # ascending
+        self._set(seconds)
+        self._at_start = tuple(self.sizes), tuple(self._seconds)
         self._rate = rate
-
-    @property
-    def sizes(self) -> list[float]:
-        """Sizes that it holds seconds of, ascending."""
-        return [float(size) for size in self._sizes]
+        self._counts: dict[float, int] = {}  # measurements of each size, and one at start
+        self._weights: dict[float, list[float]] = {}  # of a measurement of a size, in the seconds of each size of the table
 
     def at(self, size: npt.ArrayLike) -> Floats:
         """Expected seconds of each size."""
         sizes = np.asarray(size, dtype=np.float64)
-        if not len(self._sizes):
-            return np.zeros(sizes.shape)
-        if len(self._sizes) == 1:
-            return np.full(sizes.shape, self._seconds[0])
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
-        inside: Floats = np.interp(sizes, self._sizes, self._seconds)
-        extended: Floats = inside + slope * np.maximum(sizes - self._sizes[-1], 0.0)
+        if len(self.sizes) < 2:
+            return np.full(sizes.shape, self._seconds[0] if self._seconds else 0.0)
+        inside: Floats = np.interp(sizes, self.sizes, self._seconds)
+        extended: Floats = inside + self._slope(-2) * np.maximum(sizes - self.sizes[-1], 0.0)
         return extended
+
+    def seconds(self, size: float) -> float:
+        """`at` of a single size, in less time."""
+        if len(self.sizes) < 2:
+            return self._seconds[0] if self._seconds else 0.0
+        left = min(max(bisect_right(self.sizes, size) - 1, 0), len(self.sizes) - 2)
+        return self._seconds[left] + self._slope(left) * max(size - self.sizes[left], 0.0)
 
     def observe(self, size: float, seconds: float) -> None:
         """Move the table towards a measurement, by ratios, most near its size."""
-        if not len(self._sizes):
-            self._sizes = np.array(self.FIRST_SIZES)
-            self._seconds = np.full(len(self._sizes), max(seconds, self.LEAST_S))
+        if not self.sizes:
+            self.sizes = list(self.FIRST_SIZES)
+            self._set([seconds] * len(self.sizes))
             return
-        if np.abs(np.log(self._sizes / size)).min() > self.SPACING:
-            at = int(np.searchsorted(self._sizes, size))
-            self._seconds = np.insert(self._seconds, at, float(self.at(size)))
-            self._sizes = np.insert(self._sizes, at, size)
-        ratio = min(max(seconds, self.LEAST_S) / float(self.at(size)), self.MAX_SURPRISE)
-        self.scale(size, ratio**self._rate)
+        if size not in self._weights and min(abs(math.log(own / size)) for own in self.sizes) > self.SPACING:
+            at, own_s = bisect_right(self.sizes, size), self.seconds(size)
+            self.sizes.insert(at, float(size))
+            self._seconds.insert(at, own_s)
+            self._weights.clear()
+        ratio = min(max(seconds, self.LEAST_S) / self.seconds(size), self.MAX_SURPRISE)
+        self._counts[size] = count = self._counts.get(size, 1) + 1
+        self.scale(size, ratio ** max(self._rate, 1 / count))
 
     def scale(self, size: float, ratio: float) -> None:
         """Multiply the seconds, most near a size."""
-        near: Floats = np.array([np.interp(size, self._sizes, unit) for unit in np.eye(len(self._sizes))])
-        weights = self.FAR_WEIGHT + (1 - self.FAR_WEIGHT) * near
-        self._seconds = np.maximum.accumulate(np.maximum(self._seconds * ratio**weights, self.LEAST_S))
+        if (weights := self._weights.get(size)) is None:
+            near = [float(np.interp(size, self.sizes, unit)) for unit in np.eye(len(self.sizes))]
+            weights = self._weights[size] = [self.FAR_WEIGHT + (1 - self.FAR_WEIGHT) * own for own in near]
+        self._set([own * ratio**weight for own, weight in zip(self._seconds, weights, strict=True)])
 
     def relax(self, factor: float) -> None:
         """Multiply all seconds, but expect no less than a third of those at the start: a busy machine measures too much."""
         sizes, seconds = self._at_start
-        least = np.interp(self._sizes, sizes, seconds) / self.MAX_SURPRISE if len(sizes) else self.LEAST_S
-        self._seconds = np.maximum(self._seconds * factor, np.minimum(self._seconds, least))
+        least = np.interp(self.sizes, sizes, seconds) / self.MAX_SURPRISE if sizes else [self.LEAST_S] * len(self.sizes)
+        self._set([max(own * factor, min(own, float(bound))) for own, bound in zip(self._seconds, least, strict=True)])
+
+    def _set(self, seconds: Seq[float]) -> None:
+        self._seconds = list(itertools.accumulate((max(float(own), self.LEAST_S) for own in seconds), max))
+
+    def _slope(self, left: int) -> float:
+        """Seconds per size between a size of the table and the next one."""
+        return (self._seconds[left + 1] - self._seconds[left]) / (self.sizes[left + 1] - self.sizes[left])
 
 
 class DraftCosts:
@@ -97,14 +111,17 @@ class DraftCosts:
     RELAXING = 0.95  # what a retry multiplies all seconds by: a drafter that was slow may be fast again
     # Relative errors: of tables that were measured before, of those that were not, what rounds add, and of a measurement.
     MEASURED, UNKNOWN, DRIFT, NOISE = 0.3, 1.0, 0.02, 0.2
+    NUM_FIRST = 6  # measurements of an empty table, the least of which counts: a drafter apart loads and connects at first
 
     def __init__(self, first: CostModel, level: CostModel, top_k: int) -> None:
         self._first, self._level, self._top_k = first, level, top_k
-        self._spread: Floats = np.eye(2) * (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
+        self._num_first, self._first_size = 0 if first.sizes else self.NUM_FIRST, NO_TREE
+        error = (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
+        self._spread = error, 0.0, error  # covariance of both errors: of the first table, of both, of the other
 
     def at(self, num_trees: int, size: TreeSize) -> float:
         """Expected seconds."""
-        return float(self._parts(num_trees, size).sum())
+        return sum(self._parts(num_trees, size))
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
         """Correct the tables by a measurement. Into empty ones it goes in equal parts."""
@@ -112,25 +129,43 @@ class DraftCosts:
         if not self._first.sizes:
             self._first.observe(num_trees, seconds / 2 if further else seconds)
             self._level.observe(rows, seconds / 2 / max(further, 1))
-        parts = self._parts(num_trees, size)
-        error = min(seconds, CostModel.MAX_SURPRISE * parts.sum()) - parts.sum()
-        self._spread += self.DRIFT**2 * np.eye(2)
-        gains = self._spread @ parts / (parts @ self._spread @ parts + (self.NOISE * parts.sum()) ** 2)
-        self._spread -= np.outer(gains, parts @ self._spread)
-        ratios = np.clip(1 + gains * error, 1 / CostModel.MAX_SURPRISE, CostModel.MAX_SURPRISE)
-        self._first.scale(num_trees, float(ratios[0]))
+            self._first_size = size
+        one, more = self._parts(num_trees, size)
+        total = one + more
+        self._num_first = max(self._num_first - 1, 0) if size == self._first_size else 0
+        if self._num_first:
+            if seconds < total:
+                self._first.relax(seconds / total)
+                self._level.relax(seconds / total)
+            return
+        error = min(seconds, CostModel.MAX_SURPRISE * total) - total
+        a, b, c = self._spread
+        a, c = a + self.DRIFT**2, c + self.DRIFT**2
+        left, right = a * one + b * more, b * one + c * more
+        variance = one * left + more * right + (self.NOISE * total) ** 2
+        self._spread = a - left * left / variance, b - left * right / variance, c - right * right / variance
+        most = CostModel.MAX_SURPRISE
+        self._first.scale(num_trees, min(max(1 + left / variance * error, 1 / most), most))
         if further:
-            self._level.scale(rows, float(ratios[1]))
+            self._level.scale(rows, min(max(1 + right / variance * error, 1 / most), most))
+            one, more = self._parts(num_trees, size)
+            if more > further * one:  # no level costs more than the first one
+                self._first.scale(num_trees, (one + more) / (1 + further) / one)
+                self._level.scale(rows, (one + more) / (1 + further) / (more / further))
 
     def relax(self) -> None:
-        """Expect a little less, before a retry."""
+        """Expect a little less before a retry, and believe what it measures."""
         self._first.relax(self.RELAXING)
         self._level.relax(self.RELAXING)
+        a, b, c = self._spread
+        least = self.MEASURED**2
+        self._spread = max(a, least), b, max(c, least)
 
-    def _parts(self, num_trees: int, size: TreeSize) -> Floats:
+    def _parts(self, num_trees: int, size: TreeSize) -> tuple[float, float]:
         """Seconds of the first level, and of all further ones."""
-        further = (size.depth - 1) * float(self._level.at(self._rows(num_trees, size)))
-        return np.array([float(self._first.at(num_trees)), further] if size.depth else [0.0, 0.0])
+        if not size.depth:
+            return 0.0, 0.0
+        return self._first.seconds(num_trees), (size.depth - 1) * self._level.seconds(self._rows(num_trees, size))
 
     def _rows(self, num_trees: int, size: TreeSize) -> int:
         return num_trees * max(min(size.nodes - 1, self._top_k), 1)

@@ -90,6 +90,7 @@ class Engine:
         draft_manager.use_path_masks(self._grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
         self._request_s = 0.0  # that the last request for trees took
+        self._ended: float | None = None  # when the last step did, if there was more to do
         self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
         self.max_model_len = max_model_len
         self.report = StepReport()
@@ -114,11 +115,14 @@ class Engine:
 
         batch = self._scheduler.schedule(drafts)
         outputs: list[VerifyOutput] = []
+        pass_s = 0.0
         if batch:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
+            began = self._clock()
             output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
+            pass_s = self._clock() - began
             outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed)
@@ -127,14 +131,16 @@ class Engine:
             meanwhile()
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        self._budget.observe(batch, outputs, wait + self._request_s, verified)
+        between = None if self._ended is None else started - self._ended + verified - pass_s
+        self._budget.observe(batch, outputs, wait + self._request_s, pass_s, between)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted)
 
         began = self._clock()
         self._request_drafts()
-        self._request_s = self._clock() - began
+        ended = self._clock()
+        self._request_s, self._ended = ended - began, ended if self.has_work else None
         return chunks
 
     def follow(self, request: Request) -> Future[OutputMatchers]:
