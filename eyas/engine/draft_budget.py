@@ -11,20 +11,15 @@ When the next trees are there, the nodes of all sequences compete in the same wa
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence as Seq
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.tree import DraftTree
@@ -95,127 +90,6 @@ class FixedDraftBudget:
     ) -> None: ...
 
 
-class SurvivalModel:
-    """How likely a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
-
-    The latter is learned by a node's own score, as means over the nodes verified lately, beginning with what scores claim.
-    The own score is the log-probability below the parent. That of drafters with a network is calibrated, others only rank.
-    """
-
-    FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
-    PRIOR_NODES = 8.0  # nodes of each bin that the prior counts for
-    FEW_NODES = 128
-    EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
-
-    def __init__(self) -> None:
-        uppers = np.append(self.EDGES[1:], 0.0)
-        self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
-        self._edges: list[float] = self.EDGES.tolist()
-        self._verified, self._accepted = np.zeros(len(self.EDGES)), np.zeros(len(self.EDGES))
-
-    def forget(self) -> None:
-        """Let earlier trees count a little less, once for each step with trees."""
-        self._verified *= self.FORGETTING
-        self._accepted *= self.FORGETTING
-
-    def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
-        """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
-        for tree, path in zip(trees, paths, strict=False):
-            accepted = set(path)
-            for node, parent in enumerate(tree.parents):
-                if node and parent in accepted:
-                    number = bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent])) - 1
-                    self._verified[number] += 1
-                    self._accepted[number] += node in accepted
-
-    def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
-        """Probability that each node of each tree is accepted, 1 for the root."""
-        means: Floats = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
-        means = np.minimum.accumulate(means[::-1])[::-1]  # no worse score is likelier
-        few = sum(map(len, trees)) <= self.FEW_NODES
-        return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
-
-    def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
-        """Node by node, which takes less time than arrays while there are few nodes."""
-        survivals = []
-        for tree in trees:
-            scores, survival = tree.log_probs, [1.0]
-            for node in range(1, len(tree)):
-                parent = tree.parents[node]
-                number = bisect_right(self._edges, _own(scores[node], scores[parent])) - 1
-                survival.append(means[number] * survival[parent])
-            survivals.append(np.array(survival))
-        return survivals
-
-    def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
-        """Level by level, the nodes of all trees at once, one tree behind the other."""
-        starts = np.repeat(np.cumsum([0, *map(len, trees)])[:-1], [len(tree) for tree in trees])
-        scores = np.fromiter(chain.from_iterable(tree.log_probs for tree in trees), np.float64)
-        parents = starts + np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64)
-        depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        own = np.where(scores > -np.inf, scores - np.maximum(scores[parents], scores), -np.inf)
-        survival: Floats = np.where(depths > 0, means[np.searchsorted(self.EDGES, own, side="right") - 1], 1.0)
-        order, levels = np.argsort(depths, kind="stable"), np.cumsum(np.bincount(depths))
-        for first, end in itertools.pairwise(levels):
-            level = order[first:end]
-            survival[level] *= survival[parents[level]]
-        return np.split(survival, np.cumsum([len(tree) for tree in trees])[:-1])
-
-
-def _own(score: float, parent: float) -> float:
-    """A node's own score, by the cumulative ones."""
-    return score - max(parent, score) if score > -math.inf else score
-
-
-class DraftedNodes(NamedTuple):
-    """Drafted nodes, the likeliest first.
-
-    chances: to be accepted. weights: of their trees, 1 in all. places: in their trees, 1 for the likeliest drafted node.
-    """
-
-    chances: Floats
-    weights: Floats
-    depths: Ints
-    places: Ints
-
-
-class RecentTrees:
-    """The whole trees drafted last, as a sample of what sequences would draft next. The last ones weigh most."""
-
-    NUM_TREES, MIN_TREES = 32, 8
-    FORGETTING = 0.94  # weight of a tree after the next one
-
-    def __init__(self) -> None:
-        self._trees: deque[tuple[DraftTree, int]] = deque(maxlen=self.NUM_TREES)
-
-    def observe(self, tree: DraftTree, most: int) -> None:
-        """Keep a tree that could have had `most` nodes, before nodes were left out."""
-        self._trees.append((tree, most))
-
-    @property
-    def num_missing(self) -> int:
-        """Trees without which they are too few."""
-        return max(self.MIN_TREES - len(self._trees), 0)
-
-    @property
-    def known_size(self) -> int:
-        """Nodes that enough of the trees could have had."""
-        return sorted((nodes for _, nodes in self._trees), reverse=True)[self.MIN_TREES - 1]
-
-    def nodes(self, survival: SurvivalModel, most: int) -> DraftedNodes:
-        """The nodes of the trees that could have had `most` nodes."""
-        trees = [tree for tree, nodes in self._trees if nodes >= most]
-        weights = self.FORGETTING ** np.arange(len(trees) - 1, -1, -1)
-        chances = survival.survival(trees)
-        places = [np.argsort(np.argsort(-own, kind="stable")) for own in chances]
-        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
-        depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        order = np.argsort(-np.concatenate(chances), kind="stable")
-        order = order[depths[order] > 0]
-        places_of: Ints = np.concatenate(places)[order]
-        return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)
-
-
 class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
@@ -234,6 +108,7 @@ class AdaptiveDraftBudget:
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
     TRIAL_TREES, TRIAL_DEBT, FREE_TRIALS, FREE_STEPS, PLAIN_STEPS = 8, 4.0, 3, 32, 4
     MAX_SCOUTS, SCOUT_COST = 8, 1.2  # the last: of a round for scouts, relative to one for one sequence
+    HIDDEN_SHARE = 0.2  # of the wait in the time that it hid: with less, trees had probably come before
     STOP_DEBT = 24  # plain steps of one sequence after which drafting stops
     SCOUT_SHARE, SCOUT_INTERVALS = 0.01, (4, 64)  # the last: fewest and most drafting steps from one with scouts to the next
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
@@ -265,6 +140,7 @@ class AdaptiveDraftBudget:
         self._plan: _Plan | None = None
         self._between_s = 0.0
         self._most, self._bias = 1, 1.0  # the latter: accepted nodes relative to those expected
+        self._expected = 0.0  # accepted nodes of the trees that were pruned last
         self._whole: dict[int, tuple[DraftTree, DraftTree]] = {}  # by identity of a pruned tree
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
@@ -296,6 +172,7 @@ class AdaptiveDraftBudget:
         if self._scouts:  # a whole tree shows whether what is left out would be accepted
             is_kept[: trees[0].num_drafted] = True
         parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
+        self._expected = float(nodes[is_kept].sum())
         pruned = [
             tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
             for tree, part in zip(trees, parts, strict=True)
@@ -314,9 +191,8 @@ class AdaptiveDraftBudget:
         if not batch:
             return
         if between_s is not None:
+            wait_s = self._with_hidden(wait_s, between_s) if self._is_apart and self._between_s else wait_s
             most_s = CostModel.MAX_SURPRISE * self._between_s
-            if self._is_apart and most_s:  # a long time between the steps hid what drafting takes
-                wait_s += max(between_s - self._between_s, 0.0)
             self._between_s += self.SPEED_RATE * (min(between_s, most_s or between_s) - self._between_s)
         decode_only = all(scheduled.tree is not None for scheduled in batch)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
@@ -337,6 +213,15 @@ class AdaptiveDraftBudget:
         speed = num_drafted / max(wait_s + verify_s + self._between_s, 1e-9) / len(requested)
         self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
         self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
+
+    def _with_hidden(self, wait_s: float, between_s: float) -> float:
+        """What the last round of a drafter apart would take after a usual time between the steps: a longer one hid a part."""
+        hidden_s = max(between_s - self._between_s, 0.0)
+        requested = [size for size in self._sizes.values() if size.depth]
+        known_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
+        if known_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, nobody knows for how long
+            return min(wait_s + hidden_s, max(known_s, wait_s))
+        return wait_s + hidden_s
 
     def _most_wait(self, draft_s: float) -> float:
         """Seconds of waiting that count as a loss. While all draft, a drafter catches up once, and that does not count."""
@@ -391,7 +276,7 @@ class AdaptiveDraftBudget:
             return {}
         else:
             self._draft.relax()
-            self._plan = None
+            self._plan, self._bias = None, (1 + self._bias) / 2  # what drafting has begun on looked better than it was
             if not self._could_pay(len(decoding), num_plain, full):
                 return {}
             self._is_trial, self._catch_up_s = True, 0.0
@@ -465,7 +350,9 @@ class AdaptiveDraftBudget:
                 "%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra={"rate_limited": True}
             )
         expected = float(accepted[best]) / num_drafting / self._bias
-        share = 1 - self._scouts_rate(num_rows, rows[0, -1] / num_drafting, accepted[0, -1] / num_drafting, sizes[0]) / best_rate
+        share = (
+            1 - self._scouts_rate(num_rows, rows[0, -1] / num_drafting, accepted[0, -1] / num_drafting, sizes[0]) / best_rate
+        )
         interval = int(min(max(share / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
         self._plan = _Plan(size, known_size, num_rows, expected, interval)
         return self._plan
@@ -491,9 +378,12 @@ class AdaptiveDraftBudget:
         self._prunes = bool(whole) or not any(tree.num_drafted for tree in trees)
         if trees:
             self._survival.observe(trees, paths)
-        if trees and self._plan and self._plan.size == max(self._sizes.values()) and self._plan.accepted:
-            bias = min((num_tokens / len(trees) - 1) / self._plan.accepted, self.MAX_BIAS)
-            self._bias += min(len(trees) / self.BIAS_TREES, 0.3) * (bias - self._bias)
+        expected, self._expected = self._expected, 0.0
+        if not expected and self._plan and self._plan.size == max(self._sizes.values()):  # trees that are not pruned
+            expected = self._plan.accepted * len(trees)
+        if trees and expected:
+            bias = (num_tokens - len(trees)) / expected  # of one tree anything up to its depth: only the mean has a limit
+            self._bias = min(self._bias + min(len(trees) / self.BIAS_TREES, 0.3) * (bias - self._bias), self.MAX_BIAS)
         return num_tokens
 
 

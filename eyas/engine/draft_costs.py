@@ -1,17 +1,22 @@
-"""What verify passes and draft rounds cost, in seconds by size: tables that measurements correct."""
+"""What verify passes and draft rounds cost, in seconds by size, and how likely nodes of trees are accepted."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from eyas.tree import DraftTree
+
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class TreeSize(NamedTuple):
@@ -169,3 +174,124 @@ class DraftCosts:
 
     def _rows(self, num_trees: int, size: TreeSize) -> int:
         return num_trees * max(min(size.nodes - 1, self._top_k), 1)
+
+
+class SurvivalModel:
+    """How likely a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
+
+    The latter is learned by a node's own score, as means over the nodes verified lately, beginning with what scores claim.
+    The own score is the log-probability below the parent. That of drafters with a network is calibrated, others only rank.
+    """
+
+    FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
+    PRIOR_NODES = 8.0  # nodes of each bin that the prior counts for
+    FEW_NODES = 128
+    EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
+
+    def __init__(self) -> None:
+        uppers = np.append(self.EDGES[1:], 0.0)
+        self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
+        self._edges: list[float] = self.EDGES.tolist()
+        self._verified, self._accepted = np.zeros(len(self.EDGES)), np.zeros(len(self.EDGES))
+
+    def forget(self) -> None:
+        """Let earlier trees count a little less, once for each step with trees."""
+        self._verified *= self.FORGETTING
+        self._accepted *= self.FORGETTING
+
+    def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
+        """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
+        for tree, path in zip(trees, paths, strict=False):
+            accepted = set(path)
+            for node, parent in enumerate(tree.parents):
+                if node and parent in accepted:
+                    number = bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent])) - 1
+                    self._verified[number] += 1
+                    self._accepted[number] += node in accepted
+
+    def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
+        """Probability that each node of each tree is accepted, 1 for the root."""
+        means: Floats = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
+        means = np.minimum.accumulate(means[::-1])[::-1]  # no worse score is likelier
+        few = sum(map(len, trees)) <= self.FEW_NODES
+        return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
+
+    def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
+        """Node by node, which takes less time than arrays while there are few nodes."""
+        survivals = []
+        for tree in trees:
+            scores, survival = tree.log_probs, [1.0]
+            for node in range(1, len(tree)):
+                parent = tree.parents[node]
+                number = bisect_right(self._edges, _own(scores[node], scores[parent])) - 1
+                survival.append(means[number] * survival[parent])
+            survivals.append(np.array(survival))
+        return survivals
+
+    def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
+        """Level by level, the nodes of all trees at once, one tree behind the other."""
+        starts = np.repeat(np.cumsum([0, *map(len, trees)])[:-1], [len(tree) for tree in trees])
+        scores = np.fromiter(chain.from_iterable(tree.log_probs for tree in trees), np.float64)
+        parents = starts + np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64)
+        depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
+        own = np.where(scores > -np.inf, scores - np.maximum(scores[parents], scores), -np.inf)
+        survival: Floats = np.where(depths > 0, means[np.searchsorted(self.EDGES, own, side="right") - 1], 1.0)
+        order, levels = np.argsort(depths, kind="stable"), np.cumsum(np.bincount(depths))
+        for first, end in itertools.pairwise(levels):
+            level = order[first:end]
+            survival[level] *= survival[parents[level]]
+        return np.split(survival, np.cumsum([len(tree) for tree in trees])[:-1])
+
+
+def _own(score: float, parent: float) -> float:
+    """A node's own score, by the cumulative ones."""
+    return score - max(parent, score) if score > -math.inf else score
+
+
+class DraftedNodes(NamedTuple):
+    """Drafted nodes, the likeliest first.
+
+    chances: to be accepted. weights: of their trees, 1 in all. places: in their trees, 1 for the likeliest drafted node.
+    """
+
+    chances: Floats
+    weights: Floats
+    depths: Ints
+    places: Ints
+
+
+class RecentTrees:
+    """The whole trees drafted last, as a sample of what sequences would draft next. The last ones weigh most."""
+
+    NUM_TREES, MIN_TREES = 32, 8
+    FORGETTING = 0.94  # weight of a tree after the next one
+
+    def __init__(self) -> None:
+        self._trees: deque[tuple[DraftTree, int]] = deque(maxlen=self.NUM_TREES)
+
+    def observe(self, tree: DraftTree, most: int) -> None:
+        """Keep a tree that could have had `most` nodes, before nodes were left out."""
+        self._trees.append((tree, most))
+
+    @property
+    def num_missing(self) -> int:
+        """Trees without which they are too few."""
+        return max(self.MIN_TREES - len(self._trees), 0)
+
+    @property
+    def known_size(self) -> int:
+        """Nodes that enough of the trees could have had."""
+        return sorted((nodes for _, nodes in self._trees), reverse=True)[self.MIN_TREES - 1]
+
+    def nodes(self, survival: SurvivalModel, most: int) -> DraftedNodes:
+        """The nodes of the trees that could have had `most` nodes."""
+        trees = [tree for tree, nodes in self._trees if nodes >= most]
+        weights = self.FORGETTING ** np.arange(len(trees) - 1, -1, -1)
+        chances = survival.survival(trees)
+        places = [np.argsort(np.argsort(-own, kind="stable")) for own in chances]
+        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
+        depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
+        order = np.argsort(-np.concatenate(chances), kind="stable")
+        order = order[depths[order] > 0]
+        places_of: Ints = np.concatenate(places)[order]
+        return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)

@@ -28,6 +28,7 @@ class Simulation:
     A step costs `fixed` seconds, `row` for each node, and `draft` if trees were requested, with `behind` for each step whose
     tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
     available: whether the drafter answers. others: requests beside them that cannot have trees.
+    gap: seconds between two steps, in which a drafter apart works too.
     now, tokens: seconds that have passed and tokens that came out.
     """
 
@@ -39,6 +40,7 @@ class Simulation:
     available: bool = True
     behind: float = 0.0
     others: int = 0
+    gap: float | None = None
     num_missed: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
@@ -50,7 +52,7 @@ class Simulation:
         first, level = (CostModel(sizes, [seconds] * len(sizes), rate=0.5) for seconds in (self.draft, 0.0))
         if remote:
             first, level = CostModel((), (), rate=0.5), CostModel((), (), rate=0.5)
-        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k))
+        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k), remote)
 
     def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The nodes that most requests got, step by step; 1 where only scouts have trees."""
@@ -58,11 +60,11 @@ class Simulation:
         without = {f"other {number}": NO_TREE for number in range(self.others)}
         chosen = [budget.choose(names, most, self.others)]
         for _ in range(steps):
-            wait_s = self._wait(chosen[-1])
+            wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch)
-            budget.observe(batch, outputs, wait_s, verify_s)
-            self.now += wait_s + verify_s
+            budget.observe(batch, outputs, wait_s, verify_s, self.gap)
+            self.now += wait_s + verify_s + (self.gap or 0.0)
             chosen.append(budget.choose(names, most, self.others))
         usual_sizes = []
         for sizes in chosen:  # the same size for all, or for scouts

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from eyas.engine.draft_budget import RecentTrees, SurvivalModel
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
 from eyas.tree import DraftTree
 
 
@@ -105,3 +104,21 @@ def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
     assert chances.tolist() == [own[2], own[2], own[3], own[3], own[1], own[1]]
     assert weights.sum() == pytest.approx(3)
     assert (depths.tolist(), places.tolist()) == ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3])
+
+
+def test_survival_node_by_node_equals_that_level_by_level() -> None:
+    model, few = (
+        SurvivalModel(),
+        [DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0)), DraftTree.chain((1, 2, 3))],
+    )
+    model.observe(few, [(0, 2), (0, 1, 2)])
+    many = few * (SurvivalModel.FEW_NODES // 4)
+    for one, other in zip(many, model.survival(many), strict=True):
+        assert model.survival([one])[0].tolist() == pytest.approx(other.tolist())
+
+
+def test_a_drafter_apart_is_known_by_its_fastest_first_rounds() -> None:
+    table = DraftCosts(CostModel((), (), rate=0.5), CostModel((), (), rate=0.5), top_k=8)
+    for seconds in (60.0, 13.0, 5.0, 8.0):
+        table.observe(1, TreeSize(16, 5), seconds)
+    assert table.at(1, TreeSize(16, 5)) == pytest.approx(5)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget, SurvivalModel
-from eyas.engine.draft_costs import CostModel, DraftCosts
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftCosts, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from eyas.sampling.acceptance import VerifyOutput
@@ -239,3 +239,35 @@ def test_a_drafter_that_starts_slowly_is_not_given_up() -> None:
     simulation.sizes(budget, 3)
     simulation.draft = 0.002
     assert usual(simulation.sizes(budget, 150)[-20:]) == NODES
+
+
+def test_a_long_time_between_steps_hides_no_cost() -> None:
+    """The first rounds of a drafter apart end while chunks go out, and it seems to cost nothing."""
+    simulation = Simulation(draft=1.5, row=0.05, gap=0.1)
+    budget = simulation.budget(remote=True)
+    simulation.sizes(budget, 20)
+    known = budget._draft.at(1, TreeSize(NODES, NODES - 1))
+    simulation.gap = 1.4
+    simulation.sizes(budget, 10)
+    assert known == pytest.approx(1.4, rel=0.1)
+    assert budget._draft.at(1, TreeSize(NODES, NODES - 1)) == pytest.approx(known, rel=0.4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_tokens_of_single_trees_come(seed: int) -> None:
+    """What one tree yields is far from its mean, and cut where it is high the mean of many were too low."""
+    simulation = Simulation(row=0.02, draft=0.1)
+    budget = simulation.budget()
+    biases = []
+    for part in range(10):
+        simulation.sizes(budget, 100, 100 * seed + part)
+        biases.append(budget._bias)
+    assert np.mean(biases) == pytest.approx(1, abs=0.07)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_cost_less_than_two_percent(seed: int) -> None:
+    simulation = Simulation(fixed=0.003, row=0.0002, draft=0.0096)
+    budget = simulation.budget()
+    simulation.sizes(budget, 1000, seed)
+    assert simulation.seconds_per_token(budget, 2000, seed + 10) < simulation.expected_seconds_per_token(1) / 0.98
