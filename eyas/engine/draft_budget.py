@@ -93,16 +93,17 @@ class FixedDraftBudget:
 class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
-    What trees would be worth is learned from scouts, a few sequences that have the largest ones: in the first steps, and later
-    as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as one. If the
-    drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says what waiting
-    costs.
+    What trees would be worth is learned from scouts, a few sequences that have the largest ones: in the first steps, and
+    later as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as one.
+    If the drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says what
+    waiting costs.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
-    time. A debt of several steps stops all drafting until it is paid, or until drafting seems to pay for another number of
-    sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter may have become better:
-    scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first
-    FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
+    time. A debt of several steps stops all drafting until a third of it is paid, or until drafting seems to pay for another
+    number of sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter may have
+    become better: scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS
+    follow. The first FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to
+    load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
@@ -215,7 +216,7 @@ class AdaptiveDraftBudget:
         self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
 
     def _with_hidden(self, wait_s: float, between_s: float) -> float:
-        """What the last round of a drafter apart would take after a usual time between the steps: a longer one hid a part."""
+        """The wait for a drafter apart after a usual time between the steps: a longer one hid a part of its work."""
         hidden_s = max(between_s - self._between_s, 0.0)
         requested = [size for size in self._sizes.values() if size.depth]
         known_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
@@ -240,7 +241,7 @@ class AdaptiveDraftBudget:
         if not self._is_stopped and self._debt_s > self._catch_up_s + plain_s * (1 + self.STOP_DEBT / batch**0.5):
             self._is_stopped, self._debt_s = True, self._debt_s / 3  # texts differ: a bad stretch is no bad drafter
 
-    def _step_s(self, num_rows: int) -> float:
+    def _step_s(self, num_rows: float) -> float:
         """Expected seconds of a step, without its draft."""
         return self._verify.seconds(num_rows) + self._between_s
 
@@ -287,7 +288,7 @@ class AdaptiveDraftBudget:
     def _waits_for_payment(self, num_rows: int) -> bool:
         """Whether drafting seemed not worth its cost to about as many sequences, and there is a debt."""
         plan, is_alike = self._plan, 2 / 3 < num_rows / self._debt_rows < 1.5
-        return bool(plan and self._debt_s) and is_alike and (self._is_stopped or not plan.size.depth)
+        return plan is not None and self._debt_s > 0 and is_alike and (self._is_stopped or not plan.size.depth)
 
     def _goes_on(self, num_rows: int) -> bool:
         """Whether scouts have trees in the next step too."""
@@ -388,8 +389,11 @@ class AdaptiveDraftBudget:
 
 
 class _Plan(NamedTuple):
-    """A choice. known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to
-    scouts. age: steps it was used for."""
+    """A choice.
+
+    known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to scouts. age:
+    steps it was used for.
+    """
 
     size: TreeSize
     known_size: int

@@ -255,7 +255,7 @@ def test_a_long_time_between_steps_hides_no_cost() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_expected_tokens_of_single_trees_come(seed: int) -> None:
-    """What one tree yields is far from its mean, and cut where it is high the mean of many were too low."""
+    """What single trees yield is far from the mean. With a limit for each of them the mean would be too low."""
     simulation = Simulation(row=0.02, draft=0.1)
     budget = simulation.budget()
     biases = []
