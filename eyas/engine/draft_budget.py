@@ -94,16 +94,16 @@ class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
     What trees would be worth is learned from scouts, a few sequences that have the largest ones: in the first steps, and
-    later as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as one.
-    If the drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says what
-    waiting costs.
+    later as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as
+    one. If the drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says
+    what waiting costs.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
-    time. A debt of several steps stops all drafting until a third of it is paid, or until drafting seems to pay for another
-    number of sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter may have
-    become better: scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS
-    follow. The first FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to
-    load and to catch up.
+    time. A debt of several steps stops all drafting until a third as much is paid, or until drafting seems to pay for
+    another number of sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter
+    may have become better: scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least
+    PLAIN_STEPS follow. The first FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter
+    apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
@@ -391,8 +391,8 @@ class AdaptiveDraftBudget:
 class _Plan(NamedTuple):
     """A choice.
 
-    known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to scouts. age:
-    steps it was used for.
+    known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to scouts.
+    age: steps it was used for.
     """
 
     size: TreeSize
