@@ -220,7 +220,7 @@ class AdaptiveDraftBudget:
         hidden_s = max(between_s - self._between_s, 0.0)
         requested = [size for size in self._sizes.values() if size.depth]
         known_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
-        if known_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, nobody knows for how long
+        if known_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, perhaps for long
             return min(wait_s + hidden_s, max(known_s, wait_s))
         return wait_s + hidden_s
 

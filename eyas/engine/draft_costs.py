@@ -116,7 +116,7 @@ class DraftCosts:
     RELAXING = 0.95  # what a retry multiplies all seconds by: a drafter that was slow may be fast again
     # Relative errors: of tables that were measured before, of those that were not, what rounds add, and of a measurement.
     MEASURED, UNKNOWN, DRIFT, NOISE = 0.3, 1.0, 0.02, 0.2
-    NUM_FIRST = 6  # measurements of an empty table, the least of which counts: a drafter apart loads and connects at first
+    NUM_FIRST = 6  # measurements of an empty table: their least counts, as a drafter apart loads and connects at first
 
     def __init__(self, first: CostModel, level: CostModel, top_k: int) -> None:
         self._first, self._level, self._top_k = first, level, top_k
