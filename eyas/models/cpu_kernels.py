@@ -1,8 +1,8 @@
 """What a fused layer does between its products, compiled for the CPU with numba (docs/decisions/0038-compiled-cpu.md).
 
 Small operations of torch take 3 to 20 us each, whatever they compute. A kernel here takes 1 us and its arithmetic. Arrays
-are float32 and contiguous, and one thread runs. A row's result does not depend on the other rows of the pass, bit for bit:
-sums are taken over those keys alone that the row sees, in the order of their positions.
+are float32 and contiguous. One thread runs, but several may share `run_layers`. A row's result does not depend on the other
+rows of the pass, bit for bit: sums are taken over those keys alone that the row sees, in the order of their positions.
 
 Legend: R rows, C hidden width, H query heads, J key-value heads, G query heads of a key-value head, D head width, I
 intermediate width, S slots, B segments, P prefix slots of all segments, L prefix length and n keys of a segment.

@@ -23,8 +23,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -309,26 +310,35 @@ def multiply_together(left, address, out, tickets, num_parts):
     wait_for_parts(tickets, 0, num_parts)
 
 
+Calls: TypeAlias = SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
+
+
 class Helpers:
     """Threads that run kernels together with the thread that asks. They end when this object is dropped."""
 
     def __init__(self, count: int) -> None:
         self.num_threads = 1 + count
-        self._queues: list[SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]] = []
+        self._queues: list[Calls] = []
         for _ in range(count):
-            queue: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None] = SimpleQueue()
+            queue: Calls = SimpleQueue()
             threading.Thread(target=_help, args=(queue,), name="layers", daemon=True).start()
             weakref.finalize(self, queue.put, None)
             self._queues.append(queue)
 
     def run(self, kernel: Callable[..., object], *arguments: object) -> None:
-        """Run a kernel whose work the threads share. A helper that comes too late finds nothing to do."""
+        """Run a kernel whose work the threads share. A helper that comes too late finds nothing to do.
+
+        A call that its helper has not begun makes room for the next one: one that never comes keeps no memory.
+        """
         for queue in self._queues:
+            if not queue.empty():
+                with suppress(Empty):
+                    queue.get_nowait()
             queue.put((kernel, arguments))
         kernel(*arguments)
 
 
-def _help(queue: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]) -> None:
+def _help(queue: Calls) -> None:
     while (call := queue.get()) is not None:
         kernel, arguments = call
         kernel(*arguments)

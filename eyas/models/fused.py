@@ -12,6 +12,7 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ MAX_KERNEL_ROWS = 64
 # Activations of the gate by the class that transformers makes of them.
 PLAIN_LINEAR = (nn.Linear, Float32Head)
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -390,6 +393,12 @@ def share_layers(model: Any, num_threads: int) -> None:
     decoder = getattr(model.get_decoder().forward, "__self__", None)
     if isinstance(decoder, CpuDecoder) and runs_compiled(model.device):
         decoder.share(num_threads)
+    elif num_threads > 1:
+        log.warning(
+            "engine.layer_threads is %d, but no kernels of the CPU run this model's layers: they need device cpu, dtype "
+            "float32, threads 1 (torch has %d) and numba (pip install eyas[cpu])",
+            num_threads, torch.get_num_threads(),
+        )  # fmt: skip
 
 
 def is_batch_invariant(model: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,37 @@ def test_threads_end_with_what_they_help() -> None:
     del helpers
     for thread in mine:
         thread.join()
+
+
+def test_a_helper_that_does_not_come_keeps_one_call() -> None:
+    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    helpers, caller, arrays = products.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
+    has_come, may_go = threading.Event(), threading.Event()
+
+    def hold(_: np.ndarray) -> None:
+        if threading.current_thread() is not caller:
+            has_come.set()
+            may_go.wait()
+
+    helpers.run(hold, np.zeros(1))
+    has_come.wait()
+    for _ in range(5):
+        array = np.zeros(1)
+        arrays.append(weakref.ref(array))
+        helpers.run(hold, array)
+        del array
+    assert [array() is not None for array in arrays] == [False] * 4 + [True]
+    may_go.set()
+
+
+def test_threads_that_no_kernel_uses_are_named(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
+    target = load_target(tiny_target)
+    unfuse_layers(target.model)
+    with caplog.at_level(logging.WARNING):
+        share_layers(target.model, 1)
+        assert not caplog.records
+        share_layers(target.model, 2)
+    assert "engine.layer_threads is 2" in caplog.text
 
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:

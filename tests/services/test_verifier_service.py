@@ -120,17 +120,17 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "same"),
     [
-        {"dtype": "bfloat16"},
-        {"engine": EngineConfig(kv_cache_dtype="fp8")},
-        {"engine": EngineConfig(acceptance="rejection")},
-        {"engine": EngineConfig(deterministic=True)},
-        {"engine": EngineConfig(max_num_seqs=1), "same": True},
+        ({"dtype": "bfloat16"}, False),
+        ({"engine": EngineConfig(kv_cache_dtype="fp8")}, False),
+        ({"engine": EngineConfig(acceptance="rejection")}, False),
+        ({"engine": EngineConfig(deterministic=True)}, False),
+        ({"engine": EngineConfig(max_num_seqs=1, layer_threads=2)}, True),
     ],
 )
-def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any]) -> None:
-    same, config, target = other.pop("same", False), VerifierConfig("m", "m", dtype="float32"), TargetInfo("digest", "none")
+def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any], same: bool) -> None:
+    config, target = VerifierConfig("m", "m", dtype="float32"), TargetInfo("digest", "none")
     assert (outputs_fingerprint(config, target) == outputs_fingerprint(replace(config, **other), target)) is same
     assert outputs_fingerprint(config, target) != outputs_fingerprint(config, TargetInfo("another", "none"))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TensorBytes, TreeBudget, changed
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
@@ -65,7 +66,7 @@ request_ids = names.filter(str.isprintable)
 requests = st.builds(
     Request, request_ids, ids, samplings, names, counts, num_draft_tokens=counts, return_verify_steps=st.booleans()
 )
-infos = st.builds(ModelInfo, names, names, counts, counts, names)
+infos = st.builds(ModelInfo, names, names, counts, counts, names, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(TreeBudget, counts, counts, st.floats(0, 1e9))
@@ -154,6 +155,13 @@ def test_a_draft_response_comes_back(
 @given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))
 def test_a_drafter_info_comes_back(drafter: DrafterInfo) -> None:
     assert convert.drafter_info_from_proto(convert.drafter_info_to_proto(drafter)) == drafter
+
+
+@given(commits)
+def test_a_changed_commit_equals_a_replaced_one(commit: Commit[TensorBytes]) -> None:
+    budget = changed(commit.budget, max_nodes=7)
+    assert budget == replace(commit.budget, max_nodes=7)
+    assert changed(commit, tokens=(3,), budget=budget) == replace(commit, tokens=(3,), budget=budget)
 
 
 def test_unset_sampling_fields_take_their_defaults() -> None:
