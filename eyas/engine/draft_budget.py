@@ -29,6 +29,18 @@ Ints = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 
+class StepTimes(NamedTuple):
+    """Seconds of a step.
+
+    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: of all else since the
+    end of the step before; None if nothing was to be done then.
+    """
+
+    wait: float
+    verify: float
+    between: float | None = None
+
+
 class DraftBudget(Protocol):
     """Chooses sizes of draft trees.
 
@@ -52,19 +64,8 @@ class DraftBudget(Protocol):
         """
         ...
 
-    def observe(
-        self,
-        batch: Seq[ScheduledSequence],
-        outputs: Seq[VerifyOutput],
-        wait_s: float,
-        verify_s: float,
-        between_s: float | None = None,
-    ) -> None:
-        """Take note of a step.
-
-        wait_s: seconds to request its trees and to get them. verify_s: from there to its end. between_s: from the end of the
-        step before to its begin, without the request; None if nothing was to be done meanwhile.
-        """
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
+        """Take note of a step."""
         ...
 
 
@@ -80,14 +81,7 @@ class FixedDraftBudget:
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         return list(trees)
 
-    def observe(
-        self,
-        batch: Seq[ScheduledSequence],
-        outputs: Seq[VerifyOutput],
-        wait_s: float,
-        verify_s: float,
-        between_s: float | None = None,
-    ) -> None: ...
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
 
 
 class AdaptiveDraftBudget:
@@ -181,30 +175,24 @@ class AdaptiveDraftBudget:
         self._whole = {id(part): (part, tree) for part, tree in zip(pruned, trees, strict=True)}
         return pruned
 
-    def observe(
-        self,
-        batch: Seq[ScheduledSequence],
-        outputs: Seq[VerifyOutput],
-        wait_s: float,
-        verify_s: float,
-        between_s: float | None = None,
-    ) -> None:
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
         if not batch:
             return
+        wait_s, verify_s, between_s = times
+        requested = [size for size in self._sizes.values() if size.depth]
+        draft_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
         if between_s is not None:
-            wait_s = self._with_hidden(wait_s, between_s) if self._is_apart and self._between_s else wait_s
+            wait_s = self._with_hidden(wait_s, between_s, draft_s) if self._is_apart and self._between_s else wait_s
             most_s = CostModel.MAX_SURPRISE * self._between_s
             self._between_s += self.SPEED_RATE * (min(between_s, most_s or between_s) - self._between_s)
         decode_only = all(scheduled.tree is not None for scheduled in batch)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
-        requested = [size for size in self._sizes.values() if size.depth]
         self._num_steps += 1
         if decode_only and (requested or self._num_steps % self.PLAIN_INTERVAL == 0):
             self._verify.observe(num_rows, verify_s)
         if not requested:
             self._pay(self.RETRY_SHARE * (wait_s + verify_s))
             return
-        draft_s = self._draft.at(len(requested), max(requested))
         if self._is_timed:
             self._draft.observe(len(requested), max(requested), wait_s)
         num_drafted = self._observe_trees(batch, outputs)
@@ -215,13 +203,14 @@ class AdaptiveDraftBudget:
         self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
         self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
 
-    def _with_hidden(self, wait_s: float, between_s: float) -> float:
-        """The wait for a drafter apart after a usual time between the steps: a longer one hid a part of its work."""
+    def _with_hidden(self, wait_s: float, between_s: float, draft_s: float) -> float:
+        """The wait for a drafter apart after a usual time between the steps: a longer one hid a part of its work.
+
+        draft_s: what the draft is expected to take, 0 if unknown.
+        """
         hidden_s = max(between_s - self._between_s, 0.0)
-        requested = [size for size in self._sizes.values() if size.depth]
-        known_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
-        if known_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, perhaps for long
-            return min(wait_s + hidden_s, max(known_s, wait_s))
+        if draft_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, perhaps for long
+            return min(wait_s + hidden_s, max(draft_s, wait_s))
         return wait_s + hidden_s
 
     def _most_wait(self, draft_s: float) -> float:
@@ -265,8 +254,8 @@ class AdaptiveDraftBudget:
             return {}
         plan = self._planned(len(decoding), most, num_plain) if is_known else None
         if plan and plan.size.depth:
-            if self._debt_s and not 2 / 3 < plan.num_rows / self._debt_rows < 1.5:
-                self._pay(self._debt_s)  # it says nothing about this load
+            if self._debt_s and not self._is_load_of_debt(plan.num_rows):
+                self._pay(self._debt_s)
             if self._is_stopped:
                 return {}
             self._num_drafted += 1
@@ -287,8 +276,13 @@ class AdaptiveDraftBudget:
 
     def _waits_for_payment(self, num_rows: int) -> bool:
         """Whether drafting seemed not worth its cost to about as many sequences, and there is a debt."""
-        plan, is_alike = self._plan, 2 / 3 < num_rows / self._debt_rows < 1.5
-        return plan is not None and self._debt_s > 0 and is_alike and (self._is_stopped or not plan.size.depth)
+        plan = self._plan
+        is_unpaid = self._debt_s > 0 and self._is_load_of_debt(num_rows)
+        return plan is not None and is_unpaid and (self._is_stopped or not plan.size.depth)
+
+    def _is_load_of_debt(self, num_rows: int) -> bool:
+        """Whether the debt was made by about as many sequences; else it says nothing about them."""
+        return 2 / 3 < num_rows / self._debt_rows < 1.5
 
     def _goes_on(self, num_rows: int) -> bool:
         """Whether scouts have trees in the next step too."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
+from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget, StepTimes
 from eyas.engine.draft_costs import NO_TREE
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
@@ -132,7 +132,7 @@ class Engine:
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         between = None if self._ended is None else started - self._ended + verified - pass_s
-        self._budget.observe(batch, outputs, wait + self._request_s, pass_s, between)
+        self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between))
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted)

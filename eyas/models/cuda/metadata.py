@@ -240,6 +240,11 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 
+def _numbers_within(counts: Ints) -> Ints:
+    """0, 1 and so on in each of some groups of these sizes, one group after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+
+
 def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> Ints:
     return np.array(list(map(len, arrays)), dtype=np.int64)
 
@@ -269,7 +274,7 @@ class OwnTiles(NamedTuple):
 def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
     tiles_of = -(-counts // shape.tile_rows)
     owner = np.repeat(np.arange(len(counts)), tiles_of)
-    firsts = (np.arange(len(owner)) - np.repeat(tiles_of.cumsum() - tiles_of, tiles_of)) * shape.tile_rows
+    firsts = _numbers_within(tiles_of) * shape.tile_rows
     strides = -(-counts // 32)
     tiles = np.zeros((len(owner), TILE_WORDS), dtype=np.int32)
     tiles[:, 0] = firsts
@@ -307,7 +312,7 @@ def _parts_of(segment: Segment, shape: MetadataShape) -> tuple[Words, Words]:
     """The tiles of one segment, and the words of its paths."""
     firsts, ends = _tile_ends(segment, shape.tile_rows)
     parts = -(-ends // shape.fixed_part)
-    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)  # of a part within its tile
+    number = _numbers_within(parts)
     paths = _path_words(segment)
     tiles = np.zeros((len(number), FIXED_TILE_WORDS), dtype=np.int32)
     tiles[:, 0] = np.repeat(firsts, parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
 from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
@@ -63,7 +63,7 @@ class Simulation:
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch)
-            budget.observe(batch, outputs, wait_s, verify_s, self.gap)
+            budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap))
             self.now += wait_s + verify_s + (self.gap or 0.0)
             chosen.append(budget.choose(names, most, self.others))
         usual_sizes = []

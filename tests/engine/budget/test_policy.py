@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
 from eyas.engine.draft_costs import CostModel, DraftCosts, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
@@ -66,7 +66,8 @@ def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> No
     simulation.sizes(budget, 100)
     tree = DraftTree.chain((1, 2))
     sequence = Sequence(Request("0" if has_output else "another", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
-    budget.observe([ScheduledSequence(sequence, np.arange(2), 1, tree)], [VerifyOutput(None, error="NaN")], 0.2, 1.0)
+    batch = [ScheduledSequence(sequence, np.arange(2), 1, tree)]
+    budget.observe(batch, [VerifyOutput(None, error="NaN")], StepTimes(0.2, 1.0))
     assert usual(simulation.sizes(budget, 100)) > 4
 
 
