@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,20 @@ from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import ASSISTED, GENERATE, PLAIN, Agreement, Run, total_stats
-from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
+from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
+from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.target import TargetModel, load_target
+from eyas.request import SamplingParams
 
 INCHES_PER_METHOD = 0.9
+# Time of a drafter's layer over that of a verify pass, in the comparison of methods whose speeds here say little about GPUs.
+LAYER_COST = 0.1
+PER_VERIFY_TIME = "tokens per verify time"
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,10 @@ class MethodScore:
 
     draft_ms: mean time that the drafter takes in a verify step.
     identical: outputs that equal those of plain decoding.
+    work: passes of the drafter's network for a tree. rows: mean rows of a verify step, the root included.
     unshared_noise_tau: acceptance length without shared noise, for methods with draft probabilities at temperatures above 0.
-    seconds, unshared_noise_seconds: decoding time with and without shared noise.
+    plain_ranking_tau: the same with nodes ranked by draft probabilities, not by sharpened ones.
+    seconds, other_seconds: decoding time of the method, and of the runs behind these two figures.
     """
 
     method: str
@@ -55,9 +62,12 @@ class MethodScore:
     tasks: tuple[TaskScore, ...]
     draft_ms: float | None
     identical: Agreement
+    work: DraftWork = NO_WORK
+    rows: float = 1.0
     unshared_noise_tau: float | None = None
+    plain_ranking_tau: float | None = None
     seconds: float = 0.0
-    unshared_noise_seconds: float = 0.0
+    other_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -67,10 +77,13 @@ class MethodScore:
         tasks: Sequence[str],
         runs: Sequence[Run],
         plain: Sequence[Run],
+        work: DraftWork = NO_WORK,
         unshared_noise: Sequence[Run] = (),
+        plain_ranking: Sequence[Run] = (),
     ) -> MethodScore:
-        """Score runs over the same prompts, in the same order, as `tasks`, `plain` and `unshared_noise`."""
-        steps = total_stats(runs).num_verify_steps
+        """Score runs over the same prompts, in the same order, as `tasks`, `plain` and the other runs."""
+        stats = total_stats(runs)
+        steps = stats.num_verify_steps
         draft_seconds = sum(run.draft_seconds for run in runs)
         pairs = {
             task: [(run, other) for name, run, other in zip(tasks, runs, plain, strict=True) if name == task]
@@ -84,9 +97,12 @@ class MethodScore:
             tasks=tuple(TaskScore.of(task, own) for task, own in pairs.items()),
             draft_ms=1e3 * draft_seconds / steps if draft_seconds and steps else None,
             identical=Agreement.between(runs, plain),
+            work=work,
+            rows=1 + stats.num_drafted / steps if steps else 1.0,
             unshared_noise_tau=_tau(unshared_noise) if unshared_noise else None,
+            plain_ranking_tau=_tau(plain_ranking) if plain_ranking else None,
             seconds=sum(run.seconds for run in runs),
-            unshared_noise_seconds=sum(run.seconds for run in unshared_noise),
+            other_seconds=sum(run.seconds for run in (*unshared_noise, *plain_ranking)),
         )
 
 
@@ -98,9 +114,11 @@ class MethodsResults:
     scores: tuple[MethodScore, ...]
 
     def tables(self) -> list[Table]:
-        """One table per temperature."""
+        """Two tables per temperature: speeds, and what a drafted token costs."""
         temperatures = dict.fromkeys(score.temperature for score in self.scores)
-        return [_table(t, [score for score in self.scores if score.temperature == t]) for t in temperatures]
+        at = [[score for score in self.scores if score.temperature == t] for t in temperatures]
+        tables = [table for scores in at for table in (_table(scores), _costs(scores))]
+        return [table for table in tables if table.rows]
 
 
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
@@ -115,8 +133,9 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     target = load_target(settings.model, settings.dtype, settings.device)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
-    # Shared noise affects methods with draft probabilities, above temperature 0.
-    noisy = [spec for spec in settings.methods if find_method(spec.name).has_probs and max(settings.temperatures) > 0]
+    ranked = [spec for spec in settings.methods if find_method(spec.name).has_probs]
+    plain_ranking = {spec.name: build(spec, DraftingConfig(ranking_temperature=1)) for spec in ranked}
+    noisy = ranked if max(settings.temperatures) > 0 else []
     unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
     generate = GenerateContender(settings.model, settings.dtype, target.device)
     greedy: dict[str, Contender] = {GENERATE: generate}
@@ -128,12 +147,26 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
         contenders: dict[str, Contender] = {**timed, **(greedy if temperature == 0 else {})}
         runs = run_in_turn(contenders, batches, sampling, progress, label)
-        unshared_runs: dict[str, list[Run]] = {}
-        if unshared and temperature > 0:
-            unshared_runs = run_in_turn(unshared, batches, sampling, progress, f"{label}, without shared noise")
+        compare = partial(_others, batches, sampling, progress)
+        plainly = compare(plain_ranking, f"{label}, plain ranking")
+        alone = compare(unshared if temperature > 0 else {}, f"{label}, without shared noise")
         for name, own in runs.items():
-            scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], unshared_runs.get(name, ())))
+            found = contenders[name]
+            work = found.work if isinstance(found, EngineContender) else NO_WORK
+            others = alone.get(name, ()), plainly.get(name, ())
+            scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
+
+
+def _others(
+    batches: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
+    progress: Progress,
+    contenders: Mapping[str, Contender],
+    label: str,
+) -> dict[str, list[Run]]:
+    """The runs of methods with other settings, whose speed does not count."""
+    return run_in_turn(contenders, batches, sampling, progress, label) if contenders else {}
 
 
 def _contender(
@@ -190,7 +223,8 @@ def draw(scores: Sequence[MethodScore], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table(temperature: float, scores: Sequence[MethodScore]) -> Table:
+def _table(scores: Sequence[MethodScore]) -> Table:
+    temperature = scores[0].temperature
     tasks = [task.task for task in scores[0].tasks] if len(scores[0].tasks) > 1 else []
     columns = ["method", "speedup", "tau", *(f"{task}: speedup / tau" for task in tasks)]
     columns += ["draft ms per step", "tokens/s", "identical"]
@@ -201,9 +235,38 @@ def _table(temperature: float, scores: Sequence[MethodScore]) -> Table:
         "tau: mean tokens per verify step, bonus included. Identical: outputs that equal plain decoding's token for token. "
         f"This took {sum(score.seconds for score in scores):.0f} s of decoding"
     )
-    without = sum(score.unshared_noise_seconds for score in scores)
-    note += f", and the same without shared noise {without:.0f} s." if without else "."
+    other = sum(score.other_seconds for score in scores)
+    note += f", and the runs with other rankings {other:.0f} s." if other else "."
     return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks) for s in scores), note)
+
+
+def _costs(scores: Sequence[MethodScore]) -> Table:
+    """What the drafted tokens of each method cost the verifier and the drafter."""
+    columns = ("method", "rows", "tau per row", "draft passes", "layers", "tau per draft pass", PER_VERIFY_TIME)
+    columns += ("tau", "tau with plain ranking")
+    rows = tuple(
+        (
+            s.method,
+            f"{s.rows:.1f}",
+            _text(s.overall.tau / s.rows),
+            f"{s.work.passes or ''}",
+            f"{s.work.layers or ''}",
+            _text(s.overall.tau / s.work.passes) if s.work.passes else "",
+            _text(s.overall.tau / (1 + LAYER_COST * s.work.layers)),
+            _text(s.overall.tau),
+            _text(s.plain_ranking_tau),
+        )
+        for s in scores
+        if s.overall.tau is not None
+    )
+    note = (
+        "rows: mean rows of a verify step, the root included. draft passes: forward passes of the drafter for a tree, one "
+        "after another, and the layers in them; heads of Medusa and Hydra count as a layer each. "
+        f"{PER_VERIFY_TIME}: tau / (1 + {LAYER_COST:g} layers), the tokens in the time of a verify pass if a layer of the "
+        "drafter takes a tenth of it and lookups take none. Plain ranking: by draft probabilities "
+        "(`drafting.ranking_temperature: 1`); otherwise they are sharpened, as calibrated while serving."
+    )
+    return Table(f"Temperature {scores[0].temperature:g}: what drafts cost", columns, rows, note)
 
 
 def _row(score: MethodScore, tasks: Sequence[str]) -> tuple[str, ...]:

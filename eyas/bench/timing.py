@@ -22,7 +22,7 @@ from eyas.bench.settings import Prompt, random_prompt
 from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
+from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence
@@ -61,6 +61,11 @@ class EngineContender:
         self.engine = engine
         self.now = partial(now, device)
         self._drafter = drafter
+
+    @property
+    def work(self) -> DraftWork:
+        """What a round of the drafter runs."""
+        return self._drafter.work if self._drafter else NO_WORK
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
         outputs: list[tuple[int, ...]] = [()] * len(prompts)

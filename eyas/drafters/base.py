@@ -96,6 +96,24 @@ class DrafterNeeds:
     feature_size: int = 0
 
 
+@dataclass(frozen=True)
+class DraftWork:
+    """What a tree of all levels runs, one after another.
+
+    passes: forward passes of a network. layers: decoder layers in these; the small networks of Medusa's and Hydra's heads
+    count as one each.
+    """
+
+    passes: int = 0
+    layers: int = 0
+
+    def __add__(self, other: DraftWork) -> DraftWork:
+        return DraftWork(self.passes + other.passes, self.layers + other.layers)
+
+
+NO_WORK = DraftWork()
+
+
 class Drafter(Protocol):
     """Proposes a tree below the last committed token of each session."""
 
@@ -149,6 +167,11 @@ class LocalDrafter(ABC):
     @property
     def can_sample(self) -> bool:
         return False
+
+    @property
+    def work(self) -> DraftWork:
+        """What a round runs; nothing for lookups."""
+        return NO_WORK
 
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:

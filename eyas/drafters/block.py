@@ -23,7 +23,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import DraftContext, DrafterNeeds, within
+from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import (
     EmulatedExpansion,
     NeuralDrafter,
@@ -124,6 +124,11 @@ class BlockDrafter(NeuralDrafter[None]):
     @property
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
+
+    @property
+    def work(self) -> DraftWork:
+        """One pass, whose context is projected only."""
+        return DraftWork(1, self._head.config.num_layers)
 
     def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)

@@ -18,7 +18,17 @@ import torch
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Path, PathMasks, compile_growth, within
+from eyas.drafters.base import (
+    Draft,
+    DraftContext,
+    DrafterNeeds,
+    DraftWork,
+    LocalDrafter,
+    Path,
+    PathMasks,
+    compile_growth,
+    within,
+)
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.tensors import Ints, runs_compiled
@@ -102,6 +112,10 @@ class CombinedDrafter(LocalDrafter):
     def needs(self) -> DrafterNeeds:
         first, second = (side.needs for side in self._sides)
         return replace(first if first.features else second, samples=first.samples or second.samples)
+
+    @property
+    def work(self) -> DraftWork:
+        return self._sides[0].work + self._sides[1].work
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
         for side in self._sides:

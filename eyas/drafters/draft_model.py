@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
-from eyas.drafters.base import DraftContext
+from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
@@ -98,6 +98,10 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
             rows = self._slots.max_sessions * (self.tree.num_steps + 1)
             limits = CaptureLimits(rows, self._slots.max_sessions, self._kv.scratch)
             self._backend = GraphBackend(self._backend, self._kv, limits, self._capture)
+
+    @property
+    def work(self) -> DraftWork:
+        return DraftWork(self.tree.num_steps, self.tree.num_steps * len(self._model.kv_shapes))
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""

@@ -20,7 +20,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import DraftContext, DrafterNeeds, within
+from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.grown_tree import GrownRows
 from eyas.drafters.neural import (
     NeuralDrafter,
@@ -112,6 +112,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     @property
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
+
+    @property
+    def work(self) -> DraftWork:
+        """The new pairs and the levels below; P-EAGLE runs all further levels as rows of one pass."""
+        config, levels = self._head.config, self.tree.num_steps
+        passes = min(levels, 2) if config.kind == "peagle" else levels
+        return DraftWork(passes, passes * config.num_layers)
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
-from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
 from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
@@ -82,6 +82,11 @@ class MultiHeadDrafter(NeuralDrafter[None]):
     @property
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(features=True, feature_size=self._head.hidden)
+
+    @property
+    def work(self) -> DraftWork:
+        passes = self.tree.num_steps if isinstance(self._head, HydraHead) else 1
+        return DraftWork(passes + bool(self._prefix), passes + bool(self._prefix))
 
     def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)

@@ -2,17 +2,30 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from eyas.bench.methods import MethodScore, MethodsResults
 from eyas.bench.results import Run
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.cli import app
+from eyas.config import TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.base import DraftWork
+from eyas.drafters.draft_model import ModelDrafter
 from eyas.errors import ConfigError
-from eyas.request import GenerationStats
+from eyas.models.heads.block import BlockHead
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.hydra import HydraHead, PrefixLayer
+from eyas.models.heads.medusa import MedusaHead
+from eyas.models.target import TargetModel
+from eyas.request import GenerationStats, NoiseKey
+from eyas.tree import DraftTree
+from tests.methods import Case
 
 
 def timed(seconds: float, tokens: tuple[int, ...], rounds: int = 0) -> Run:
@@ -32,9 +45,70 @@ def test_speedups_are_taken_prompt_by_prompt_and_by_task() -> None:
     ]
     assert score.draft_ms == pytest.approx(10)
     assert f"{score.identical}" == "2 of 3, else from token 1"
-    (table,) = MethodsResults(1, (MethodScore.of("plain", 0.0, tasks, plain, plain), score)).tables()
+    table = MethodsResults(1, (MethodScore.of("plain", 0.0, tasks, plain, plain), score)).tables()[0]
     assert table.rows[1][:3] == ("eagle3", "4 (1-4)", "1.50")
     assert "code: speedup / tau" in table.columns
+
+
+def test_what_drafts_cost_counts_verified_rows_and_passes() -> None:
+    stats = GenerationStats(num_verify_steps=2, num_emitted=9, num_drafted=10)  # 4.5 tokens from 6 rows a step
+    run, plain = Run(1.0, ((1, 2),), stats), timed(1.0, (1, 2))
+    score = MethodScore.of("eagle3", 0.0, ["code"], [run], [plain], DraftWork(5, 5), plain_ranking=[timed(1.0, (1, 2), 1)])
+    costs = MethodsResults(1, (MethodScore.of("plain", 0.0, ["code"], [plain], [plain]), score)).tables()[1]
+    assert costs.rows == (("eagle3", "6.0", "0.75", "5", "5", "0.90", "3.00", "4.50", "2.00"),)
+    lookup = MethodScore.of("prompt_lookup", 0.0, ["code"], [run], [plain])
+    assert MethodsResults(1, (lookup,)).tables()[1].rows[0][3:7] == ("", "", "", "4.50")
+
+
+# Where a network runs a layer; for a small draft model, a pass.
+LAYER = {
+    EagleHead: "finish",
+    BlockHead: "project_context",
+    MedusaHead: "logits",
+    HydraHead: "logits",
+    PrefixLayer: "finish",
+    TargetModel: "forward",
+}
+METHODS = (
+    "eagle1",
+    "eagle3",
+    "peagle",
+    "dspark",
+    "dflash",
+    "medusa",
+    "hydra",
+    "hydra-prefix",
+    "sps",
+    "eagle3+prompt_lookup",
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_work_of_a_drafter_is_what_it_runs(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # the kernels of the CPU run several layers in a call
+    drafter = Case(method, tiny_target, tiny_head).drafter(TreeConfig(12, 4, 3))
+    count = Counter[str]()
+
+    def counted(kind: type, name: str) -> None:
+        run = getattr(kind, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            count[name] += 1
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for kind, name in LAYER.items():
+        counted(kind, name)
+    features = None if method == "sps" else torch.randn(5, drafter.needs.feature_size)
+    commit = Commit("a", 0, 0, (3, 4, 5, 6, 7, 8), features, NoiseKey(0), TreeBudget(12, 9), samples=())
+    (tree,) = drafter.propose([commit])
+    assert isinstance(tree, DraftTree)
+    assert max(tree.depths) > 1
+    layers = len(drafter._model.kv_shapes) if isinstance(drafter, ModelDrafter) else 1
+    assert count.total() * layers == drafter.work.layers
 
 
 def test_prompts_are_taken_from_all_tasks_in_turn(tmp_path: Path) -> None:
@@ -72,8 +146,10 @@ def test_a_run_writes_a_report_json_and_a_plot(
     assert all(score["identical"]["num_identical"] == 3 for score in scores.values())
     with_law = {key for key, score in scores.items() if score["unshared_noise_tau"] is not None}
     assert with_law == {("eagle3", 0.6), ("eagle3", 1.0)}
-    assert all(scores[key]["unshared_noise_tau"] >= 1 and scores[key]["unshared_noise_seconds"] > 0 for key in with_law)
-    assert page.read_text().count("and the same without shared noise") == 2
+    assert all(scores[key]["unshared_noise_tau"] >= 1 for key in with_law)
+    ranked = {key for key, score in scores.items() if score["plain_ranking_tau"] is not None}
+    assert ranked == {("eagle3", t) for t in (0.0, 0.6, 1.0)} == {k for k, s in scores.items() if s["other_seconds"] > 0}
+    assert page.read_text().count("what drafts cost") == page.read_text().count("and the runs with other rankings") == 3
     if matplotlib == "missing":
         assert "no picture: the chart needs matplotlib" in result.output
     else:
