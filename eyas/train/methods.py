@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ TRAINEES: Mapping[str, Build] = {
     "hydra": new_hydra_trainer,
     "draft_model": new_draft_model_trainer,
 }
-TRACKERS = ("trackio", "tensorboard")
 
 
 def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
@@ -82,18 +80,19 @@ def build_trainer(config: TrainConfig) -> Trainer:
 def _accelerator(config: TrainConfig) -> Any:
     try:
         from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.utils import is_tensorboard_available, is_trackio_available
     except ImportError as error:
         raise ConfigError("training needs accelerate and datasets; install them with: pip install 'eyas[train]'") from error
     if config.threads:
         torch.set_num_threads(config.threads)
     device, _ = resolve_placement(config.device, "auto", config.model)
     check_device("float32", device)
-    trackers = [name for name in TRACKERS if importlib.util.find_spec(name)]
+    found = {"trackio": is_trackio_available(), "tensorboard": is_tensorboard_available()}
     accelerator = Accelerator(
         mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
         gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
         cpu=device == "cpu",
-        log_with=trackers or None,
+        log_with=[name for name, is_there in found.items() if is_there] or None,
         project_dir=config.out,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],

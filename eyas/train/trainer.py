@@ -160,6 +160,8 @@ class Trainer:
 
     def _keep(self, found: Evaluation) -> None:
         self._write_log({"step": self.progress.step, **found.figures})
+        taus = {name: value for name, value in found.figures.items() if isinstance(value, float)}
+        self.accelerator.log(taus, step=self.progress.step)
         if found.mean_tau > self.progress.best_tau:
             self.progress.best_tau, self.progress.best_step = found.mean_tau, self.progress.step
             self.trainee.write(self._out / "best")  # type: ignore[operator]

@@ -24,7 +24,7 @@ TREE = TreeConfig(num_draft_tokens=12, num_steps=3, top_k=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
-METHODS = ("eagle1", "eagle3", "dspark", "dflash2", "medusa", "hydra", "sps")
+METHODS = ("eagle1", "eagle3", "peagle", "dspark", "dflash", "dflash2", "medusa", "hydra", "sps")
 DRAFTERS = ("chain", "siblings", "siblings-replaced", *METHODS)
 
 

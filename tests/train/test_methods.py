@@ -1,15 +1,26 @@
 """Each method trains, lowers its loss, and writes a head that the serving path loads."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.utils import LoggerType
 
 from eyas.train.config import SERVED_BY
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
 from tests.train.small_runs import prepared, settings, tiny_target
+
+TRACKIO = """
+told = []
+finish = lambda: None
+def init(project, **_): return __import__(__name__)
+def log(values, step=None, **_): told.append((step, values))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +49,28 @@ def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: 
     assert loss(trainer) < first
     assert progress.best_tau >= 1
     assert {"tau_t0", "tau_t1"} <= records[-1].keys()
+
+
+def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's writer as it is; of trackio what accelerate calls."""
+    package = tmp_path / "site"
+    (package / "trackio-0.1.dist-info").mkdir(parents=True)
+    (package / "trackio-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 0.1\n")
+    (package / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    found_at_import = tracking._available_trackers
+    monkeypatch.setattr(tracking, "_available_trackers", [*found_at_import, LoggerType.TRACKIO])
+    trainer = build_trainer(settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path / "run")))
+    trainer.run()
+    trainer.accelerator.end_training()
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    told: list[tuple[int, dict[str, float]]] = importlib.import_module("trackio").told
+    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert [(step, values["loss"]) for step, values in told if "loss" in values] == losses
+    assert [values["tau_t0"] for _, values in told if "tau_t0" in values] == [records[-1]["tau_t0"]]
+    events = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("events.out.tfevents.*"))
+    assert all(name in events for name in (b"learning_rate", b"loss", b"tau_t0", b"tau_t1"))
 
 
 @pytest.mark.parametrize("method", TRAINEES)
