@@ -15,7 +15,7 @@ BLOCK_METHODS = ("dspark", "dflash")
 MASK_METHODS = (*BLOCK_METHODS, "peagle")
 # The drafting method that serves what a training method makes.
 SERVED_BY = {"eagle1": "eagle2", "eagle3.1": "eagle3", "draft_model": "sps"}
-LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"]
+LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid", "next_token"]
 ConfidenceTarget = Literal["match", "rejection"]
 LossDecay = Literal["exponential", "dpace", "none"]
 Scheduler = Literal["cosine", "wsd", "constant"]
@@ -48,7 +48,7 @@ class HeadConfig:
 
     Attributes:
         num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
-        hidden_size: of a draft model; heads have the target's.
+        hidden_size, tie_word_embeddings: of a draft model; heads have the target's width.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
         block_size: rows of a block; DSpark proposes as many tokens, DFlash one less.
         mask_token_id: token of the rows behind the anchor, which the data must not hold; -1 takes the padding token.
@@ -60,6 +60,7 @@ class HeadConfig:
 
     num_hidden_layers: int = 0
     hidden_size: int = 0
+    tie_word_embeddings: bool = True
     intermediate_size: int = 0
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
@@ -89,7 +90,8 @@ class LossConfig:
 
     Attributes:
         loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
-            distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance.
+            distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance;
+            next_token: the next token of the data, for draft models alone. The target does not run then.
         final_loss_type: loss of the last final_loss_ratio of the steps, such as lk_hybrid for sampled chains; empty keeps
             loss_type.
         loss_decay: weights by depth: exponential (loss_decay_gamma), dpace (dpace_alpha) or none.
@@ -135,6 +137,11 @@ class LossConfig:
         for name in ("dpace_alpha", "down_sample_ratio", "final_loss_ratio"):
             value = getattr(self, name)
             require(0 < value <= 1, f"{name} is {value}; it must lie in (0, 1]")
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's states are part of the loss."""
+        return {self.loss_type, self.final_loss_type or self.loss_type} != {"next_token"}
 
     def type_at(self, share: float) -> LossType:
         """The loss after this share of the steps."""
@@ -239,6 +246,10 @@ class TrainConfig:
         require(bool(self.model), "model is empty; name the folder or hub id of the target")
         require(bool(self.out), "out is empty; name the folder of the run")
         at_least(1, save_every=self.save_every, log_every=self.log_every)
+        require(
+            self.method == "draft_model" or "next_token" not in (self.loss.loss_type, self.loss.final_loss_type),
+            f"the loss next_token is for the method draft_model; {self.method} learns what the target says",
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -43,6 +43,14 @@ class StateSource(Protocol):
         ...
 
 
+class NoStates:
+    """Implements StateSource for losses without the target."""
+
+    def states(self, batch: Batch) -> TargetStates:
+        nothing = torch.empty(*batch.tokens.shape, 0, device=batch.tokens.device)
+        return TargetStates(nothing, nothing)
+
+
 @dataclass(frozen=True)
 class TargetWeights:
     """What heads share with the target: embedding and lm_head float32 [V, C], and its config."""

@@ -44,6 +44,16 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
     return torch.stack([loss, chance, agrees, hard.detach(), overlap.detach()], -1)
 
 
+def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The columns of `row_losses` for logits [R, V] against tokens [R], as against a target that is sure of them.
+
+    AGREES says whether the likeliest token is the right one. Only LOSS has a gradient.
+    """
+    loss = F.cross_entropy(logits.float(), tokens, reduction="none")
+    agrees = (logits.argmax(-1) == tokens).float()
+    return torch.stack([loss, agrees, agrees, loss.detach(), torch.exp(-loss.detach())], -1)
+
+
 def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> Tensor:
     """Losses [...] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
     if loss_type == "tv":

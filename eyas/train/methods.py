@@ -16,7 +16,7 @@ from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
-from eyas.train.features import OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
+from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
 from eyas.train.peagle import new_peagle_trainer
 from eyas.train.trainer import Trainer
@@ -47,7 +47,9 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
 
 
 def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...]) -> StateSource:
-    """Stored features, or the target in this process. Raises ConfigError or CheckpointError."""
+    """Stored features, the target in this process, or nothing. Raises ConfigError or CheckpointError."""
+    if not config.loss.needs_target:
+        return NoStates()
     if config.data.features:
         return StoredFeatures.open(Path(config.data.features), windows, layers, _dtype(config))
     return build_online_target(config, layers)

@@ -23,7 +23,7 @@ from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, document_mask
-from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
+from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, next_token_losses, row_losses, weighted_mean
 
 
 class MultiHeadTrainer(nn.Module):
@@ -167,7 +167,7 @@ def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
 
 
 class DraftModelTrainer(nn.Module):
-    """A small causal LM of the target's architecture family (Llama), distilled from the target."""
+    """A small causal LM of the target's architecture family (Llama), distilled from the target or trained on text."""
 
     def __init__(self, model: Any, lm_head: Tensor, config: LossConfig) -> None:
         super().__init__()
@@ -185,10 +185,12 @@ class DraftModelTrainer(nn.Module):
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state
 
-        def chunk(rows: Tensor, final: Tensor) -> Tensor:
+        def chunk(rows: Tensor, final: Tensor, following: Tensor) -> Tensor:
+            if loss_type == "next_token":
+                return next_token_losses(head(rows), following)
             return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), loss_type)
 
-        flat = (found[:, :-1].flatten(0, 1), states.final[:, :-1].flatten(0, 1))
+        flat = tuple(x.flatten(0, 1) for x in (found[:, :-1], states.final[:, :-1], batch.tokens[:, 1:]))
         losses = in_chunks(chunk, flat, self.config.chunk_rows)
         weights = batch.loss_mask[:, 1:].flatten().float()
         loss = weighted_mean(losses[:, LOSS], weights)
@@ -201,7 +203,7 @@ class DraftModelTrainer(nn.Module):
 
 
 def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> DraftModelTrainer:
-    """A random small Llama with the target's vocabulary, embeddings tied, or config.draft_model. Raises CheckpointError."""
+    """A random small Llama with the target's vocabulary, or config.draft_model. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if config.draft_model:
@@ -214,7 +216,7 @@ def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_id
         vocab_size=target.vocab_size, hidden_size=hidden, intermediate_size=h.intermediate_size or 2 * hidden,
         num_hidden_layers=h.num_hidden_layers or 2, num_attention_heads=heads,
         num_key_value_heads=h.num_key_value_heads or int(t.get("num_key_value_heads") or heads),
-        max_position_embeddings=int(t["max_position_embeddings"]), tie_word_embeddings=True,
+        max_position_embeddings=int(t["max_position_embeddings"]), tie_word_embeddings=h.tie_word_embeddings,
         bos_token_id=t.get("bos_token_id"), eos_token_id=t.get("eos_token_id"), pad_token_id=t.get("pad_token_id"),
     )  # fmt: skip
     return DraftModelTrainer(LlamaForCausalLM(made), target.lm_head, config.loss)

@@ -23,7 +23,7 @@ from eyas.train.config import LossConfig, LossType
 from eyas.train.data import Batch
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
-from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, row_losses
+from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from tests.drafters.naive_eagle import NaiveEagle
@@ -112,6 +112,13 @@ def test_each_loss_is_least_at_the_law(loss_type: str) -> None:
     expected["soft_ce"] = float(torch.special.entr(p).sum())
     assert float(at_law) == pytest.approx(expected[loss_type], abs=1e-5)
     assert other > at_law
+
+
+def test_the_loss_on_text_is_that_of_a_target_sure_of_it() -> None:
+    logits, tokens = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 0, 8, 3, 2])
+    sure = torch.full((5, 9), -1e9).scatter(1, tokens[:, None], 0.0)
+    expected = row_losses(logits, sure, "ce", (CROSS_ENTROPY, OVERLAP))
+    torch.testing.assert_close(next_token_losses(logits, tokens), expected)
 
 
 def test_all_rows_may_share_one_row_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,12 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
+from eyas.errors import ConfigError
 from eyas.train.config import SERVED_BY
+from eyas.train.features import NoStates
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
 from tests.train.small_runs import prepared, settings, tiny_target
@@ -49,6 +53,37 @@ def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: 
     assert loss(trainer) < first
     assert progress.best_tau >= 1
     assert {"tau_t0", "tau_t1"} <= records[-1].keys()
+
+
+def test_a_draft_model_learns_text_without_the_target(folder: Path, tmp_path: Path) -> None:
+    config = settings(
+        folder, str(folder / "target"), "draft_model", out=str(tmp_path / "run"), loss__loss_type="next_token",
+        head__tie_word_embeddings=False, optimizer__max_steps=16,
+    )  # fmt: skip
+    trainer = build_trainer(config)
+    assert isinstance(trainer.source, NoStates)
+    batch = trainer.windows.batch(range(len(trainer.windows)))
+
+    def loss() -> float:
+        return float(trainer.trainee(batch, trainer.source.states(batch), 0, "next_token")["draft_loss"])
+
+    before = loss()
+    trainer.run()
+    after, written = loss(), AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last").eval()
+    assert after < before
+    assert not written.config.tie_word_embeddings
+    losses = []
+    for tokens, numbers, mask in zip(batch.tokens, batch.documents, batch.loss_mask, strict=True):
+        for number in numbers.unique():
+            own, counts = tokens[numbers == number], mask[numbers == number][1:]
+            found = written(own[None]).logits[0, :-1].detach()
+            losses.append(cross_entropy(found, own[1:], reduction="none")[counts])
+    assert float(torch.cat(losses).mean()) == pytest.approx(after, rel=1e-4)
+
+
+def test_heads_learn_from_the_target_alone(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the loss next_token is for the method draft_model; dspark learns"):
+        settings(folder, str(folder / "target"), "dspark", loss__loss_type="next_token")
 
 
 def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
