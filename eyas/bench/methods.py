@@ -147,7 +147,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
         contenders: dict[str, Contender] = {**timed, **(greedy if temperature == 0 else {})}
         runs = run_in_turn(contenders, batches, sampling, progress, label)
-        compare = partial(_others, batches, sampling, progress)
+        compare = partial(_other_runs, batches, sampling, progress)
         plainly = compare(plain_ranking, f"{label}, plain ranking")
         alone = compare(unshared if temperature > 0 else {}, f"{label}, without shared noise")
         for name, own in runs.items():
@@ -158,7 +158,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
 
-def _others(
+def _other_runs(
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingParams,
     progress: Progress,
@@ -242,8 +242,8 @@ def _table(scores: Sequence[MethodScore]) -> Table:
 
 def _costs(scores: Sequence[MethodScore]) -> Table:
     """What the drafted tokens of each method cost the verifier and the drafter."""
-    columns = ("method", "rows", "tau per row", "draft passes", "layers", "tau per draft pass", PER_VERIFY_TIME)
-    columns += ("tau", "tau with plain ranking")
+    costs = ("rows", "tau per row", "draft passes", "layers", "tau per draft pass", PER_VERIFY_TIME)
+    columns = ("method", *costs, "tau", "tau with plain ranking")
     rows = tuple(
         (
             s.method,
