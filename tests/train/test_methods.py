@@ -20,10 +20,10 @@ from eyas.train.trainer import Trainer
 from tests.train.small_runs import prepared, settings, tiny_target
 
 TRACKIO = """
-told = []
+logged = []
 finish = lambda: None
 def init(project, **_): return __import__(__name__)
-def log(values, step=None, **_): told.append((step, values))
+def log(values, step=None, **_): logged.append((step, values))
 """
 
 
@@ -100,10 +100,10 @@ def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monke
     trainer.run()
     trainer.accelerator.end_training()
     records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    told: list[tuple[int, dict[str, float]]] = importlib.import_module("trackio").told
+    logged: list[tuple[int, dict[str, float]]] = importlib.import_module("trackio").logged
     losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    assert [(step, values["loss"]) for step, values in told if "loss" in values] == losses
-    assert [values["tau_t0"] for _, values in told if "tau_t0" in values] == [records[-1]["tau_t0"]]
+    assert [(step, values["loss"]) for step, values in logged if "loss" in values] == losses
+    assert [values["tau_t0"] for _, values in logged if "tau_t0" in values] == [records[-1]["tau_t0"]]
     events = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("events.out.tfevents.*"))
     assert all(name in events for name in (b"learning_rate", b"loss", b"tau_t0", b"tau_t1"))
 
