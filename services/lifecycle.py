@@ -25,7 +25,7 @@ import typer
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError, EyasError
-from eyas.heap import share_heaps, trim_heaps
+from eyas.process import share_heaps, trim_heaps
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role

@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.errors import ConfigError, EyasError
+from eyas.process import num_cores
 from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
 from eyas.tokenizer import check_source
 
@@ -117,11 +118,6 @@ def share_cores(num_cores: int) -> tuple[int, int]:
     """
     draft = max(1, num_cores // 4)
     return draft, max(1, num_cores - draft)
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _assignment(key: str, value: Any) -> str:

@@ -47,7 +47,8 @@ class EngineConfig:
         tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
             of attention heads, and divide the number of key-value heads or be a multiple of it.
         layer_threads: threads that share a pass of several rows on the CPU, where kernels run its layers: torch has one
-            thread, and numba is installed. The output is the same, bit for bit. Set it to the cores that are free then.
+            thread, and numba is installed. The output is the same, bit for bit. Set it to the cores that are free then;
+            no more threads run than the process has cores.
     """
 
     max_kv_tokens: int = 0

@@ -93,7 +93,7 @@ def assemble_engine(
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
-    share_layers(target.model, engine.layer_threads)
+    share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype)
     num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, engine.gpu_memory_utilization, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.heap import keep_freed_memory
 from eyas.models.attention import attend_slots
 from eyas.models.inputs import PackedInputs
+from eyas.process import keep_freed_memory
 from eyas.tensors import Floats, Ints, has_numba, runs_compiled, to_huge_pages
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class HalfProduct:
         flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
         arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), into.numpy()), self.helpers
         if helpers and len(flat) >= MIN_SHARED_ROWS:
-            helpers.run(multiply_together, *arguments, np.zeros(PHASE_SIZE, np.int64), helpers.num_threads)
+            helpers.run(multiply_together, *arguments, tickets=np.zeros(PHASE_SIZE, np.int64))
         else:
             multiply_halves(*arguments)
         return out if self.bias is None else out.add_(self.bias)
@@ -490,11 +490,11 @@ class CpuStack:
         arguments = (
             self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
             kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
-            np.zeros(NUM_COUNTERS * len(self._kinds), np.int64),
         )  # fmt: skip
+        tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)
         if helpers and rows.count >= MIN_SHARED_ROWS:
-            helpers.run(run_layers, *arguments, helpers.num_threads)
+            helpers.run(run_layers, *arguments, tickets=tickets)
         else:
-            run_layers(*arguments, 1)
+            run_layers(*arguments, tickets, 1)
         rows.inputs = rows.normed
         return before

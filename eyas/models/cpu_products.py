@@ -13,6 +13,7 @@ rows.
 Threads that run one kernel share its phases: each takes the next part that no other has taken, and waits at the end of the
 phase until all parts are finished. A thread that comes late, or that the system does not run, delays the others by the one
 part that it holds. A phase has two counters, on cache lines of their own: parts that are taken, and parts that are finished.
+If a thread fails, it sets all counters to FAILED: no part is left, and nothing is waited for.
 
 Legend: R rows, K inputs, N outputs.
 """
@@ -36,6 +37,7 @@ from numba.extending import intrinsic
 
 from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.sampling.cpu_kernels import kernel
+from eyas.tensors import Ints
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
 BLOCKS_OF_512_BITS = {16: 1, 12: 2, 8: 3, 7: 3, 6: 4, 5: 4, 4: 4, 3: 4, 2: 8, 1: 8}
@@ -48,6 +50,8 @@ ALIASED, PADDING = 512, 16
 PHASE_SIZE, FINISHED = 16, 8
 # Looks at a counter before a waiting thread leaves its core to others.
 MAX_LOOKS = 1000
+# Counter of a pass that failed; above any number of parts, with room for more.
+FAILED = 1 << 62
 
 _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
@@ -310,7 +314,23 @@ def multiply_together(left, address, out, tickets, num_parts):
     wait_for_parts(tickets, 0, num_parts)
 
 
-Calls: TypeAlias = SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None]
+class _Call:
+    """A kernel that threads run together. error: of the first thread that failed."""
+
+    def __init__(self, kernel: Callable[..., object], arguments: tuple[object, ...], tickets: Ints) -> None:
+        self._kernel, self._arguments, self._tickets = kernel, arguments, tickets
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run it in this thread, too. If that fails, the other threads stop at the end of their parts."""
+        try:
+            self._kernel(*self._arguments)
+        except BaseException as error:
+            self.error = self.error or error
+            self._tickets.fill(FAILED)
+
+
+Calls: TypeAlias = SimpleQueue[_Call | None]
 
 
 class Helpers:
@@ -318,28 +338,36 @@ class Helpers:
 
     def __init__(self, count: int) -> None:
         self.num_threads = 1 + count
-        self._queues: list[Calls] = []
+        self._queues: list[tuple[Calls, threading.Lock]] = []  # a helper holds its lock while it runs a call
         for _ in range(count):
             queue: Calls = SimpleQueue()
-            threading.Thread(target=_help, args=(queue,), name="layers", daemon=True).start()
+            is_running = threading.Lock()
+            threading.Thread(target=_help, args=(queue, is_running), name="layers", daemon=True).start()
             weakref.finalize(self, queue.put, None)
-            self._queues.append(queue)
+            self._queues.append((queue, is_running))
 
-    def run(self, kernel: Callable[..., object], *arguments: object) -> None:
-        """Run a kernel whose work the threads share. A helper that comes too late finds nothing to do.
+    def run(self, kernel: Callable[..., object], *arguments: object, tickets: Ints) -> None:
+        """Run kernel(*arguments, tickets, num_threads), whose work the threads share. tickets: counters, all zero.
 
-        A call that its helper has not begun makes room for the next one: one that never comes keeps no memory.
+        A helper that comes too late finds nothing to do. A call that its helper has not begun makes room for the next one:
+        one that never comes keeps no memory. Raises what the kernel raises in any thread, once no other one runs it.
         """
-        for queue in self._queues:
+        call = _Call(kernel, (*arguments, tickets, self.num_threads), tickets)
+        for queue, _ in self._queues:
             if not queue.empty():
                 with suppress(Empty):
                     queue.get_nowait()
-            queue.put((kernel, arguments))
-        kernel(*arguments)
+            queue.put(call)
+        call.run()
+        if call.error is not None:
+            for _, is_running in self._queues:
+                with is_running:
+                    pass
+            raise call.error
 
 
-def _help(queue: Calls) -> None:
+def _help(queue: Calls, is_running: threading.Lock) -> None:
     while (call := queue.get()) is not None:
-        kernel, arguments = call
-        kernel(*arguments)
-        del call, kernel, arguments  # not kept until the next call
+        with is_running:
+            call.run()
+        del call  # not kept until the next one

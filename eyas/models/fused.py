@@ -30,6 +30,7 @@ from eyas.models.attention import attend_layer
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, HalfProduct, MergedLinearPart, PackedLinear, Product
 from eyas.models.inputs import PackedInputs, pack
 from eyas.models.numerics import Float32Head
+from eyas.process import num_cores
 from eyas.tensors import Floats, runs_compiled
 
 if TYPE_CHECKING:
@@ -301,6 +302,11 @@ class CpuDecoder:
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
 
+    @property
+    def has_stack(self) -> bool:
+        """Whether one kernel runs all layers, so that threads can share them."""
+        return self._stack is not None
+
     @cached_property
     def _stack(self) -> CpuStack | None:
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
@@ -388,17 +394,32 @@ def unfuse_layers(model: Any) -> None:
         module.__dict__.pop("forward", None)
 
 
-def share_layers(model: Any, num_threads: int) -> None:
-    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are."""
-    decoder = getattr(model.get_decoder().forward, "__self__", None)
-    if isinstance(decoder, CpuDecoder) and runs_compiled(model.device):
-        decoder.share(num_threads)
-    elif num_threads > 1:
-        log.warning(
-            "engine.layer_threads is %d, but no kernels of the CPU run this model's layers: they need device cpu, dtype "
-            "float32, threads 1 (torch has %d) and numba (pip install eyas[cpu])",
-            num_threads, torch.get_num_threads(),
-        )  # fmt: skip
+def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
+    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are.
+
+    At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
+    whether keys and values have 8 bits.
+    """
+    found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
+    decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
+    if decoder is not None:
+        decoder.share(min(num_threads, most))
+    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow)):
+        log.warning("engine.layer_threads is %d, but one thread runs this model's layers: %s", num_threads, reason)
+    elif num_threads > most:
+        log.warning("engine.layer_threads is %d, but this process may use %d cores; set it to that", num_threads, most)
+
+
+def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool) -> str:
+    """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
+    if decoder is None:
+        return (
+            "kernels of the CPU need device cpu, dtype float32, threads 1 "
+            f"(torch has {torch.get_num_threads()}) and numba (pip install eyas[cpu])"
+        )
+    if is_narrow:
+        return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
+    return "" if decoder.has_stack else "they differ in shape, or have weights that float16 does not hold, or more biases"
 
 
 def is_batch_invariant(model: Any) -> bool:

@@ -387,8 +387,9 @@ class ModelInfo(_message.Message):
     that accepts no drafts has an empty one.
     """
     outputs_fingerprint: _builtins.str
-    """Digest of all that decides a verifier's outputs: the target and its dtype, the type of keys and values, the acceptance rule
-    and deterministic mode. A request moves only between verifiers with the same. Empty for drafters and older verifiers.
+    """Digest of all that decides a verifier's outputs: the target and its dtype, the type of keys and values, the acceptance
+    rule, deterministic mode, the kind of device and the number of ranks. A request moves only between verifiers with the
+    same. Empty for drafters and older verifiers.
     """
     def __init__(
         self,

@@ -127,9 +127,17 @@ async def serve_rank_0(
 
 
 def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
-    """Digest of the target and of the settings that decide which tokens it gives. `dtype` must have been resolved."""
-    engine = config.engine
-    parts = (config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic)
+    """Digest of the target and of the settings that decide which tokens it gives. Device and dtype must have been resolved.
+
+    Other devices and other numbers of ranks take sums in another order, which decides between tokens that are nearly equal.
+    One CUDA device adds nothing to the digest: older verifiers left both out.
+    """
+    engine, device = config.engine, config.device.partition(":")[0]
+    parts: tuple[object, ...] = (
+        *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
+        *([] if device == "cuda" else [device]),
+        *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
+    )
     return hashlib.sha256(f"{target.target_fingerprint} {parts}".encode()).hexdigest()[:32]
 
 

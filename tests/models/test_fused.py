@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from eyas import process
 from eyas.models import fused
-from eyas.models.cpu import _has_fbgemm
+from eyas.models.cpu import _has_fbgemm, in_blocks
 from eyas.models.fused import KINDS, MAX_KERNEL_ROWS, HeadLayout, LayerKind, RMSNorm, share_layers, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
@@ -120,7 +121,7 @@ def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -
     decoder._stack = None
     apart = run(target)
     decoder._stack = stack
-    share_layers(target.model, 3)
+    decoder.share(3)
     shared = run(target)
     for output in (apart, shared):
         assert torch.equal(together.logits, output.logits)
@@ -132,9 +133,9 @@ class LateHelpers:
 
     num_threads = 4
 
-    def run(self, kernel: Callable[..., object], *arguments: object) -> None:
-        kernel(*arguments)
-        kernel(*arguments)
+    def run(self, kernel: Callable[..., object], *arguments: object, tickets: np.ndarray) -> None:
+        kernel(*arguments, tickets, self.num_threads)
+        kernel(*arguments, tickets, self.num_threads)
 
 
 def test_threads_that_come_late_change_nothing() -> None:
@@ -166,20 +167,47 @@ def test_a_helper_that_does_not_come_keeps_one_call() -> None:
     helpers, caller, arrays = products.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
     has_come, may_go = threading.Event(), threading.Event()
 
-    def hold(_: np.ndarray) -> None:
+    def hold(array: np.ndarray, tickets: np.ndarray, num_threads: int) -> None:
         if threading.current_thread() is not caller:
             has_come.set()
             may_go.wait()
 
-    helpers.run(hold, np.zeros(1))
+    helpers.run(hold, np.zeros(1), tickets=np.zeros(1, np.int64))
     has_come.wait()
     for _ in range(5):
         array = np.zeros(1)
         arrays.append(weakref.ref(array))
-        helpers.run(hold, array)
+        helpers.run(hold, array, tickets=np.zeros(1, np.int64))
         del array
     assert [array() is not None for array in arrays] == [False] * 4 + [True]
     may_go.set()
+
+
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
+    """Both threads take a part, one fails with it, and the other one waits for both parts."""
+    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    helpers, caller, both = products.Helpers(1), threading.current_thread(), threading.Barrier(2)
+    passed, tickets = list[int](), np.zeros(2 * products.PHASE_SIZE, np.int64)
+
+    def fail(tickets: np.ndarray, num_threads: int) -> None:
+        products.next_part(tickets, 0)
+        both.wait()
+        if (threading.current_thread() is caller) is fails_here:
+            raise MemoryError("no room")
+        products.finish_part(tickets, 0)
+        products.wait_for_parts(tickets, 0, 2)
+        passed.append(products.next_part(tickets, 1))
+
+    with pytest.raises(MemoryError, match="no room"):
+        helpers.run(fail, tickets=tickets)
+    assert passed == [products.FAILED]  # the other thread has ended, and finds no part in later phases
+    rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half())
+    expected, out = np.empty((4, 32), np.float32), np.empty((4, 32), np.float32)
+    arguments = rows.numpy(), weight.data_ptr()
+    products.multiply_halves(*arguments, expected)
+    helpers.run(products.multiply_together, *arguments, out, tickets=np.zeros(products.PHASE_SIZE, np.int64))
+    assert np.array_equal(out, expected)
 
 
 def test_threads_that_no_kernel_uses_are_named(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,6 +218,34 @@ def test_threads_that_no_kernel_uses_are_named(tiny_target: str, caplog: pytest.
         assert not caplog.records
         share_layers(target.model, 2)
     assert "engine.layer_threads is 2" in caplog.text
+
+
+def test_layers_that_threads_cannot_share_are_named(
+    tiny_target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(fused, "num_cores", lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        stacked = load_target("models/demo/target").model
+        share_layers(stacked, 2)
+        assert not caplog.records
+        share_layers(stacked, 2, is_narrow=True)
+        assert "engine.kv_cache_dtype" in caplog.messages[-1]
+        share_layers(load_target(tiny_target).model, 2)  # its weights are no halves
+        assert "float16 does not hold" in caplog.messages[-1]
+        share_layers(stacked, 1000)
+        assert "may use 2 cores" in caplog.messages[-1]
+    assert stacked.get_decoder().forward.__self__._helpers.num_threads == 2
+    share_layers(stacked, 1)
+
+
+@pytest.mark.parametrize(("quota", "most"), [("max 100000", None), ("250000 100000", 2), ("50000 100000", 1)])
+def test_cores_are_at_most_the_quota(quota: str, most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CPU_QUOTA", tmp_path / "missing")
+    allowed = process.num_cores()
+    monkeypatch.setattr(process, "CPU_QUOTA", tmp_path / "cpu.max")
+    process.CPU_QUOTA.write_text(quota + "\n")
+    assert process.num_cores() == (allowed if most is None else min(allowed, most))
 
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:

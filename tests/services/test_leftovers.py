@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.heap import trim_heaps
+from eyas.process import trim_heaps
 from eyas.services.cluster import free_port, running_cluster
 
 # Redis is the only process of a cluster without services.

@@ -126,13 +126,21 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         ({"engine": EngineConfig(kv_cache_dtype="fp8")}, False),
         ({"engine": EngineConfig(acceptance="rejection")}, False),
         ({"engine": EngineConfig(deterministic=True)}, False),
+        ({"engine": EngineConfig(tensor_parallel_size=2)}, False),
+        ({"device": "cpu"}, False),
+        ({"device": "cuda:1"}, True),
         ({"engine": EngineConfig(max_num_seqs=1, layer_threads=2)}, True),
     ],
 )
 def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any], same: bool) -> None:
-    config, target = VerifierConfig("m", "m", dtype="float32"), TargetInfo("digest", "none")
+    config, target = VerifierConfig("m", "m", dtype="float32", device="cuda"), TargetInfo("digest", "none")
     assert (outputs_fingerprint(config, target) == outputs_fingerprint(replace(config, **other), target)) is same
     assert outputs_fingerprint(config, target) != outputs_fingerprint(config, TargetInfo("another", "none"))
+
+
+def test_a_pin_of_one_gpu_is_that_of_older_verifiers() -> None:
+    config = VerifierConfig("m", "m", dtype="float32", device="cuda")
+    assert outputs_fingerprint(config, TargetInfo("digest", "none")) == "0976319a7e4826ee062dd831d78114ef"
 
 
 def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.heap import trim_heaps
 from eyas.models.cpu import pack_weights
+from eyas.process import trim_heaps
 from eyas.tensors import HUGE_PAGE, MADV_COLLAPSE, to_huge_pages
 
 # The kernel may find no free huge page once, and some a moment later. What never asks for them never gets them.

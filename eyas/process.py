@@ -1,4 +1,4 @@
-"""How this process keeps freed memory, where malloc is glibc's; elsewhere nothing happens.
+"""What this process may use and what it keeps: cores, and freed memory where malloc is glibc's.
 
 Between two steps a process that computes on the CPU keeps what it frees, and a service gives it back from time to time.
 By default every thread has a heap of its own, and large blocks go back to the kernel at once, which clears them again.
@@ -7,11 +7,24 @@ By default every thread has a heap of its own, and large blocks go back to the k
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from contextlib import suppress
+from pathlib import Path
+
+# Microseconds of processor time that the control group may use in a period, or "max"; and the period.
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 # Parameters of mallopt(3), from malloc.h, and the largest values that two of them take.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER_TRIM, _LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use: those that it may run on, but no more than the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
+    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
 
 
 def keep_freed_memory() -> None:
