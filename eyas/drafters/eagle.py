@@ -317,7 +317,7 @@ class CompiledRows:
 
     def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
         """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
-        from eyas.models.cpu_kernels import RowKeys
+        from eyas.models.inputs import RowKeys
 
         sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
         owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]

@@ -10,7 +10,6 @@ intermediate width, S slots, B segments, P prefix slots of all segments, L prefi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,19 +18,23 @@ import numpy.typing as npt
 from numba import boolean, carray, float32, float64, int64, types
 from numba.extending import intrinsic
 
+from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.models.cpu_products import (
     PHASE_SIZE,
     finish_part,
     multiply,
     multiply_halves,
+    multiply_keys,
     multiply_shared,
     multiply_together,
     next_part,
+    sum_values,
+    transpose_keys,
     wait_for_parts,
 )
-from eyas.models.inputs import Segment
+from eyas.models.inputs import RowKeys
 from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
-from eyas.tensors import Bools, Floats, Ints
+from eyas.tensors import Floats, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
@@ -42,45 +45,6 @@ NO_WINDOW = 1 << 62
 # Phases of a layer in `run_layers`, and their counters.
 PHASES = 5
 NUM_COUNTERS = PHASES * PHASE_SIZE
-NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
-
-
-class RowKeys(NamedTuple):
-    """What the rows of some segments of a pass see, in the order in which `attend` takes it.
-
-    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
-    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
-    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
-    """
-
-    starts: Ints
-    ends: Ints
-    prefix: Ints
-    prefix_ends: Ints
-    num_masked: Ints
-    visible: Bools
-    positions: Ints
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
-        """The keys of those packed segments that have at most `max_rows` rows."""
-        ends = np.cumsum([len(s.tokens) for s in segments])
-        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
-        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
-        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
-        masks = [
-            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-            for segment, count in zip(segments, counts, strict=True)
-        ]
-        return cls(
-            starts=ends[chosen] - counts,
-            ends=ends[chosen],
-            prefix=np.concatenate([NO_SLOTS, *(s.prefix for s in segments)]),
-            prefix_ends=np.cumsum([len(s.prefix) for s in segments], dtype=np.int64),
-            num_masked=np.zeros(len(segments), np.int64),
-            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
-            positions=np.concatenate(positions).astype(np.int64, copy=False),
-        )
 
 
 @kernel(error_model="numpy", fastmath={"contract", "reassoc"})
@@ -203,37 +167,31 @@ def _softmax(scores):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _weigh(scores, length, visible, positions, position, window, scaling, softcap, seen):
+def _weigh(scores, length, visible, positions, position, window, scaling, softcap):
     """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
 
     length: of the prefix. visible: which of the keys behind it are seen; positions: of the last of these. position: of the
-    query. seen: scratch [n].
+    query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many others there are.
     """
     oldest, masked = position - window + 1, len(visible) - len(positions)
-    start, count = min(max(oldest, 0), length), 0
-    for i in range(start, length):
-        seen[i - start] = scores[i]
-    count = length - start
+    start, end = min(max(oldest, 0), length), length
     for i in range(len(visible)):
         if visible[i] and (i < masked or positions[i - masked] >= oldest):
-            seen[count] = scores[length + i]
-            count += 1
-    own = seen[:count]
-    for i in range(count):
-        own[i] *= np.float32(scaling)
+            scores[end] = scores[length + i]
+            end += 1
+    seen = scores[start:end]
+    for i in range(len(seen)):
+        seen[i] *= np.float32(scaling)
     if softcap > 0:
-        for i in range(count):
-            own[i] = np.float32(softcap) * np.tanh(own[i] / np.float32(softcap))
-    _softmax(own)
+        for i in range(len(seen)):
+            seen[i] = np.float32(softcap) * np.tanh(seen[i] / np.float32(softcap))
+    _softmax(seen)
+    for i in range(len(visible) - 1, -1, -1):  # the last one first, because each moves to the right
+        is_seen = visible[i] and (i < masked or positions[i - masked] >= oldest)
+        end -= is_seen
+        scores[length + i] = scores[end] if is_seen else np.float32(0.0)
     for i in range(start):
         scores[i] = np.float32(0.0)
-    for i in range(start, length):
-        scores[i] = seen[i - start]
-    count = length - start
-    for i in range(len(visible)):
-        is_seen = visible[i] and (i < masked or positions[i - masked] >= oldest)
-        scores[length + i] = seen[count] if is_seen else np.float32(0.0)
-        count += is_seen
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -244,7 +202,6 @@ def _attend_head(queries, keys, values, weights, visible, positions, first, leng
     """
     num_queries, count = weights.shape
     transposed = np.empty((queries.shape[1], KEYS_AT_A_TIME + PADDING), np.float32)
-    seen = np.empty(count, np.float32)
     for q in range(num_queries):
         for i in range(count):
             weights[q, i] = np.float32(0.0)
@@ -260,8 +217,45 @@ def _attend_head(queries, keys, values, weights, visible, positions, first, leng
     per_row = num_queries // len(visible)
     for q in range(num_queries):
         row = q // per_row
-        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap, seen)
+        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
     multiply(weights, values, out, 0, out.shape[1])
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_tiled(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
+    """`_attend_head` over keys and values at addresses, see `_find_vectors`; D is a multiple of BLOCK_OUTPUTS.
+
+    count: of the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
+    """
+    num_queries, width = queries.shape
+    num_blocks, per_row = (count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS, num_queries // len(visible)
+    transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
+    block_bytes = 4 * BLOCK_OUTPUTS * width
+    for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
+        end = min(start + KEYS_AT_A_TIME // BLOCK_OUTPUTS, num_blocks)
+        address = transposed.ctypes.data - start * block_bytes
+        for n in range(start, end):
+            for d in range(0, width, BLOCK_OUTPUTS):
+                transpose_keys(keys, n * BLOCK_OUTPUTS, d, address + n * block_bytes + 4 * BLOCK_OUTPUTS * d)
+        multiply_keys(queries, address, weights, start, end)
+    for q in range(num_queries):
+        row = q // per_row
+        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
+    sum_values(weights, count, values, out)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _find_vectors(slots, cache, j, own, head, places):
+    """Addresses of the vectors that `_collect` copies, to places [n + BLOCK_OUTPUTS - 1]; the last one repeats."""
+    size = 4 * cache.shape[2]
+    first, step = cache.ctypes.data + j * size, cache.shape[1] * size
+    for i in range(len(slots)):
+        places[i] = first + slots[i] * step
+    first, step = own.ctypes.data + head * size, own.shape[1] * size
+    for i in range(len(own)):
+        places[len(slots) + i] = first + i * step
+    for i in range(len(slots) + len(own), len(places)):
+        places[i] = places[i - 1]
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -275,6 +269,12 @@ def _collect(slots, cache, j, own, head, out):
         vector, copy = own[i, head], out[len(slots) + i]
         for d in range(len(copy)):
             copy[d] = vector[d]
+
+
+@kernel()
+def _row_of_weights(count):
+    """Floats of a row of weights of `_attend_tiled`: an odd number of blocks, so that columns spread over the cache."""
+    return ((count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS | 1) * BLOCK_OUTPUTS
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -298,14 +298,20 @@ def attend(
         num_named = num_masked[b] + num_rows
         mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
-        seen_keys = np.empty((length + num_rows, width), np.float32)
-        seen_values = np.empty((length + num_rows, width), np.float32)
+        count, is_tiled = length + num_rows, width % BLOCK_OUTPUTS == 0
+        key_places, value_places = np.empty((2, count + BLOCK_OUTPUTS - 1), np.int64)
+        seen_keys = np.empty((0 if is_tiled else count, width), np.float32)
+        seen_values = np.empty((0 if is_tiled else count, width), np.float32)
         most = min(num_rows, ROWS_AT_A_TIME) * group
         queries, found = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
-        weights = np.empty((most, length + num_rows), np.float32)
+        weights = np.empty((most, _row_of_weights(count) if is_tiled else count), np.float32)
         for j in range(first, end):
-            _collect(slots, keys, j, own, num_heads + j, seen_keys)
-            _collect(slots, values, j, own, num_heads + num_kv + j, seen_values)
+            if is_tiled:
+                _find_vectors(slots, keys, j, own, num_heads + j, key_places)
+                _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
+            else:
+                _collect(slots, keys, j, own, num_heads + j, seen_keys)
+                _collect(slots, values, j, own, num_heads + num_kv + j, seen_values)
             for start in range(0, num_rows, ROWS_AT_A_TIME):
                 taken = min(ROWS_AT_A_TIME, num_rows - start)
                 for r in range(taken):
@@ -313,11 +319,17 @@ def attend(
                         for d in range(width):
                             queries[r * group + g, d] = own[start + r, j * group + g, d]
                 num = taken * group
-                _attend_head(
-                    queries[:num], seen_keys, seen_values, weights[:num], mask[start : start + taken], at, start,
-                    length - num_masked[b],
-                    window, scaling, softcap, found[:num],
-                )  # fmt: skip
+                seeing, unmasked = mask[start : start + taken], length - num_masked[b]
+                if is_tiled:
+                    _attend_tiled(
+                        queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked,
+                        window, scaling, softcap, found[:num],
+                    )  # fmt: skip
+                else:
+                    _attend_head(
+                        queries[:num], seen_keys, seen_values, weights[:num], seeing, at, start, unmasked,
+                        window, scaling, softcap, found[:num],
+                    )  # fmt: skip
                 for r in range(taken):
                     for g in range(group):
                         for d in range(width):

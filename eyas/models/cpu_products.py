@@ -1,6 +1,6 @@
 """Products on the CPU, and how threads share them (docs/decisions/0038-compiled-cpu.md).
 
-Weights are float16, rows are float32. numba compiles no loop so that a tile of sums stays in registers. So `_take_rows`
+Weights are float16, rows are float32. numba compiles no loop so that a tile of sums stays in registers. So `_Tile`
 emits the tile itself: each step loads a row of some blocks of the weight, converts it, and adds its products with one
 number of each row.
 
@@ -80,69 +80,72 @@ def multiply_blocks(left, address, out, first_block, end_block):
     for start in range(first_block, end_block, group):
         first, count = 0, min(group, end_block - start)
         while first < num_rows:
-            first += _take_rows(rows, first, num_rows - first, num_inputs, address, start, count, out)
-
-
-@intrinsic
-def _take_rows(typing, rows, first, num_left, num_inputs, address, start, count, out):
-    """Multiply rows from `first` on by `count` blocks of the weight from `start` on. Returns how many rows: a tile's."""
-    signature = types.int64(rows, first, num_left, num_inputs, address, start, count, out)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, first, num_left, num_inputs, address, start, count, out = arguments
-        left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (7, out)))
-        width, size = (cgutils.unpack_tuple(builder, each.shape, 2)[1] for each in (left, found))
-        skipped = builder.mul(builder.mul(start, num_inputs), _INT(BLOCK_OUTPUTS))
-        tile = _Tile(
-            builder, builder.gep(left.data, [builder.mul(first, width)]), width,
-            builder.gep(builder.inttoptr(address, _HALF.as_pointer()), [skipped]), num_inputs,
-            builder.gep(found.data, [builder.add(builder.mul(first, size), builder.mul(start, _INT(BLOCK_OUTPUTS)))]), size,
-        )  # fmt: skip
-        has_512_bits = llvm.get_host_cpu_features().get("avx512f", False)
-        taken, done = cgutils.alloca_once(builder, _INT), builder.append_basic_block("done")
-        for num_rows, num_blocks in (BLOCKS_OF_512_BITS if has_512_bits else BLOCKS_OF_256_BITS).items():
-            with builder.if_then(builder.icmp_signed(">=", num_left, _INT(num_rows))):
-                tile.emit_all(num_rows, num_blocks, count)
-                builder.store(_INT(num_rows), taken)
-                builder.branch(done)
-                builder.position_at_end(builder.append_basic_block("unused"))
-        builder.branch(done)
-        builder.position_at_end(done)
-        return builder.load(taken)
-
-    return signature, generate
+            first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
 
 
 class _Tile:
-    """Emits the code of tiles: rows with `width` floats between them, a weight, and outputs with `size` between them."""
+    """Emits the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between them.
 
-    def __init__(self, builder: Any, rows: Any, width: Any, weight: Any, num_inputs: Any, out: Any, size: Any) -> None:
-        self.builder, self.rows, self.width, self.weight = builder, rows, width, weight
+    right: address of the right side in blocks of float16, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
+    """
+
+    LOADED: Any = _HALVES
+    BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS
+
+    def __init__(self, builder: Any, rows: Any, width: Any, right: Any, num_inputs: Any, out: Any, size: Any) -> None:
+        self.builder, self.rows, self.width, self.right = builder, rows, width, right
         self.num_inputs, self.out, self.size = num_inputs, out, size
         kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
         self.fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{BLOCK_OUTPUTS}f32")
 
-    def emit_all(self, num_rows: int, num_blocks: int, count: Any) -> None:
-        """The products of rows with `count` blocks, `num_blocks` at a time, and then one at a time."""
-        b = self.builder
-        whole = b.mul(b.sdiv(count, _INT(num_blocks)), _INT(num_blocks))
-        with cgutils.for_range_slice(b, _INT(0), whole, _INT(num_blocks), _INT) as (block, _):
+    @classmethod
+    def take(cls, typing, rows, first, num_left, num_inputs, right, start, count, out):
+        """An intrinsic that multiplies rows from `first` on by `count` blocks from `start` on. It returns how many rows it
+        takes: a tile's."""
+        signature = types.int64(rows, first, num_left, num_inputs, right, start, count, out)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            rows, first, num_left, num_inputs, right, start, count, out = arguments
+            left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (7, out)))
+            width, size = (cgutils.unpack_tuple(builder, each.shape, 2)[1] for each in (left, found))
+            tile = cls(
+                builder, builder.gep(left.data, [builder.mul(first, width)]), width, right, num_inputs,
+                builder.gep(found.data, [builder.mul(first, size)]), size,
+            )  # fmt: skip
+            taken, done = cgutils.alloca_once(builder, _INT), builder.append_basic_block("done")
+            has_512_bits = llvm.get_host_cpu_features().get("avx512f", False)
+            for num_rows, num_blocks in (cls.BLOCKS_OF_512_BITS if has_512_bits else cls.BLOCKS_OF_256_BITS).items():
+                with builder.if_then(builder.icmp_signed(">=", num_left, _INT(num_rows))):
+                    tile.emit_all(num_rows, num_blocks, start, builder.add(start, count))
+                    builder.store(_INT(num_rows), taken)
+                    builder.branch(done)
+                    builder.position_at_end(builder.append_basic_block("unused"))
+            builder.branch(done)
+            builder.position_at_end(done)
+            return builder.load(taken)
+
+        return signature, generate
+
+    def emit_all(self, num_rows: int, num_blocks: int, start: Any, end: Any) -> None:
+        """The products of rows with blocks from `start` to `end`, `num_blocks` at a time, and then one at a time."""
+        b, size = self.builder, _INT(num_blocks)
+        whole = b.add(start, b.mul(b.sdiv(b.sub(end, start), size), size))
+        with cgutils.for_range_slice(b, start, whole, size, _INT) as (block, _):
             self.emit(num_rows, num_blocks, block)
         if num_blocks > 1:
-            with cgutils.for_range_slice(b, whole, count, _INT(1), _INT) as (block, _):
+            with cgutils.for_range_slice(b, whole, end, _INT(1), _INT) as (block, _):
                 self.emit(num_rows, 1, block)
 
     def emit(self, num_rows: int, num_blocks: int, block: Any) -> None:
         """The products of rows with blocks from `block` on."""
         b, at = self.builder, self._at
-        step = b.mul(self.num_inputs, _INT(BLOCK_OUTPUTS))
         rows = [at(self.rows, b.mul(self.width, _INT(r))) for r in range(num_rows)]
-        weights = [at(self.weight, b.mul(step, b.add(block, _INT(n)))) for n in range(num_blocks)]
+        blocks = self.blocks([b.add(block, _INT(n)) for n in range(num_blocks)])
         entry, loop, end = b.block, b.append_basic_block("k"), b.append_basic_block("stored")
         b.branch(loop)
         b.position_at_end(loop)
-        k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in weights] for _ in rows]
-        vectors = [self._converted(at(weight, b.mul(k, _INT(BLOCK_OUTPUTS)))) for weight in weights]
+        k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in rows]
+        vectors = self.vectors(blocks, k)
         numbers = (self._spread(b.load(at(row, k))) for row in rows)
         added = [
             [b.call(self.fma, [number, vector, total]) for vector, total in zip(vectors, totals, strict=True)]
@@ -163,20 +166,106 @@ class _Tile:
                 place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
 
+    def blocks(self, numbers: list[Any]) -> list[Any]:
+        """What `vectors` takes of blocks: here pointers to their first vectors."""
+        b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
+        return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
+
+    def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
+        """Row k of blocks in float32."""
+        return [self._loaded(self._at(block, k)) for block in blocks]
+
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
 
-    def _converted(self, pointer: Any) -> Any:
-        """A row of a block in float32."""
-        halves = self.builder.load(self.builder.bitcast(pointer, _HALVES.as_pointer()))
-        halves.align = 2
-        return self.builder.fpext(halves, _FLOATS)
+    def _loaded(self, pointer: Any) -> Any:
+        """A vector in float32."""
+        vector = self.builder.load(pointer)
+        vector.align = 2 if self.LOADED is _HALVES else 4
+        return self.builder.fpext(vector, _FLOATS) if self.LOADED is _HALVES else vector
 
     def _spread(self, number: Any) -> Any:
         """A number in all places of a vector."""
         nothing, first = ir.Constant(_FLOATS, ir.Undefined), ir.IntType(32)(0)
         mask = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), [0] * BLOCK_OUTPUTS)
         return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, first), nothing, mask)
+
+
+class _FloatTile(_Tile):
+    """A right side in blocks of float32."""
+
+    LOADED = _FLOATS
+    BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
+
+
+class _PlacesTile(_FloatTile):
+    """A right side whose rows [N] lie anywhere. right: address of their addresses [K]."""
+
+    def blocks(self, numbers: list[Any]) -> list[Any]:
+        return numbers
+
+    def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
+        b = self.builder
+        row = b.inttoptr(b.load(self._at(b.inttoptr(self.right, _INT.as_pointer()), k)), _FLOATS.as_pointer())
+        return [self._loaded(self._at(row, number)) for number in blocks]
+
+
+_take_halves, _take_floats, _take_places = (intrinsic(kind.take) for kind in (_Tile, _FloatTile, _PlacesTile))
+
+
+@kernel(error_model="numpy")
+def multiply_keys(queries, keys, scores, first_block, end_block):
+    """Queries [Q, D] times transposed keys, to columns of scores [Q, N] from first_block to end_block.
+
+    keys: address of the keys as `transpose_keys` writes them, block 0 first. In the order of D.
+    """
+    first = 0
+    while first < len(queries):
+        left = len(queries) - first
+        first += _take_floats(
+            queries, first, left, queries.shape[1], keys, first_block, end_block - first_block, scores
+        )  # fmt: skip
+
+
+@kernel(error_model="numpy")
+def sum_values(weights, num_keys, places, out):
+    """The sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the first num_keys count."""
+    first = 0
+    while first < len(weights):
+        left, blocks = len(weights) - first, out.shape[1] // BLOCK_OUTPUTS
+        first += _take_places(weights, first, left, num_keys, places.ctypes.data, 0, blocks, out)
+
+
+@intrinsic
+def transpose_keys(typing, places, first, offset, out):
+    """Write BLOCK_OUTPUTS numbers from `offset` on of as many keys, columns of a block: [BLOCK_OUTPUTS, BLOCK_OUTPUTS].
+
+    places: addresses of keys, from `first` on. out: address of the block's row `offset`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places, first, offset, out = arguments
+        b, data = builder, context.make_array(signature.args[0])(context, builder, places).data
+        rows = []
+        for i in range(BLOCK_OUTPUTS):
+            row = b.inttoptr(b.load(b.gep(data, [b.add(first, _INT(i))])), _FLOAT.as_pointer())
+            vector = b.load(b.bitcast(b.gep(row, [offset]), _FLOATS.as_pointer()))
+            vector.align = 4
+            rows.append(vector)
+        for half in (8, 4, 2, 1):  # swap the off-diagonal quarters of all squares of 2 x half rows
+            upper = [BLOCK_OUTPUTS + c - half if c & half else c for c in range(BLOCK_OUTPUTS)]
+            lower = [BLOCK_OUTPUTS + c if c & half else c + half for c in range(BLOCK_OUTPUTS)]
+            masks = [ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), mask) for mask in (upper, lower)]
+            for i in range(BLOCK_OUTPUTS):
+                if not i & half:
+                    pair = rows[i], rows[i + half]
+                    rows[i], rows[i + half] = (b.shuffle_vector(*pair, mask) for mask in masks)
+        block = b.inttoptr(out, _FLOATS.as_pointer())
+        for i, vector in enumerate(rows):
+            b.store(vector, b.gep(block, [_INT(i)])).align = 4
+        return context.get_dummy_value()
+
+    return types.none(places, first, offset, out), generate
 
 
 @kernel(error_model="numpy", fastmath={"contract"})

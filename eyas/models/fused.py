@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, HalfProduct, MergedLinearPart, PackedLinear, Product
-from eyas.models.inputs import PackedInputs, pack
+from eyas.models.inputs import PackedInputs, RowKeys, pack
 from eyas.models.numerics import Float32Head
 from eyas.process import num_cores
 from eyas.tensors import Floats, runs_compiled
@@ -286,7 +286,7 @@ class CpuDecoder:
             for segment, end in zip(packed.segments, ends, strict=True)
             if len(segment.tokens) > MAX_KERNEL_ROWS
         ]
-        keys = cpu_kernels.RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
+        keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
         rotary = [self._rotary(embedded, position_ids, kind) for kind in self._rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -243,3 +244,44 @@ class AttentionMetadata:
     positions: Tensor
     slots: Tensor
     key_positions: Tensor
+
+
+NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+
+
+class RowKeys(NamedTuple):
+    """What the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
+
+    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
+    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
+    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
+    """
+
+    starts: Ints
+    ends: Ints
+    prefix: Ints
+    prefix_ends: Ints
+    num_masked: Ints
+    visible: Bools
+    positions: Ints
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
+        """The keys of those packed segments that have at most `max_rows` rows."""
+        ends = np.cumsum([len(s.tokens) for s in segments])
+        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
+        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
+        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
+        masks = [
+            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+            for segment, count in zip(segments, counts, strict=True)
+        ]
+        return cls(
+            starts=ends[chosen] - counts,
+            ends=ends[chosen],
+            prefix=np.concatenate([NO_SLOTS, *(s.prefix for s in segments)]),
+            prefix_ends=np.cumsum([len(s.prefix) for s in segments], dtype=np.int64),
+            num_masked=np.zeros(len(segments), np.int64),
+            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
+            positions=np.concatenate(positions).astype(np.int64, copy=False),
+        )

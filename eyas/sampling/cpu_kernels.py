@@ -105,13 +105,19 @@ def uniform(key, token):
     return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
 
 
-@kernel(fastmath={"nnan", "nsz", "reassoc"})
+@kernel(inline="always")
+def _ordered(bits):
+    """The bits of a float32 as a number in the order of floats, and the other way round; int32."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@kernel()
 def highest_of(x):
-    """The highest of x [n], which may hold infinities."""
-    highest = x[0]
-    for i in range(len(x)):
-        highest = max(highest, x[i])
-    return highest
+    """The highest of x [n], which may hold infinities. Whole numbers are compared: LLVM makes vectors of that."""
+    bits, highest = x.view(np.int32), np.int32(-(2**31))
+    for i in range(len(bits)):
+        highest = np.int32(max(highest, _ordered(bits[i])))
+    return _ordered(highest).view(np.float32)
 
 
 @kernel(fastmath={"reassoc"})

@@ -20,7 +20,7 @@ from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
 from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected, rms_norm, rotate
-from eyas.models.inputs import Segment
+from eyas.models.inputs import RowKeys, Segment
 from eyas.tensors import Floats, Ints
 
 
@@ -154,11 +154,11 @@ class CompiledBackbone:
         and their prefixes."""
         from eyas.models import cpu_kernels
 
-        whole = cpu_kernels.RowKeys.of(blocks, len(embedded))
+        whole = RowKeys.of(blocks, len(embedded))
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = cpu_kernels.RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
+            causal = RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
         rows.start(cpu_kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)

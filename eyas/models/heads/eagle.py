@@ -61,7 +61,7 @@ from eyas.models.heads.layers import (
     take_rows,
     under_prefix,
 )
-from eyas.models.inputs import Segment
+from eyas.models.inputs import RowKeys, Segment
 from eyas.tensors import Floats, Ints
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
@@ -214,13 +214,13 @@ class CompiledEagle:
         from eyas.models import cpu_kernels
 
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
-        keys = cpu_kernels.RowKeys.of(new, len(tokens))
+        keys = RowKeys.of(new, len(tokens))
         rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
         deepest, ends = len(self._layers) - 1, keys.ends - 1
         for number in range(deepest):
             self._layers[number].run(cpu_kernels, rows, rotary, kv, number)
         qkv = self._layers[deepest].project(cpu_kernels, rows, rotary, kv, deepest)
-        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], cpu_kernels.RowKeys.of(last, 1))
+        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
         self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
         return self._states(behind)
 
