@@ -160,7 +160,7 @@ def _estimate(trainer: Trainer) -> str:
     import time
 
     out = Path(trainer.config.out)
-    trainer.trainee.write(out / "dry-run")  # type: ignore[operator]
+    trainer.write_head("dry-run")
     trainer.step()
     began = time.monotonic()
     trainer.step()

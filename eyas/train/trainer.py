@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -150,11 +151,10 @@ class Trainer:
         """Write the head to `last`, measure its trees, and copy it to `best` if they are the best so far."""
         found = None
         if self.accelerator.is_main_process:
-            with _keeping_saved(self._out):
-                self.trainee.write(self._out / "last")  # type: ignore[operator]
-                if self._evaluator is not None:
-                    found = self._evaluator.measure(self._out / "last")
-                    self._keep(found)
+            self.write_head("last")
+            if self._evaluator is not None:
+                found = self._evaluator.measure(self._out / "last")
+                self._keep(found)
         self.accelerator.wait_for_everyone()
         return found
 
@@ -164,7 +164,20 @@ class Trainer:
         self.accelerator.log(taus, step=self.progress.step)
         if found.mean_tau > self.progress.best_tau:
             self.progress.best_tau, self.progress.best_step = found.mean_tau, self.progress.step
-            self.trainee.write(self._out / "best")  # type: ignore[operator]
+            self.write_head("best")
+
+    def write_head(self, name: str) -> None:
+        """Write the head to a folder of the run. The files of an older one stay until the new ones are whole."""
+        folder, part = self._out / name, self._out / f"{name}.part"
+        try:
+            with _keeping_saved(self._out):
+                self._out.mkdir(parents=True, exist_ok=True)
+                self.trainee.write(part)  # type: ignore[operator]
+                folder.mkdir(exist_ok=True)
+                for file in part.iterdir():
+                    file.replace(folder / file.name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
     def _log(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
         figures = {name: float(value) for name, value in metrics.items()}
@@ -189,6 +202,7 @@ class Trainer:
             state = {
                 "fingerprint": self.config.fingerprint,
                 "data": self.windows.digest,
+                "num_processes": self.accelerator.num_processes,
                 "progress": asdict(self.progress),
                 "parameters": {name: parameter.detach().cpu() for name, parameter in self.trained.items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -214,6 +228,12 @@ class Trainer:
             raise ConfigError(
                 f"{newest} is of a run with other data than {self.config.data.path} holds now; give back what was prepared "
                 "then, or name another `out` and this run's `last` as draft_model"
+            )
+        own = self.accelerator.num_processes
+        if (count := state.get("num_processes", own)) != own:
+            raise ConfigError(
+                f"{newest} is of a run on {count} processes, but there are {own} now, with other batches; start as many "
+                f"processes ({count}), or name another `out` and this run's `last` as draft_model"
             )
         with torch.no_grad():
             for name, parameter in self.trained.items():
@@ -291,10 +311,12 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _keeping_saved(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it."""
+    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it, safetensors an error of its own."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and "write" not in str(error):
             raise
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -119,6 +120,32 @@ def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypat
     again.resume()
     assert again.progress.step == 1
     assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_a_full_disk_keeps_the_older_head(name: str, folder: Path, tmp_path: Path) -> None:
+    trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
+    trainer.write_head(name)
+    written = {file.name: file.read_bytes() for file in (tmp_path / "run" / name).iterdir()}
+    trainer.step()
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))  # no file may grow beyond it
+    try:
+        with pytest.raises(ConfigError, match="nothing that was saved is lost"):
+            trainer.write_head(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run" / name).iterdir()} == written
+    assert not (tmp_path / "run" / f"{name}.part").exists()
+
+
+def test_another_number_of_processes_does_not_continue_a_run(folder: Path, tmp_path: Path) -> None:
+    trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
+    trainer.save()
+    file = next((tmp_path / "run" / "checkpoints").glob("*.pt"))
+    torch.save(torch.load(file, weights_only=True) | {"num_processes": 2}, file)
+    with pytest.raises(ConfigError, match="on 2 processes, but there are 1 now"):
+        trainer.resume()
 
 
 @pytest.mark.timeout(600)
