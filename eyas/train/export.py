@@ -50,7 +50,11 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
     config = read_head_config(folder, read_target_config(resolve(model)), kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
-    if layout in ("eyas", "safeailab") or config.kind == "eagle":
+    if config.kind == "eagle" and layout not in ("eyas", "safeailab"):
+        raise CheckpointError(
+            f"{head} is an EAGLE-1 head, which {layout} has no layout for; export it to safeailab, or leave it as it is"
+        )
+    if layout in ("eyas", "safeailab"):
         write_head(out, config, tensors)
         return
     _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))

@@ -13,6 +13,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.scoring import make_scorer
+from eyas.errors import CheckpointError
 from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
@@ -59,8 +60,12 @@ def test_a_block_head_in_each_layout_is_the_same_head(layout: str, folder: Path,
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "peagle"])
-@pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators"])
+LAYOUTS = [(method, layout) for method in ("eagle3", "eagle3.1", "peagle") for layout in ("specforge", "speculators")]
+# A key of config.json that only this layout has.
+LAYOUT_MARKS = {"safeailab": "eagle_aux_hidden_state_layer_ids", "specforge": "eagle_config"}
+
+
+@pytest.mark.parametrize(("method", "layout"), [*LAYOUTS, ("eagle1", "safeailab"), ("eagle3", "safeailab")])
 def test_an_eagle_head_in_each_layout_is_the_same_head(method: str, layout: str, folder: Path, tmp_path: Path) -> None:
     target = str(folder / "target")
     trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "run"), head__target_layer_ids=[1, 2, 3]))
@@ -69,8 +74,20 @@ def test_an_eagle_head_in_each_layout_is_the_same_head(method: str, layout: str,
     trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
     export_head(str(tmp_path / "head"), target, tmp_path / "out", layout)
     one, two = (load_head(str(tmp_path / name), target, kind=kind) for name in ("head", "out"))
+    if method != "eagle1":
+        assert LAYOUT_MARKS.get(layout, "speculators_config") in json.loads((tmp_path / "out" / "config.json").read_text())
     assert (one.config.wiring, one.config.mask_token_id) == (two.config.wiring, two.config.mask_token_id)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["specforge", "speculators"])
+def test_an_eagle1_head_is_not_exported_under_a_false_name(layout: str, folder: Path, tmp_path: Path) -> None:
+    target = str(folder / "target")
+    trainer = build_trainer(settings(folder, target, "eagle1", out=str(tmp_path)))
+    trainer.write_head("head")
+    with pytest.raises(CheckpointError, match=f"an EAGLE-1 head, which {layout} has no layout for"):
+        export_head(str(tmp_path / "head"), target, tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
 
 
 def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Path) -> None:
