@@ -311,7 +311,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _keeping_saved(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it, safetensors an error of its own."""
+    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it, safetensors its own error."""
     from safetensors import SafetensorError
 
     try:
