@@ -104,13 +104,14 @@ class CombinedDrafter(LocalDrafter):
     def __init__(self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig) -> None:
         """At most one of the drafters needs features."""
         self._sides = (first, second)
+        self._side_needs = first.needs, second.needs
         self._tree = tree
         self._config = config
         self._sessions = SessionLedger(_CombinedSession)
 
     @property
     def needs(self) -> DrafterNeeds:
-        first, second = (side.needs for side in self._sides)
+        first, second = self._side_needs
         return replace(first if first.features else second, samples=first.samples or second.samples)
 
     @property
@@ -159,7 +160,7 @@ class CombinedDrafter(LocalDrafter):
         """Send one side the parts of the commits that it does not have, and keep its answers."""
         side = self._sides[k]
         behind = [session for session in sessions if session.lengths[k] < session.context.committed_length]
-        drafts = side.propose([session.missing(k, side.needs) for session in behind]) if behind else []
+        drafts = side.propose([session.missing(k, self._side_needs[k]) for session in behind]) if behind else []
         for session, draft in zip(behind, drafts, strict=True):
             length = draft.committed_length if isinstance(draft, ResyncRequired) else session.context.committed_length
             session.lengths[k], session.drafts[k] = length, draft
@@ -173,8 +174,8 @@ class CombinedDrafter(LocalDrafter):
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
         for session, tree in zip(sessions, merged, strict=True):
             session.tree = session.with_sources(tree) if session.context.wants_sources else tree
-            for k, side in enumerate(self._sides):
-                if side.needs.samples:
+            for k, needs in enumerate(self._side_needs):
+                if needs.samples:
                     self._prune(k, session, tree)
 
     def _continue(self, k: int, sessions: Sequence[_CombinedSession], budgets: Sequence[TreeBudget]) -> None:

@@ -31,7 +31,7 @@ from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, HalfProduc
 from eyas.models.inputs import PackedInputs, RowKeys, pack
 from eyas.models.numerics import Float32Head
 from eyas.process import num_cores
-from eyas.tensors import Floats, runs_compiled
+from eyas.tensors import Floats, Ints, runs_compiled
 
 if TYPE_CHECKING:
     from eyas.models.cpu_products import Helpers
@@ -257,6 +257,7 @@ class CpuDecoder:
         decoder = model.get_decoder()
         self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
         self._helpers: Helpers | None = None
+        self._tables: dict[str | None, tuple[Floats, Floats]] = {}
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
         has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
@@ -288,7 +289,7 @@ class CpuDecoder:
         ]
         keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
-        rotary = [self._rotary(embedded, position_ids, kind) for kind in self._rotary_kinds]
+        rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
         if prompts or self._stack is None:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
@@ -335,10 +336,14 @@ class CpuDecoder:
         logits = self._head(hidden[:, logits_to_keep])
         return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
 
-    def _rotary(self, embedded: Tensor, positions: Tensor, kind: str | None) -> tuple[Floats, Floats]:
-        """cos and sin [R, D] of layers of a kind."""
-        cos, sin = self._decoder.rotary_emb(embedded, positions, *([kind] if kind else []))
-        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+    def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
+        """cos and sin [R, D] of layers of a kind, from tables by position. They double where a context outgrows them."""
+        length, tables = int(positions.max()) + 1, self._tables.get(kind)
+        if tables is None or len(tables[0]) < length:
+            every = torch.arange(1 << (length - 1).bit_length())[None]
+            cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
+            tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        return tables[0][positions], tables[1][positions]
 
 
 def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:

@@ -128,6 +128,17 @@ def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -
         assert torch.equal(together.aux_hidden_states, output.aux_hidden_states)
 
 
+def test_rotary_tables_grow_with_the_context(target: TargetModel) -> None:
+    pytest.importorskip("numba")
+    model = target.model.get_decoder()
+    decoder, embedded = model.forward.__self__, model.embed_tokens(torch.tensor([[3]]))
+    for positions in ([0], [5, 2], [3, 40, 17]):
+        for kind in decoder._rotary_kinds:
+            found = decoder._rotary(embedded, np.array(positions), kind)
+            expected = model.rotary_emb(embedded, torch.tensor([positions]), *([kind] if kind else []))
+            torch.testing.assert_close([torch.from_numpy(each)[None] for each in found], list(expected))
+
+
 class LateHelpers:
     """Helpers that begin when the pass is done: what they find must be taken, and they must change nothing."""
 
