@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -23,7 +24,7 @@ from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import worker_pb2, worker_pb2_grpc
 from tests.services.connections.authority import Authority, peers
 from tests.services.drafting.toy_drafting import ToyDrafter, eventually, serving
-from tests.services.router.scripted_verifier import CALL, TOKENS, Script, failure, router, send, worker
+from tests.services.router.scripted_verifier import CALL, RETRY, TOKENS, Script, failure, router, send, worker
 
 TOKEN, OTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -148,7 +149,8 @@ def test_a_request_passes_router_and_verifier_with_the_token(url: str, tmp_path:
             assert (await failure(verifier, CALL))[0] is grpc.StatusCode.UNAUTHENTICATED
         async with worker(url, script, peers=own), router(url) as stranger:
             assert (await failure(stranger, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "the client's key is not at fault"
-        async with worker(url, script), router(url, peers=own) as address:
+        hasty = replace(RETRY, budget_s=2.0)
+        async with worker(url, script), router(url, peers=own, retry=hasty) as address:
             assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "its lease is not signed"
         assert len(script.calls) == 1
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyas.config import LimitsConfig
+from eyas.config import LimitsConfig, RetryConfig
 from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.logging import configure_logging
@@ -54,7 +54,8 @@ def test_a_request_that_is_rejected_before_it_runs_counts(
     spans = Spans()
 
     async def run() -> None:
-        async with http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
+        telemetry, retry = RouterTelemetry(spans.telemetry), RetryConfig(budget_s=0.2)  # no verifier ever comes
+        async with http_router(url, telemetry=telemetry, retry=retry) as base:
             await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
 
     asyncio.run(run())
