@@ -31,12 +31,13 @@ BLOCK_METHODS = ("dspark", "dflash", "dflash2")
 
 @dataclass(frozen=True)
 class Case:
-    """A method over the tiny target; datastore: where REST looks, if it does."""
+    """A method over the tiny target; datastore: where REST looks. own_folder: a checkpoint in place of a tiny one."""
 
     name: str
     target: str
     head: str
     datastore: Path | None = None
+    own_folder: str = ""
 
     @property
     def method(self) -> str:
@@ -53,14 +54,16 @@ class Case:
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
         suffix = SuffixConfig(min_ngram=1)
         methods = MethodsConfig(rest=rest, suffix=suffix, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
-        return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, drafting, methods)
+        return build_drafter(self.method, self.target, self.folder, "float32", "cpu", tree, drafting, methods)
 
     def fuser(self) -> FeatureFuser | None:
-        return build_fuser(self.method, self._folder, self.target, "float32", "cpu")
+        return build_fuser(self.method, self.folder, self.target, "float32", "cpu")
 
     @property
-    def _folder(self) -> str:
+    def folder(self) -> str:
         """What the method loads."""
+        if self.own_folder:
+            return self.own_folder
         if self.method in ("eagle1", "eagle2"):
             return f"{self.head}/eagle1"
         if self.method == "peagle":

@@ -1,6 +1,8 @@
 """One suite for every drafter, local and remote: the contract of eyas.drafters.base."""
 
 import math
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -8,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eyas.config import DraftClientConfig, TreeConfig
 from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
+from eyas.drafters.neural import NeuralDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
@@ -206,6 +210,42 @@ def test_features_that_are_no_numbers_cost_one_tree(drafter: Drafter, proposal: 
     assert _shape(drafts[1]) == _shape(propose(drafter, [replace(good, session="alone")])[0])
     after = propose(drafter, [commit("bad", 24, base=20), commit("good", 24, base=20)])
     assert all(isinstance(draft, DraftTree) for draft in after), "both sessions are known still"
+
+
+# Methods whose checkpoints have rows for the tokens that they draft, and the names of these tensors.
+OUTPUTS = {
+    "eagle3": r"lm_head\.weight", "peagle": r"lm_head\.weight", "dspark": r"markov_head\.markov_w2\.weight",
+    "dspark-rnn": r"markov_head\.markov_w2\.weight", "dspark-reduced": r"lm_head\.weight", "medusa": r"\d\.2\.weight",
+    "hydra": r"hydra_lm_head\.\d\.weight", "sps": r"lm_head\.weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_token_whose_logits_are_no_numbers_is_not_drafted(
+    name: str, noise: NoiseKey, tiny_target: str, tiny_head: str, tmp_path: Path
+) -> None:
+    """One row of the output layer is broken; the others are drafted."""
+    case, shape = Case(name, tiny_target, tiny_head), TreeConfig(16, 4, 3)
+    whole = case.drafter(shape)
+    assert isinstance(whole, NeuralDrafter)
+    draft = whole.propose([commit("a", 20, noise=noise)])[0]
+    assert isinstance(draft, DraftTree)
+    token = draft.tokens[1]
+    folder = shutil.copytree(case.folder, tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    broken = [key for key in tensors if re.fullmatch(OUTPUTS[name], key)]
+    for key in broken:
+        tensors[key][whole.draft_ids.tolist().index(token)] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    drafter = replace(case, own_folder=str(folder)).drafter(shape)
+    for proposal in ("deterministic", "sampled"):
+        context = replace(commit(proposal, 20, noise=noise), proposal=proposal)
+        draft = drafter.propose([context])[0]
+        assert isinstance(draft, DraftTree)
+        draft.validate(context.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
+        assert draft.num_drafted > 0
+        assert token not in draft.tokens[1:]
 
 
 def test_the_lowest_temperatures_draft_as_others(drafter: Drafter) -> None:

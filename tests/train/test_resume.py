@@ -4,12 +4,11 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import PIPE, STDOUT
+from subprocess import DEVNULL, PIPE, STDOUT
 
 import pytest
 import torch
@@ -32,32 +31,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_settings(folder: Path, out: Path, **changes: object) -> Path:
-    config = settings(folder, str(folder / "target"), out=str(out), optimizer__max_steps=STEPS, threads=1, **changes)
+def write_settings(folder: Path, out: Path, method: str = "dspark", steps: int = STEPS, **changes: object) -> Path:
+    target = str(folder / "target")
+    config = settings(folder, target, method, out=str(out), optimizer__max_steps=steps, threads=1, **changes)
     file = out.with_suffix(".yaml")
     file.write_text(json.dumps(asdict(config)))  # JSON is YAML
     return file
 
 
+def records(out: Path) -> list[dict[str, object]]:
+    """The lines of a run's log, without times."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+
+
 def losses(out: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in records(out) if "loss" in record}  # type: ignore[misc]
+
+
+NO_SCHEDULE = {"optimizer__lr_scheduler": "constant", "optimizer__warmup_ratio": 0}
+RUNS: dict[str, dict[str, object]] = {
+    "dspark": {},
+    "eagle1": {
+        "optimizer__name": "muon",
+        "optimizer__gradient_accumulation_steps": 2,
+        "eval__every": 2,
+        "eval__num_prompts": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", RUNS)
+def test_a_killed_run_continues_bit_for_bit(method: str, folder: Path, tmp_path: Path) -> None:
+    """It is killed at any moment after its first checkpoint; how long both runs are follows from that."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(write_settings(folder, whole))
-    file = write_settings(folder, killed)
-    process = Popen(command(file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(killed.glob("checkpoints/step-*2.pt")) and process.poll() is None:
+    changes = {**NO_SCHEDULE, **RUNS[method]}
+    process = Popen(command(write_settings(folder, killed, method, 10**6, **changes)), stdout=DEVNULL, stderr=DEVNULL)
+    while not list(killed.glob("checkpoints/step-*.pt")) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
-    run(file)
-    assert losses(killed) == losses(whole)
-    a, b = (torch.load(out / "checkpoints" / f"step-{STEPS:08d}.pt", weights_only=True) for out in (whole, killed))
+    assert process.wait() == -signal.SIGKILL
+    steps = int(max(killed.glob("checkpoints/step-*.pt")).stem.removeprefix("step-")) + 4
+    run(write_settings(folder, killed, method, steps, **changes))
+    run(write_settings(folder, whole, method, steps, **changes))
+    assert records(killed) == records(whole)
+    assert len(losses(killed)) == steps
+    a, b = (torch.load(out / "checkpoints" / f"step-{steps:08d}.pt", weights_only=True) for out in (whole, killed))
     assert all(torch.equal(a["parameters"][name], b["parameters"][name]) for name in a["parameters"])
+    best = [(out / "best" / "model.safetensors").read_bytes() for out in (whole, killed)]
+    assert best[0] == best[1]
 
 
 def command(file: Path) -> list[str]:
