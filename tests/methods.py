@@ -1,6 +1,6 @@
 """Every drafting method over the tiny models, by the name of a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.config import (
@@ -14,7 +14,10 @@ from eyas.config import (
 )
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.models.heads.eagle import write_head
+from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import FeatureFuser
+from tests.models.heads.checkpoint_formats import TINY, random_tensors
 from tests.tiny import write_small
 from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import KINDS, tiny_heads
@@ -23,10 +26,20 @@ from tests.tiny_medusa_hydra import KINDS, tiny_heads
 CASES = (
     "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
     "dspark-ahead", "dflash-ahead", "dspark+prompt_lookup",
-    "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
-    "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
+    "eagle1", "eagle2", "eagle3", "eagle3-normed", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead",
+    *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
 )  # fmt: skip
+# EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
+EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))
 BLOCK_METHODS = ("dspark", "dflash", "dflash2")
+
+
+def tiny_eagle31_head(head: str) -> str:
+    """A head beside the one of `tiny_head`, written once."""
+    folder = Path(head, "eagle31")
+    if not folder.exists():
+        write_head(folder, EAGLE31, random_tensors(EAGLE31))
+    return str(folder)
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ class Case:
             return self.own_folder
         if self.method in ("eagle1", "eagle2"):
             return f"{self.head}/eagle1"
+        if self.name == "eagle3-normed":
+            return tiny_eagle31_head(self.head)
         if self.method == "peagle":
             return tiny_peagle_head(self.head)
         if self.method.partition("+")[0] in BLOCK_METHODS:

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.errors import ConfigError
 from eyas.train.config import SERVED_BY
+from eyas.train.evaluate import Evaluation
 from eyas.train.features import NoStates
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
@@ -53,6 +55,34 @@ def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: 
     assert loss(trainer) < first
     assert progress.best_tau >= 1
     assert {"tau_t0", "tau_t1"} <= records[-1].keys()
+
+
+def test_the_head_with_the_best_trees_is_kept(folder: Path, tmp_path: Path) -> None:
+    """Not the last one, whose trees are worse."""
+    heads, taus = [], [1.5, 2.5, 1.25]
+
+    def measure(head: Path) -> Evaluation:
+        heads.append((head / "model.safetensors").read_bytes())
+        tau = taus[len(heads) - 1]
+        return Evaluation({0.0: tau, 1.0: tau - 0.25}, {0.0: (0.5, 0.25), 1.0: (0.25,)})
+
+    trainer = build_trainer(
+        settings(folder, str(folder / "target"), "medusa", out=str(tmp_path / "run"), eval__every=2, optimizer__max_steps=6)
+    )
+    trainer._evaluator = SimpleNamespace(measure=measure)  # type: ignore[assignment]
+    progress = trainer.run()
+    assert len({*heads}) == 3
+    assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == heads[1]
+    assert (tmp_path / "run" / "last" / "model.safetensors").read_bytes() == heads[2]
+    assert (progress.best_step, progress.best_tau) == (4, 2.375)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    found = [line for line in lines if "tau_t0" in line]
+    assert [(line["step"], line["tau_t0"], line["tau_t1"]) for line in found] == [
+        (2, 1.5, 1.25),
+        (4, 2.5, 2.25),
+        (6, 1.25, 1.0),
+    ]
+    assert found[0]["acceptance_t0"] == [0.5, 0.25]
 
 
 def test_a_draft_model_learns_text_without_the_target(folder: Path, tmp_path: Path) -> None:
