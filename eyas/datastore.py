@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -175,16 +175,17 @@ def _tokenized(
     progress.add_task("sorting suffixes", total=None)
 
 
-def corpus_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
+def corpus_files(paths: Sequence[Path], exclude: Path | None = None, suffixes: Collection[str] = ()) -> list[Path]:
     """The files named, and those below the folders named, in a fixed order. None is read.
 
-    exclude: see `excluded_ends`. Raises ConfigError for missing paths, and if nothing is left.
+    exclude: see `excluded_ends`. suffixes: of files to take from folders, such as .py; empty takes all. Raises ConfigError
+    for missing paths, and if nothing is left.
     """
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise ConfigError(f"no such file or folder: {missing[0]}")
     ends = excluded_ends(exclude)
-    found = [file for path in paths for file in ([path] if path.is_file() else _files_below(path))]
+    found = [file for path in paths for file in ([path] if path.is_file() else _files_below(path, suffixes))]
     files = [file for file in found if not str(file.absolute()).endswith(ends)]
     if not files:
         raise ConfigError(f"{', '.join(map(str, paths))} holds no files; name text or JSON Lines files, or folders of them")
@@ -204,8 +205,8 @@ def excluded_ends(exclude: Path | None) -> tuple[str, ...]:
     return tuple(f"/{name}" for name in names)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
+def _files_below(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file() and (not suffixes or file.suffix in suffixes))
 
 
 def _read(file: Path, is_named: bool) -> str | None:

@@ -61,10 +61,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens added."""
-        ids = self._encode(text)
-        if self._bos is None or not text or ids[:1] == (self._bos,):
-            return ids
-        return (self._bos, *ids)
+        return self._with_bos(text, self._encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """As `encode` of each text, on all cores."""
+        encoded = self.tokenizer.encode_batch_fast(list(texts))
+        return [self._with_bos(text, tuple(encoding.ids)) for text, encoding in zip(texts, encoded, strict=True)]
+
+    def _with_bos(self, text: str, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if self._bos is None or not text or ids[:1] == (self._bos,) else (self._bos, *ids)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that holds its special tokens already, as chat templates write them."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 
-from eyas.config.loader import load
+from eyas.config.loader import at_least, load, require
+from eyas.datastore import corpus_files
 from eyas.errors import ConfigError
 from eyas.train.config import SERVED_BY, EvalConfig, TrainConfig
 
 if TYPE_CHECKING:
+    from eyas.train.data import Prepared
     from eyas.train.trainer import Trainer
 
 train = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -27,11 +30,17 @@ Files = Annotated[
     typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; plain text; folders of such files."),
 ]
 Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out.")]
+TemplateKwargs = Annotated[
+    str, typer.Option("--chat-template-kwargs", help='Variables of the chat template, such as {"enable_thinking": false}.')
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Assignments = Annotated[
     list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 keeps torch's default.")]
+
+# Sizes of a draft vocabulary whose coverage `prepare` prints.
+USUAL_DRAFT_VOCABULARIES = (8000, 16000, 32000)
 
 
 @train.callback()
@@ -48,17 +57,55 @@ def prepare(
     max_length: Annotated[int, typer.Option(help="Tokens of a part; longer documents are cut.")] = 2048,
     min_loss_tokens: Annotated[int, typer.Option(help="Documents with fewer supervised tokens are left out.")] = 2,
     exclude: Exclude = None,
+    chat_template_kwargs: TemplateKwargs = "{}",
+    draft_vocab_size: Annotated[int, typer.Option(help="Print the coverage of this size; 0 takes usual sizes.")] = 0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
-    from eyas.train.data import expand_files
+    from eyas.train.data import FOLDER_SUFFIXES
     from eyas.train.data import prepare as run
 
-    info = run(model, expand_files(files, exclude), out, heldout, max_length, min_loss_tokens, seed)
+    at_least(0, draft_vocab_size=draft_vocab_size)
+    found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
+    info = run(model, found, out, heldout, max_length, min_loss_tokens, seed, variables)
     print(
         f"{out}: {info.num_documents} documents, {info.num_heldout} held out; {info.num_tokens} tokens, "
         f"{info.num_supervised} supervised; {info.num_skipped} documents left out"
     )
+    if info.num_separate:
+        print(
+            f"{info.num_separate} turns are documents of their own: the chat template shows them differently in longer chats"
+        )
+    if info.num_refused:
+        print(f"{info.num_refused} turns of the assistant are not supervised: the rendered chats do not hold them")
+    _print_coverage(out, info, draft_vocab_size)
+
+
+def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None:
+    """How much of the supervised text the draft vocabularies hold."""
+    from eyas.train.data import draft_vocabulary, vocabulary_coverage
+
+    sizes = [draft_vocab_size] if draft_vocab_size else [size for size in USUAL_DRAFT_VOCABULARIES if size < info.vocab_size]
+    for size in sizes:
+        require(
+            size <= info.vocab_size,
+            f"{folder} is prepared, but --draft-vocab-size is {size}, and {info.model} has {info.vocab_size} tokens",
+        )
+        covered = vocabulary_coverage(folder, draft_vocabulary(folder, size, info.vocab_size))
+        print(f"a draft vocabulary of {size} tokens holds {covered:.2%} of the supervised tokens")
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    """Variables of the chat template, from JSON. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    require(
+        isinstance(found, dict),
+        f"--chat-template-kwargs is {text!r}; it must be a JSON object such as '{{\"enable_thinking\": false}}'",
+    )
+    return dict(found)
 
 
 @train.command()
@@ -77,6 +124,7 @@ def regenerate(
     device: Annotated[str, typer.Option()] = "auto",
     exclude: Exclude = None,
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
+    chat_template_kwargs: TemplateKwargs = "{}",
     seed: Annotated[int, typer.Option()] = 0,
     threads: Threads = 0,
 ) -> None:
@@ -84,23 +132,25 @@ def regenerate(
     import torch
 
     from eyas.llm import LLM
-    from eyas.train.data import expand_files
+    from eyas.train.data import FOLDER_SUFFIXES
     from eyas.train.regenerate import RegenerateSettings
     from eyas.train.regenerate import regenerate as run
 
     if threads:
         torch.set_num_threads(threads)
     settings = RegenerateSettings(
-        model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries
-    )
+        model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries,
+        _template_kwargs(chat_template_kwargs),
+    )  # fmt: skip
+    found = corpus_files(files, exclude, FOLDER_SUFFIXES)
     columns = (TextColumn("{task.completed} entries"), BarColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True))
     with LLM(model, draft_model or None, method or None, dtype, device, max_num_seqs=batch) as llm, progress:
         task = progress.add_task("", total=max_entries or None)
-        found = run(llm, expand_files(files, exclude), out, settings, lambda done: progress.update(task, completed=done))
+        done = run(llm, found, out, settings, lambda count: progress.update(task, completed=count))
     print(
-        f"{out}: {found.num_entries} entries: {found.num_answered} answered, {found.num_failed} failed, "
-        f"{found.num_skipped} without a question"
+        f"{out}: {done.num_entries} entries: {done.num_answered} answered, {done.num_failed} failed, "
+        f"{done.num_skipped} without a question"
     )
 
 
@@ -131,11 +181,22 @@ def run(
     from eyas.train.methods import build_trainer
 
     trainer = build_trainer(load(TrainConfig, config, assignments))
+    _print_draft_vocabulary(trainer)
     if dry_run:
         print(_estimate(trainer))
         return
     trainer.run()
     _conclude(trainer)
+
+
+def _print_draft_vocabulary(trainer: Trainer) -> None:
+    """How much of the training text a head with a reduced vocabulary can draft."""
+    from eyas.train.data import vocabulary_coverage
+
+    draft_ids = getattr(getattr(trainer.trainee, "head", None), "draft_ids", None)
+    if trainer.accelerator.is_main_process and draft_ids is not None and len(draft_ids) < trainer.windows.info.vocab_size:
+        covered = vocabulary_coverage(Path(trainer.config.data.path), draft_ids.cpu())
+        print(f"the draft vocabulary of {len(draft_ids)} tokens holds {covered:.2%} of the supervised training tokens")
 
 
 def _conclude(trainer: Trainer) -> None:

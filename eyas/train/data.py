@@ -11,18 +11,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
-from eyas.datastore import excluded_ends
+from eyas.config.loader import at_least, require
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,16 +37,32 @@ UNANSWERED = {FAILED, SKIPPED}
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-class Document(NamedTuple):
-    """Token ids of a text, and whether each counts in the loss."""
+# What is in memory at a time: entries, characters of their texts, and parts on their way to disk.
+BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
-    input_ids: list[int]
-    loss_mask: list[bool]
+
+class Document(NamedTuple):
+    """Token ids of a text, int64 [n], and whether each counts in the loss, bool [n]."""
+
+    input_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+
+
+class RenderedText(NamedTuple):
+    """A text to encode. spans: the characters that count in the loss; None marks plain text, which counts whole."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepared.json` says. num_refused: turns of assistants that the template changes, and so cannot be found."""
+    """What `prepared.json` says.
+
+    num_refused: turns of assistants that cannot be found in the rendered chat, and so do not count in the loss.
+    num_separate: turns that are documents of their own, because the template shows them differently in a longer chat.
+    chat_template_kwargs: variables that the chats were rendered with.
+    """
 
     model: str
     vocab_size: int
@@ -56,138 +74,207 @@ class Prepared:
     num_skipped: int
     num_refused: int
     seed: int
+    num_separate: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare(
-    model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int
-) -> Prepared:
-    """Write a prepared folder. heldout: share of documents kept out of training.
+    model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Prepared:  # fmt: skip
+    """Write a prepared folder. heldout: share of entries kept out of training.
 
-    Longer documents are cut into parts of max_length. Those with fewer supervised tokens than min_loss_tokens are left out.
-    Raises ConfigError for files without usable text, for chats of a model without a template, and for a full disk.
+    Longer documents are cut into parts of max_length; parts without a supervised token are left out, and so are documents
+    with fewer than min_loss_tokens. Documents go to disk in batches. chat_template_kwargs: as `LLM.chat` takes them.
+
+    Raises ConfigError for settings out of range, for files without usable text, for chats of a model without a template, and
+    for a full disk.
     """
     from datasets import Dataset, disable_progress_bars
     from safetensors.torch import save_file
 
     from eyas.models.checkpoint import read_target_config, resolve
 
+    require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")
+    at_least(2, max_length=max_length)
+    at_least(1, min_loss_tokens=min_loss_tokens)
     if not sys.stderr.isatty():
         disable_progress_bars()
     vocab_size = int(read_target_config(resolve(model))["vocab_size"])
-    reader = DocumentReader(model, vocab_size)
-    generator = np.random.default_rng(seed)
-    splits: dict[str, dict[str, list[list[int]]]] = {name: {"input_ids": [], "loss_mask": []} for name in (TRAIN, HELDOUT)}
-    counts, num_skipped = torch.zeros(vocab_size, dtype=torch.int64), 0
-    for document in reader.read(files):
-        if sum(document.loss_mask) < min_loss_tokens:
-            num_skipped += 1
-            continue
-        split = splits[HELDOUT if generator.random() < heldout else TRAIN]
-        for start in range(0, len(document.input_ids), max_length):
-            mask = document.loss_mask[start : start + max_length]
-            split["input_ids"].append(document.input_ids[start : start + max_length])
-            split["loss_mask"].append([int(flag) for flag in mask])
-        ids = torch.tensor(document.input_ids)[torch.tensor(document.loss_mask)]
-        counts += torch.bincount(ids, minlength=vocab_size)
-    train = splits[TRAIN]["input_ids"]
-    if not train:
-        raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader))
-    info = Prepared(
-        model, vocab_size, tuple(map(str, files)), len(train), len(splits[HELDOUT]["input_ids"]),
-        sum(map(len, train)), sum(map(sum, splits[TRAIN]["loss_mask"])), num_skipped + reader.num_unanswered,
-        reader.num_refused, seed,
-    )  # fmt: skip
+    reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
+    heldout_draws, num_skipped = np.random.default_rng(seed), 0
     try:
-        for name, columns in splits.items():
-            Dataset.from_dict(columns).save_to_disk(str(out / name))
-        save_file({"token_freq": counts}, out / FREQUENCY_FILE)
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out) as folder:
+            parts = {name: Path(folder) / f"{name}.arrow" for name in (TRAIN, HELDOUT)}
+            with SplitWriter(parts[TRAIN], vocab_size) as train, SplitWriter(parts[HELDOUT], vocab_size) as kept_out:
+                for documents in reader.read(files):
+                    used = [document for document in documents if document.loss_mask.sum() >= min_loss_tokens]
+                    num_skipped += len(documents) - len(used)
+                    if used:  # all turns of a conversation go to one split
+                        split = kept_out if heldout_draws.random() < heldout else train
+                        for document in used:
+                            split.add(document, max_length)
+            if not train.num_documents:
+                raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader, kept_out.num_documents))
+            info = Prepared(
+                model, vocab_size, tuple(map(str, files)), train.num_documents, kept_out.num_documents, train.num_tokens,
+                train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
+                dict(chat_template_kwargs or {}),
+            )  # fmt: skip
+            (out / INFO_FILE).unlink(missing_ok=True)
+            for name, part in parts.items():
+                Dataset.from_file(str(part)).save_to_disk(str(out / name))
+        save_file({"token_freq": torch.from_numpy(train.token_freq)}, out / FREQUENCY_FILE)
         (out / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write the prepared data to {out}: {error}; free space or name another folder") from error
     return info
 
 
-def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: DocumentReader) -> str:
+def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: DocumentReader, num_heldout: int) -> str:
     names = ", ".join(map(str, files)) or "no files"
+    if num_heldout:
+        return f"all {num_heldout} documents of {names} are held out, none is left to train on; lower heldout, or add text"
     if num_skipped:
         refused = f"; the chat template changes the text of {reader.num_refused} turns" if reader.num_refused else ""
         return (
             f"no document of {names} has {least} supervised tokens: {num_skipped} were left out{refused}; only turns of the "
             "assistant are supervised, so that conversations need one"
         )
+    if reader.num_unanswered:
+        return f"none of the {reader.num_unanswered} entries of {names} was answered; they hold the reasons"
     return f"{names}: no text to train on; give JSON Lines with messages, conversations, text or token_ids, or plain text"
 
 
-class DocumentReader:
-    """Reads files into documents. num_refused: see Prepared. num_unanswered: entries that `regenerate` could not answer."""
+class SplitWriter:
+    """Writes the documents of a split to an Arrow file, and counts them. token_freq: of supervised tokens, int64 [V]."""
 
-    def __init__(self, model: str, vocab_size: int) -> None:
-        self.num_refused = self.num_unanswered = 0
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, file: Path, vocab_size: int) -> None:
+        from datasets import Features, Sequence, Value
+        from datasets.arrow_writer import ArrowWriter
+
+        columns = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
+        self._writer = ArrowWriter(path=str(file), features=Features(columns), writer_batch_size=WRITER_ROWS)
+        self.num_documents = self.num_tokens = self.num_supervised = 0
+        self.token_freq = np.zeros(vocab_size, np.int64)
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._writer.finalize()
+        else:
+            self._writer.close()
+
+    def add(self, document: Document, max_length: int) -> None:
+        """Add the parts of a document that have supervised tokens."""
+        for start in range(0, len(document.input_ids), max_length):
+            ids, mask = (column[start : start + max_length] for column in document)
+            if not mask.any():
+                continue
+            self._writer.write({"input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int8)})
+            self.num_documents += 1
+            self.num_tokens += len(ids)
+            self.num_supervised += int(mask.sum())
+            np.add.at(self.token_freq, ids[mask], 1)
+
+
+class DocumentReader:
+    """Reads files into documents. num_refused, num_separate: see Prepared.
+
+    chat_template_kwargs: variables of the chat template, such as enable_thinking. num_unanswered: entries that `regenerate`
+    could not answer.
+    """
+
+    def __init__(self, model: str, vocab_size: int, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.num_refused = self.num_separate = self.num_unanswered = 0
+        self._model, self._vocab_size, self._variables = model, vocab_size, dict(chat_template_kwargs or {})
         self._tokenizer: Tokenizer = load_tokenizer(model)
         self._template: ChatTemplate | None = None
 
-    def read(self, files: Iterable[Path]) -> Iterator[Document]:
-        """Yield the documents of all files. Raises ConfigError that names file and line."""
+    def read(self, files: Iterable[Path]) -> Iterator[list[Document]]:
+        """Yield the documents of each entry; a conversation may have several. Raises ConfigError with file and line."""
+        entries: list[list[RenderedText | Document]] = []
+        num_characters = 0
         for file in files:
             for number, entry in read_entries(file):
                 if UNANSWERED & entry.keys():
                     self.num_unanswered += 1
                     continue
                 try:
-                    yield self._document(entry)
+                    entries.append(self._texts(entry))
                 except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
                     raise ConfigError(f"{file}, line {number}: {error}") from error
+                num_characters += sum(len(text[0]) for text in entries[-1])
+                if len(entries) >= BATCH_ENTRIES or num_characters >= BATCH_CHARACTERS:
+                    yield from self._encoded(entries)
+                    entries, num_characters = [], 0
+        yield from self._encoded(entries)
 
-    def _document(self, entry: Mapping[str, Any]) -> Document:
+    def _texts(self, entry: Mapping[str, Any]) -> list[RenderedText | Document]:
         if messages := messages_of(entry):
-            return self._conversation(messages)
+            return [*self._conversation(messages)]
         if "token_ids" in entry:
-            ids = [int(token) for token in entry["token_ids"]]
-            if not all(0 <= token < self._vocab_size for token in ids):
-                raise ValueError(f"token_ids holds {max(ids)}, but {self._model} has a vocabulary of {self._vocab_size}")
-            free = int(entry.get("num_prompt_tokens", 1))
-            return Document(ids, [index >= free for index in range(len(ids))])
+            ids = np.array([int(token) for token in entry["token_ids"]], np.int64)
+            if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
+                raise ValueError(f"token_ids holds {wrong[0]}, but {self._model} has a vocabulary of {self._vocab_size}")
+            return [Document(ids, np.arange(len(ids)) >= int(entry.get("num_prompt_tokens", 1)))]
         if "text" not in entry:
             raise ValueError(f"no messages, conversations, text or token_ids, but {', '.join(entry) or 'nothing'}")
-        ids = list(self._tokenizer.encode(str(entry["text"])))
-        return Document(ids, [index > 0 for index in range(len(ids))])
+        text = str(entry["text"])
+        text.encode()  # half a surrogate pair is an error of this line
+        return [RenderedText(text)]
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Document:
-        """The rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it."""
+    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[RenderedText]:
+        """The rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it.
+
+        Some templates show a turn differently once others follow, such as without its reasoning. What the model wrote is the
+        turn behind its own prefix, so that such a turn is a text of its own.
+        """
         if self._template is None:
             self._template = load_template(ServedModel(self._model, self._model))
         if self._template is None:
             raise ConfigError(f"{self._model} has no chat template, but the data are conversations; give plain text instead")
-        text = self._template.render(messages, {"add_generation_prompt": False})
-        spans = []
+        closed = self._variables | {"add_generation_prompt": False}
+        text = self._template.render(messages, closed)
+        spans, separate = [], []
         for index, message in enumerate(messages):
-            if message.get("role") != "assistant" or index == 0:
+            if message.get("role") != "assistant":
                 continue
-            before = self._template.render(messages[:index], {})
-            after = self._template.render(messages[: index + 1], {"add_generation_prompt": False})
-            if text.startswith(before) and text.startswith(after):
+            before = self._template.render(messages[:index], self._variables) if index else None
+            after = self._template.render(messages[: index + 1], closed)
+            if before is None or not after.startswith(before):
+                self.num_refused += 1
+            elif text.startswith(after):
                 spans.append((len(before), len(after)))
             else:
-                self.num_refused += 1
-        encoded = self._tokenizer.tokenizer.encode(text, add_special_tokens=False)
-        mask = [any(start <= begin < end for start, end in spans) for begin, _ in encoded.offsets]
-        return Document(list(encoded.ids), mask)
+                separate.append(RenderedText(after, ((len(before), len(after)),)))
+        self.num_separate += len(separate)
+        return ([RenderedText(text, tuple(spans))] if spans or not separate else []) + separate
 
-
-def expand_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
-    """Files as they are, and the sources and texts of folders, in the order of their names.
-
-    exclude: see `excluded_ends`. Raises ConfigError for a path that does not exist.
-    """
-    ends = excluded_ends(exclude)
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(f"{path} does not exist; name files or folders of training text")
-        found = sorted(file for file in path.rglob("*") if file.suffix in FOLDER_SUFFIXES) if path.is_dir() else [path]
-        files += [file for file in found if not str(file.absolute()).endswith(ends)]
-    return files
+    def _encoded(self, entries: Sequence[Sequence[RenderedText | Document]]) -> Iterator[list[Document]]:
+        """Encode the texts of these entries, on all cores."""
+        texts = [text for entry in entries for text in entry if isinstance(text, RenderedText)]
+        plain = iter(self._tokenizer.encode_batch([text.text for text in texts if text.spans is None]))
+        chats = [text.text for text in texts if text.spans is not None]
+        rendered = iter(self._tokenizer.tokenizer.encode_batch(chats, add_special_tokens=False) if chats else ())
+        for entry in entries:
+            documents = []
+            for text in entry:
+                if isinstance(text, Document):
+                    documents.append(text)
+                elif text.spans is None:
+                    ids = np.array(next(plain), np.int64)
+                    documents.append(Document(ids, np.arange(len(ids)) > 0))
+                else:
+                    encoded = next(rendered)
+                    begins = np.array([begin for begin, _ in encoded.offsets], np.int64)
+                    inside = [(start <= begins) & (begins < end) for start, end in text.spans]
+                    mask = np.any(inside, axis=0) if inside else np.zeros(len(begins), bool)
+                    documents.append(Document(np.array(encoded.ids, np.int64), mask))
+            yield documents
 
 
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -249,6 +336,35 @@ class Batch:
         return bool((self.documents != 0).any())
 
 
+class StoredDocuments(Sequence[Document]):
+    """The documents of a split, read from memory-mapped files when they are asked for. lengths: in tokens, int64 [N]."""
+
+    def __init__(self, data: Any) -> None:
+        """data: a Dataset with input_ids and loss_mask."""
+        self._columns = [self._chunks(data.data.column(name)) for name in ("input_ids", "loss_mask")]
+        counts = [len(offsets) - 1 for offsets, _ in self._columns[0]]
+        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        lengths = [np.diff(offsets).astype(np.int64) for offsets, _ in self._columns[0]]
+        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
+
+    @staticmethod
+    def _chunks(column: Any) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Offsets and values of a column's lists, without a copy. List i: values[offsets[i] : offsets[i + 1]]."""
+        return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks if len(chunk)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The document of a number."""
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        at = number - self._firsts[part]
+        ids, mask = (values[offsets[at] : offsets[at + 1]] for offsets, values in (own[part] for own in self._columns))
+        return Document(ids.astype(np.int64), mask.astype(bool))
+
+
 class Windows:
     """The windows of a split. Documents stay whole where they fit; the packing depends on length and order alone."""
 
@@ -258,15 +374,12 @@ class Windows:
 
         self.info = read_prepared(folder)
         try:
-            data: Any = load_from_disk(str(folder / split)).with_format("numpy")
+            data = load_from_disk(str(folder / split))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {folder / split}: {error}; run `eyas train prepare` again") from error
-        self.documents = [
-            (np.asarray(ids, np.int64), np.asarray(mask, bool))
-            for ids, mask in zip(data["input_ids"], data["loss_mask"], strict=True)
-        ]
+        self.documents = StoredDocuments(data)
         self.max_length = max_length
-        self.packs = _pack([len(ids) for ids, _ in self.documents], max_length)
+        self.packs = _pack(self.documents.lengths.tolist(), max_length)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -343,7 +456,7 @@ def read_prepared(folder: Path) -> Prepared:
 
 
 def token_frequencies(folder: Path) -> Tensor:
-    """How often each token is supervised, int64 [V]."""
+    """How often each token is supervised in the training split, int64 [V]."""
     from safetensors.torch import load_file
 
     return load_file(folder / FREQUENCY_FILE)["token_freq"]
@@ -356,6 +469,12 @@ def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:
     if size > vocab_size:
         raise ConfigError(f"head.draft_vocab_size is {size}, but the target's vocabulary is {vocab_size}")
     return token_frequencies(folder).topk(size).indices.sort().values
+
+
+def vocabulary_coverage(folder: Path, draft_ids: Tensor) -> float:
+    """The share of the supervised tokens of the training split that are among these ids, int64 [D]."""
+    counts = token_frequencies(folder)
+    return float(counts[draft_ids].sum()) / max(1.0, float(counts.sum()))
 
 
 def check_mask_token(windows: Windows, mask_token_id: int) -> None:

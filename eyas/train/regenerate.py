@@ -5,14 +5,16 @@ Each line of the output has the number of its input, so that a run that was stop
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.config.loader import at_least, require
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
 from eyas.request import Prompt, SamplingParams
@@ -24,7 +26,7 @@ class RegenerateSettings:
     """temperatures: entries take them in turn. prompt_tokens: of plain text, at `prompts_per_document` places of a document.
 
     model: who answers, for the record beside the output. batch: entries at a time; the output grows by as many lines.
-    max_entries: 0 answers all of them.
+    max_entries: 0 answers all of them. chat_template_kwargs: as `LLM.chat` takes them.
     """
 
     model: str
@@ -35,6 +37,14 @@ class RegenerateSettings:
     batch: int = 64
     seed: int = 0
     max_entries: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(1, max_tokens=self.max_tokens, prompt_tokens=self.prompt_tokens, batch=self.batch)
+        at_least(1, prompts_per_document=self.prompts_per_document)
+        at_least(0, max_entries=self.max_entries)
+        require(bool(self.temperatures), "temperatures is empty; name at least one")
+        at_least(0, temperature=min(self.temperatures))
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
     """Keep what decides the answers beside `out`. Raises ConfigError if `out` was begun with anything else."""
     begun = asdict(settings) | {"temperatures": list(settings.temperatures), "files": list(map(str, files))}
     begun |= {"batch": None, "max_entries": bool(settings.max_entries)}  # more entries than before may be answered
+    begun["contents"] = _contents(files)
     record = out.with_suffix(out.suffix + ".settings.json")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -95,18 +106,40 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
         found = json.loads(record.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot use {record}: {error}; remove it and {out}, or name another output") from error
+    if "contents" in found:  # files may be renamed, but not changed
+        found["files"] = begun["files"] if found["contents"] == begun["contents"] else None
+    found = {"chat_template_kwargs": {}} | found | {"contents": begun["contents"]}
     if changed := sorted(key for key, value in begun.items() if found.get(key) != value):
         raise ConfigError(f"{out} was begun with other {', '.join(changed)}; give the same ones, or name another output")
+
+
+def _contents(files: Sequence[Path]) -> str:
+    """Digest of what the files hold, in their order. Raises ConfigError."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with file.open("rb") as content:
+                digest.update(file.suffix.encode() + hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
+    return digest.hexdigest()
 
 
 def _done(out: Path) -> dict[int, str]:
     """The numbers of the entries that `out` holds. A last line that a crash cut off is removed."""
     if not out.exists():
         return {}
-    written = out.read_bytes()
-    if (end := written.rfind(b"\n") + 1) < len(written):
+    done: dict[int, str] = {}
+    end = 0
+    with out.open("rb") as lines:
+        for raw in lines:
+            if raw.endswith(b"\n"):
+                end += len(raw)
+                line = json.loads(raw)
+                done[line["index"]] = _outcome(line)
+    if end < out.stat().st_size:
         os.truncate(out, end)
-    return {(line := json.loads(raw))["index"]: _outcome(line) for raw in written[:end].splitlines()}
+    return done
 
 
 def _outcome(line: Mapping[str, Any]) -> str:
@@ -201,8 +234,8 @@ def _answer_chats(
                 grown[index].append(asked[index].pop(0))
                 if grown[index][-1]["role"] == "user":
                     break
-        histories = [grown[index] for index in open_chats]
-        answers = llm.chat(histories, [_sampling(settings, index) for index in open_chats], use_tqdm=False)
+        histories, sampling = [grown[index] for index in open_chats], [_sampling(settings, index) for index in open_chats]
+        answers = llm.chat(histories, sampling, use_tqdm=False, chat_template_kwargs=settings.chat_template_kwargs)
         for index, output in zip(open_chats, answers, strict=True):
             grown[index].append({"role": "assistant", "content": output.outputs[0].text})
     return [

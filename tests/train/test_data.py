@@ -1,15 +1,34 @@
 """Prepared data: what counts in the loss, how documents are packed, and errors that say what is wrong."""
 
+import gc
 import json
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from eyas.chat_template import load_template
+from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError
+from eyas.tokenizer import load_tokenizer
+from eyas.train import data
 from eyas.train.block import draw_anchors
-from eyas.train.data import DocumentReader, Windows, prepare
+from eyas.train.data import (
+    HELDOUT,
+    TRAIN,
+    DocumentReader,
+    Windows,
+    draft_vocabulary,
+    prepare,
+    read_prepared,
+    token_frequencies,
+    vocabulary_coverage,
+)
 from eyas.train.methods import build_trainer
 from tests.tiny import DEMO, write_spelling_tokenizer, write_target
 from tests.tiny_block import tiny_block_head
@@ -29,7 +48,7 @@ def write(file: Path, *entries: dict[str, Any]) -> Path:
 
 def supervised(file: Path) -> str:
     reader = DocumentReader(TARGET, 4096)
-    (document,) = reader.read([file])
+    ((document,),) = reader.read([file])
     ids = [token for token, counts in zip(*document, strict=True) if counts]
     return reader._tokenizer.decode(ids)
 
@@ -57,6 +76,132 @@ def test_only_the_assistants_words_count_in_both_layouts(tmp_path: Path) -> None
 def test_data_that_cannot_be_used_are_refused(entries: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(TARGET, [write(tmp_path / "data.jsonl", *entries)], tmp_path / "out", 0.0, 64, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"heldout": 1.0}, "heldout is 1.0; it must be 0 or more and below 1"),
+        ({"heldout": -0.1}, "heldout is -0.1"),
+        ({"heldout": 0.99}, "all 3 documents of .* are held out"),
+        ({"max_length": 0}, "max_length is 0; it must be at least 2"),
+        ({"min_loss_tokens": 0}, "min_loss_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_settings_that_leave_no_data_are_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+    usual = {"heldout": 0.0, "max_length": 64, "min_loss_tokens": 2, "seed": 0}
+    with pytest.raises(ConfigError, match=message):
+        prepare(TARGET, [write_ids(tmp_path / "ids.jsonl", 3)], tmp_path / "out", **(usual | setting))
+
+
+def test_token_counts_and_coverage_are_of_training_text(tmp_path: Path) -> None:
+    entries = [{"token_ids": [3, *[10 + number] * 8, 5, 5]} for number in range(12)]
+    info = prepare(TARGET, [write(tmp_path / "ids.jsonl", *entries)], tmp_path / "data", 0.4, 64, 2, 0)
+    assert info.num_heldout
+    expected = torch.zeros(4096, dtype=torch.int64)
+    for ids, mask in Windows(tmp_path / "data", 64).documents:
+        expected += torch.bincount(torch.from_numpy(ids[mask]), minlength=4096)
+    assert torch.equal(token_frequencies(tmp_path / "data"), expected)
+    draft_ids = draft_vocabulary(tmp_path / "data", 3, 4096)
+    assert vocabulary_coverage(tmp_path / "data", draft_ids) == pytest.approx(
+        (2 * 8 + 2 * info.num_documents) / expected.sum()
+    )
+    assert vocabulary_coverage(tmp_path / "data", torch.arange(4096)) == 1
+
+
+# Shows reasoning in the last turn only, as Qwen3 does.
+DROPS_REASONING = """{%- for message in messages -%}
+{%- if message.role == 'user' %}Q {{ message.content }}\n{% endif -%}
+{%- if message.role == 'assistant' %}A:\n{{ message.content if loop.last else message.content.split('</think>')[-1] }}
+{{- '\n' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}A:\n{% if not enable_thinking | default(true) %}<think></think>{% endif %}{% endif -%}"""
+COUNTS_TURNS = "{{ messages | length }} messages\n" + DROPS_REASONING
+
+
+def target_with_template(folder: Path, template: str) -> str:
+    """The demo's target without weights, with another chat template."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "target" / name, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+def reasoning_chat(name: str) -> list[dict[str, Any]]:
+    turns = ((f"{name} one", "<think></think>1"), (f"{name} two", "<think></think>2"), (f"{name} three", "<think></think>3"))
+    return [{"role": r, "content": text} for turn in turns for r, text in zip(("user", "assistant"), turn, strict=True)]
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_turn_that_a_template_changes_later_is_kept(thinks: bool, tmp_path: Path) -> None:
+    """Each turn is learned behind the very prompt that serving has for it."""
+    target = target_with_template(tmp_path / "target", DROPS_REASONING)
+    variables = {} if thinks else {"enable_thinking": False}
+    reader = DocumentReader(target, 4096, variables)
+    messages = reasoning_chat("f")
+    (documents,) = reader.read([write(tmp_path / "chat.jsonl", {"messages": messages})])
+    template = load_template(ServedModel(target, target))
+    assert template is not None
+    assert (len(documents), reader.num_separate, reader.num_refused) == (3, 2, 0)
+    for number, (ids, mask) in zip((2, 0, 1), documents, strict=True):
+        first = int(mask.argmax())
+        assert mask[first:].all()
+        prompt = reader._tokenizer.decode(ids[:first].tolist(), skip_special_tokens=False)
+        answer = reader._tokenizer.decode(ids[first:].tolist(), skip_special_tokens=False)
+        assert prompt == template.render(messages[: 2 * number + 1], variables)
+        assert answer == f"{'<think></think>' if thinks else ''}{number + 1}\n"
+
+
+def test_turns_that_cannot_be_found_are_counted(tmp_path: Path) -> None:
+    reader = DocumentReader(target_with_template(tmp_path / "target", COUNTS_TURNS), 4096)
+    (documents,) = reader.read([write(tmp_path / "chat.jsonl", {"messages": reasoning_chat("f")})])
+    assert (reader.num_refused, reader.num_separate) == (3, 0)
+    assert not any(document.loss_mask.any() for document in documents)
+
+
+def test_all_turns_of_a_conversation_are_in_one_split(tmp_path: Path) -> None:
+    target = target_with_template(tmp_path / "target", DROPS_REASONING)
+    names = [f"name{number}" for number in range(12)]
+    file = write(tmp_path / "chats.jsonl", *({"messages": reasoning_chat(name)} for name in names))
+    info = prepare(target, [file], tmp_path / "data", 0.5, 64, 1, 0, {"enable_thinking": False})
+    assert (info.num_separate, info.num_documents + info.num_heldout) == (24, 36)
+    assert read_prepared(tmp_path / "data") == info
+    texts = {}
+    for split in (TRAIN, HELDOUT):
+        own = [
+            DocumentReader(target, 4096)._tokenizer.decode(ids.tolist())
+            for ids, _ in Windows(tmp_path / "data", 64, split).documents
+        ]
+        texts[split] = {name for name in names for text in own if f"{name} one" in text}
+    assert not texts[TRAIN] & texts[HELDOUT]
+    assert texts[TRAIN] | texts[HELDOUT] == set(names)
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while they are prepared nor while they are read: a token more takes less than a byte more at the peak."""
+    tokenizer = load_tokenizer(TARGET)
+    monkeypatch.setattr(data, "load_tokenizer", lambda model: tokenizer)  # its peak would hide the others
+    monkeypatch.setattr(data, "BATCH_ENTRIES", 4)
+    monkeypatch.setattr(data, "WRITER_ROWS", 4)
+    line = json.dumps({"token_ids": [index % 200 for index in range(2000)]}) + "\n"
+
+    def peaks(count: int) -> NDArray[np.int64]:
+        (tmp_path / "ids.jsonl").write_text(line * count)
+        gc.collect()
+        tracemalloc.start()
+        prepare(TARGET, [tmp_path / "ids.jsonl"], tmp_path / f"{count}", 0.0, 500, 2, 0)
+        preparing = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        windows = Windows(tmp_path / f"{count}", 256)
+        assert sum(len(ids) for ids, _ in windows.documents) == 2000 * count
+        reading = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return np.array([preparing, reading])
+
+    prepare(TARGET, [write(tmp_path / "one.jsonl", {"token_ids": [5] * 9})], tmp_path / "one", 0.0, 500, 2, 0)  # imports
+    few, many = peaks(8), peaks(40)
+    assert (many - few < 32 * 2000).all(), (few, many)
 
 
 def test_conversations_need_a_chat_template(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -42,10 +42,10 @@ def llm(folder: Path) -> LLM:
     return LLM(str(folder / "target"), dtype="float32", device="cpu")
 
 
-def answer(llm: LLM, folder: Path, out: Path) -> Regenerated:
+def answer(llm: LLM, folder: Path, out: Path, settings: RegenerateSettings = SETTINGS) -> Regenerated:
     odd = folder / "odd.jsonl"
     odd.write_text('{"text": "{\\"ab\\": 12}"}\n{"messages": [{"role": "system", "content": "a"}]}\n')
-    return regenerate(llm, [folder / "ids.jsonl", odd], out, SETTINGS)
+    return regenerate(llm, [folder / "ids.jsonl", odd], out, settings)
 
 
 def test_answers_continue_after_any_cut_without_change(llm: LLM, folder: Path, tmp_path: Path) -> None:
@@ -77,6 +77,39 @@ def test_other_settings_do_not_continue_answers(llm: LLM, folder: Path, tmp_path
     answer(llm, folder, out)
     with pytest.raises(ConfigError, match="begun with other files"):
         regenerate(llm, [folder / "ids.jsonl"], out, SETTINGS)
+    with pytest.raises(ConfigError, match="begun with other chat_template_kwargs"):
+        answer(llm, folder, out, replace(SETTINGS, chat_template_kwargs={"enable_thinking": False}))
+
+
+def test_answers_continue_for_the_same_contents_alone(llm: LLM, tmp_path: Path) -> None:
+    """Whatever the file is called. Records of earlier versions have no digest, and names decide."""
+    file, renamed, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "answers.jsonl"
+    file.write_text('{"token_ids": [3, 4]}\n{"token_ids": [5, 6]}\n')
+    regenerate(llm, [file], out, replace(SETTINGS, max_entries=1))
+    file.rename(renamed)
+    regenerate(llm, [renamed], out, replace(SETTINGS, max_entries=1))
+    renamed.write_text('{"token_ids": [3, 4]}\n{"token_ids": [5, 7]}\n')
+    with pytest.raises(ConfigError, match="begun with other files"):
+        regenerate(llm, [renamed], out, replace(SETTINGS, max_entries=1))
+    record = out.with_suffix(".jsonl.settings.json")
+    old = {key: value for key, value in json.loads(record.read_text()).items() if key in {*asdict(SETTINGS), "files"}}
+    old.pop("chat_template_kwargs")
+    record.write_text(json.dumps(old))
+    renamed.rename(file)
+    assert regenerate(llm, [file], out, replace(SETTINGS, max_entries=1)).num_answered == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"), ({"prompts_per_document": 0}, "prompts_per_document is 0"),
+        ({"temperatures": ()}, "temperatures is empty"), ({"temperatures": (0.0, -1.0)}, "temperature is -1.0"),
+        ({"max_entries": -1}, "max_entries is -1"),
+    ],
+)  # fmt: skip
+def test_settings_without_answers_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SETTINGS, **setting)
 
 
 def test_a_full_disk_keeps_the_answers_written_so_far(
@@ -140,7 +173,7 @@ def test_a_chats_turns_are_answered_one_after_another(tmp_path: Path) -> None:
     for end in (1, 3):
         (output,) = llm.chat([messages[:end]], SamplingParams(8, 0.0), use_tqdm=False)
         assert messages[end]["content"] == output.outputs[0].text
-    (document,) = DocumentReader(str(DEMO / "target"), 4096).read([tmp_path / "out.jsonl"])
+    ((document,),) = DocumentReader(str(DEMO / "target"), 4096).read([tmp_path / "out.jsonl"])
     assert any(document.loss_mask)
 
 

@@ -40,6 +40,13 @@ def folder_with(tmp_path: Path, settings: dict[str, object]) -> str:
     return str(tmp_path)
 
 
+def test_a_batch_of_texts_has_the_ids_of_each(demo: Tokenizer) -> None:
+    texts = [TEXT, "", "<eos>", "x" * 50]
+    for tokenizer in (demo, Tokenizer(demo.tokenizer), Tokenizer(demo.tokenizer, bos=7)):
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert demo.encode_batch([]) == []
+
+
 def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
     stream = TextStream(demo)
     pieces = stream.push(demo.encode(TEXT))
