@@ -252,6 +252,25 @@ def load_target(
     return target
 
 
+def target_of(model: Any) -> TargetModel:
+    """A target over the weights of a causal LM that transformers has loaded; `model` stays as it is. Raises CheckpointError.
+
+    Modules are copied, parameters shared. Layers run unfused, because fused ones have weights of their own.
+    """
+    register_attention()
+    shared = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in shared.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    shared.set_attn_implementation(ATTENTION_NAME)
+    target = TargetModel(shared, kv_shapes=measure_kv_shapes(read_model_config(resolve(model.name_or_path))))
+    pin_rotary(shared, target.max_model_len)
+    use_float32_head(shared)
+    target.config.pad_token_id = None
+    _check_attention(target)
+    return target
+
+
 def _fuse(target: TargetModel, expected: Tensor) -> None:
     """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
 

@@ -22,7 +22,8 @@ from eyas.errors import ConfigError
 from eyas.models.heads.block import BlockHead, block_tensors, load_block_head, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.train.config import LossConfig, LossType, TrainConfig
+from eyas.models.heads.layers import BackboneSizes
+from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, layer_sizes
 from eyas.train.losses import (
@@ -118,14 +119,14 @@ class BlockTrainer(nn.Module):
 def draw_anchors(batch: Batch, count: int, depths: int, seed: int) -> tuple[Tensor, Tensor]:
     """Anchors int64 [N, A] without replacement, and which of their depths are supervised, bool [N, A, G].
 
-    An anchor has a position before it in its document, and its next token is supervised; so are its depths up to the first
-    token that is not.
+    An anchor has a position before it in its document. Anchor and next token are supervised, as drafts begin at a token that
+    the target wrote. Its depths are supervised up to the first token that is not.
     """
     length = batch.tokens.shape[1]
     count = min(count, length - 1)
     ahead = F.pad(batch.loss_mask, (0, depths + 1))
     numbers = F.pad(batch.documents, (0, depths + 1), value=-1)
-    eligible = (batch.positions > 0) & (batch.documents >= 0) & ahead[:, 1 : length + 1]
+    eligible = (batch.positions > 0) & (batch.documents >= 0) & batch.loss_mask & ahead[:, 1 : length + 1]
     eligible &= numbers[:, 1 : length + 1] == batch.documents
     scores = batch.random(seed, length).masked_fill(~eligible, -1.0)
     best = scores.topk(count, -1)
@@ -140,6 +141,15 @@ def new_block_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
     """A head with random weights, or with those of config.draft_model. Raises CheckpointError or ConfigError."""
     if config.draft_model:
         head = load_block_head(config.draft_model, str(target.folder))
+        c = head.config
+        if c.kind != config.method:
+            raise ConfigError(f"method is {config.method}, but {config.draft_model} holds a {c.kind} head; name that method")
+        own: dict[str, object] = {
+            "target_layer_ids": tuple(layer - 1 for layer in c.aux_hidden_state_layers), "block_size": c.block_size,
+            "mask_token_id": c.mask_token_id, "draft_vocab_size": c.draft_vocab_size, "markov_rank": c.markov_rank,
+            "markov_head_type": c.markov_kind, "enable_confidence_head": c.confidence,
+        }  # fmt: skip
+        check_warm_start(config, fixed_sizes(c) | own)
     else:
         head = new_block_head(_head_config(config, target, len(draft_ids)), str(target.folder))
         head.draft_ids = draft_ids
@@ -173,6 +183,14 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
         confidence=is_dspark and h.enable_confidence_head,
         confidence_with_markov=is_dspark and h.enable_confidence_head and h.markov_rank > 0,
     )
+
+
+def fixed_sizes(c: BackboneSizes) -> dict[str, object]:
+    """The sizes of a head's layers, by the settings of `head`."""
+    return {
+        "num_hidden_layers": c.num_layers, "intermediate_size": c.intermediate, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
+    }  # fmt: skip
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:

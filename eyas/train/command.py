@@ -208,7 +208,8 @@ def _conclude(trainer: Trainer) -> None:
         return
     num_parameters = sum(parameter.numel() for parameter in trainer.trained.values())
     card = write_card(trainer.config, trainer.windows.info, trainer.progress, num_parameters)
-    print(f"{card.parent}: step {trainer.progress.best_step}, tau {trainer.progress.best_tau:.2f}")
+    best = trainer.progress
+    print(f"{card.parent}: " + (f"step {best.best_step}, tau {best.best_tau:.2f}" if best.best_step else "not evaluated"))
     try:
         print(f"drawn as {plot(Path(trainer.config.out))}")
     except ConfigError as error:
@@ -216,7 +217,7 @@ def _conclude(trainer: Trainer) -> None:
 
 
 def _estimate(trainer: Trainer) -> str:
-    """Time, memory and disk of a run, from two steps; the untrained head is in `dry-run`."""
+    """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`."""
     import resource
     import time
 
@@ -226,6 +227,11 @@ def _estimate(trainer: Trainer) -> str:
     began = time.monotonic()
     trainer.step()
     seconds = time.monotonic() - began
+    evaluation = "none"
+    if trainer.evaluator is not None and trainer.accelerator.is_main_process:
+        began = time.monotonic()
+        trainer.evaluator.measure(out / "dry-run")
+        evaluation = f"{time.monotonic() - began:.1f} s each"
     trained = list(trainer.trained.values())
     count = sum(parameter.numel() for parameter in trained)
     head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
@@ -238,7 +244,8 @@ def _estimate(trainer: Trainer) -> str:
     return (
         f"{out / 'dry-run'}: an untrained head of {count / 1e6:.2f} M trained parameters\n"
         f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
-        f"memory: {memory / 2**30:.2f} GiB on {trainer.accelerator.device}\n"
+        f"evaluation: {evaluation}\n"
+        f"memory, evaluation included: {memory / 2**30:.2f} GiB on {trainer.accelerator.device}\n"
         f"disk: {2 * head / 2**20:.0f} MiB of heads, {2 * 12 * count / 2**20:.0f} MiB of checkpoints"
     )
 
@@ -250,7 +257,7 @@ def evaluate(
     data: Annotated[Path, typer.Option(help="Prepared data, whose held-out documents are the prompts.")],
     method: Annotated[str, typer.Option(help="What was trained, such as dspark.")] = "dspark",
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
-    num_prompts: Annotated[int, typer.Option()] = EvalConfig.num_prompts,
+    num_prompts: Annotated[int, typer.Option(min=1)] = EvalConfig.num_prompts,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
     num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a tree, the root included.")] = 24,
     num_steps: Annotated[int, typer.Option(help="Levels of a tree; 0 takes all depths of a block head, else 5.")] = 0,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from eyas.config.loader import above_zero, at_least, one_of, require
+from eyas.errors import ConfigError
 
 TrainMethod = Literal["dspark", "dflash", "peagle", "eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "draft_model"]
 BLOCK_METHODS = ("dspark", "dflash")
@@ -22,6 +24,39 @@ Scheduler = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+
+
+_LAYERS = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+_FEATURES = _LAYERS | {"head_dim", "target_layer_ids", "draft_vocab_size"}
+_DFLASH = _FEATURES | {"block_size", "mask_token_id"}
+_OFFSETS = {"num_heads", "num_head_layers", "draft_vocab_size"}
+# Settings of `head` that each method reads. Others are refused: no setting is without effect.
+HEAD_SETTINGS: Mapping[TrainMethod, set[str]] = {
+    "dspark": _DFLASH | {"markov_rank", "markov_head_type", "enable_confidence_head"},
+    "dflash": _DFLASH,
+    "peagle": _FEATURES | {"mask_token_id", "train_embeddings"},
+    "eagle1": _LAYERS | {"head_dim"},
+    "eagle3": _FEATURES,
+    "eagle3.1": _FEATURES,
+    "medusa": _OFFSETS,
+    "hydra": _OFFSETS,
+    "draft_model": _LAYERS | {"hidden_size", "tie_word_embeddings"},
+}
+_ANY_LOSS = {"loss_type", "final_loss_type", "final_loss_ratio", "chunk_rows"}
+_BLOCK_LOSS = _ANY_LOSS | {"loss_decay", "loss_decay_gamma", "dpace_alpha", "num_anchors"}
+_TTT_LOSS = _ANY_LOSS | {"step_decay", "ttt_steps"}
+# The same of `loss`.
+LOSS_SETTINGS: Mapping[TrainMethod, set[str]] = {
+    "dspark": _BLOCK_LOSS | {"confidence_weight", "confidence_target"},
+    "dflash": _BLOCK_LOSS,
+    "peagle": _ANY_LOSS | {"num_depths", "down_sample_ratio"},
+    "eagle1": _ANY_LOSS | {"feature_weight", "noise"},
+    "eagle3": _TTT_LOSS,
+    "eagle3.1": _TTT_LOSS,
+    "medusa": _ANY_LOSS | {"step_decay"},
+    "hydra": _ANY_LOSS | {"step_decay"},
+    "draft_model": _ANY_LOSS,
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +226,10 @@ class EvalConfig:
 
     Attributes:
         every: steps between two evaluations; 0 evaluates at the end only.
-        num_prompts, prompt_tokens, max_tokens: held-out documents, tokens taken of each, tokens generated.
+        num_prompts, prompt_tokens, max_tokens: held-out documents, tokens taken of each, tokens generated. No prompts: no
+            evaluation.
         num_draft_tokens, num_steps, top_k: of the trees. num_steps 0 takes all depths of a one-pass head, else 5.
+        device: of target and head; empty is that of training.
     """
 
     every: int = 0
@@ -203,10 +240,11 @@ class EvalConfig:
     num_draft_tokens: int = 24
     num_steps: int = 0
     top_k: int = 8
+    device: str = ""
 
     def __post_init__(self) -> None:
-        at_least(0, every=self.every, num_steps=self.num_steps)
-        at_least(1, num_prompts=self.num_prompts, prompt_tokens=self.prompt_tokens, top_k=self.top_k)
+        at_least(0, every=self.every, num_steps=self.num_steps, num_prompts=self.num_prompts)
+        at_least(1, prompt_tokens=self.prompt_tokens, top_k=self.top_k)
         at_least(2, max_tokens=self.max_tokens, num_draft_tokens=self.num_draft_tokens)
         require(bool(self.temperatures), "temperatures is empty; name at least one")
 
@@ -221,6 +259,7 @@ class TrainConfig:
         out: folder of the run: checkpoints, log, `best` and `last` heads, card and plot.
         draft_model: head to start from; empty starts from random weights.
         save_every, log_every: steps between two checkpoints for resuming, and between two lines of the log.
+        device, target_device: of the head, and of the target whose states it learns from; empty is the head's.
         threads: CPU threads of torch; 0 keeps its default.
         shard_target: spread the target's weights over all processes (FSDP2).
     """
@@ -236,6 +275,7 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     seed: int = 0
     device: str = "auto"
+    target_device: str = ""
     save_every: int = 200
     log_every: int = 10
     threads: int = 0
@@ -246,6 +286,18 @@ class TrainConfig:
         require(bool(self.model), "model is empty; name the folder or hub id of the target")
         require(bool(self.out), "out is empty; name the folder of the run")
         at_least(1, save_every=self.save_every, log_every=self.log_every)
+        _check_read("head", self.head, HEAD_SETTINGS, self.method)
+        _check_read("loss", self.loss, LOSS_SETTINGS, self.method)
+        require(
+            not (self.shard_target and self.target_device),
+            f"target_device is {self.target_device}, but shard_target spreads the target over the processes' own devices; "
+            "name one of them",
+        )
+        require(
+            not self.shard_target or bool(self.eval.device) or not self.eval.num_prompts,
+            "shard_target spreads a target that fits on no device, but trees are evaluated with the whole target; name a "
+            "device that holds it as eval.device, such as cpu, or set eval.num_prompts to 0",
+        )
         require(
             self.method == "draft_model" or "next_token" not in (self.loss.loss_type, self.loss.final_loss_type),
             f"the loss next_token is for the method draft_model; {self.method} learns what the target says",
@@ -260,4 +312,28 @@ class TrainConfig:
 
 
 # Settings that may change between a checkpoint and its resumption, as may optimizer.max_steps.
-RESUMABLE_CHANGES = {"out", "eval", "save_every", "log_every", "threads", "device"}
+RESUMABLE_CHANGES = {"out", "eval", "save_every", "log_every", "threads", "device", "target_device"}
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """The settings of a section that differ from their defaults."""
+    return {part.name: own for part in fields(section) if (own := getattr(section, part.name)) != part.default}
+
+
+def _check_read(name: str, section: Any, read: Mapping[TrainMethod, set[str]], method: TrainMethod) -> None:
+    for key, value in _changed(section).items():
+        methods = [other for other, settings in read.items() if key in settings]
+        require(
+            key in read[method],
+            f"{name}.{key} is {value}, but {method} does not read it; leave it out, it is for {', '.join(methods)}",
+        )
+
+
+def check_warm_start(config: TrainConfig, fixed: Mapping[str, object]) -> None:
+    """Raises ConfigError if the settings of `head` want another head than draft_model. fixed: its values, which stay."""
+    for key, value in _changed(config.head).items():
+        if key in fixed and fixed[key] != value:
+            raise ConfigError(
+                f"head.{key} is {value}, but the head in {config.draft_model} has {fixed[key]}, which training keeps; leave "
+                "the setting out, or leave out draft_model"
+            )

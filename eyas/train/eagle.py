@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.errors import ConfigError
 from eyas.models.checkpoint import get_setting, read_tensors, resolve
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
+    Kind,
     Output,
     canonical_name,
     layer_prefix,
@@ -30,8 +32,8 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser, Projected
-from eyas.train.block import Metrics, mask_token_id
-from eyas.train.config import LossConfig, LossType, TrainConfig
+from eyas.train.block import Metrics, fixed_sizes, mask_token_id
+from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
@@ -182,12 +184,14 @@ def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
 
 def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleParts:
     """The parts of a head of config.method; see `new_eagle_trainer`. Raises CheckpointError."""
-    c = _head_config(config, target, len(draft_ids))
-    tensors = _random_tensors(c, target, draft_ids)
-    if config.draft_model:
+    if not config.draft_model:
+        c = _head_config(config, target, len(draft_ids))
+        tensors = _random_tensors(c, target, draft_ids)
+    else:
         folder = resolve(config.draft_model)
-        old = read_head_config(folder, target.config, c.kind)
-        found = {canonical_name(name, c.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
+        old = read_head_config(folder, target.config, _kind(config))
+        check_warm_start(config, fixed_sizes(old) | {"mask_token_id": old.mask_token_id})
+        found = {canonical_name(name, old.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
         c = EagleHeadConfig(**{**vars(old), "draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config)})
         tensors = _random_tensors(c, target, draft_ids) | _widened(found, target, draft_ids)
     length = get_setting(int, target.config, "max_position_embeddings", target.folder)
@@ -205,8 +209,12 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
 
 def _rewired(old: EagleHeadConfig, config: TrainConfig) -> HeadWiring:
     """The wiring of a head to start from; the settings may name other layers, as many as it reads."""
-    ids = tuple(layer + 1 for layer in config.head.target_layer_ids)
-    layers = ids if len(ids) == len(old.aux_hidden_state_layers) else old.aux_hidden_state_layers
+    layers = tuple(layer + 1 for layer in config.head.target_layer_ids) or old.aux_hidden_state_layers
+    if len(layers) != (count := len(old.aux_hidden_state_layers)):
+        raise ConfigError(
+            f"head.target_layer_ids names {len(layers)} layers, but the head in {config.draft_model} reads {count}; name as "
+            "many, or leave the setting out"
+        )
     return HeadWiring(layers, old.wiring.norm_before_residual, old.wiring.output)
 
 
@@ -221,15 +229,20 @@ def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tens
     return kept
 
 
+def _kind(config: TrainConfig) -> Kind:
+    return "eagle" if config.method == "eagle1" else "peagle" if config.method == "peagle" else "eagle3"
+
+
 def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: int) -> EagleHeadConfig:
-    h, t, is_first, is_parallel = config.head, target.config, config.method == "eagle1", config.method == "peagle"
+    h, t, kind = config.head, target.config, _kind(config)
+    is_first, is_parallel = kind == "eagle", kind == "peagle"
     layers = target.num_layers
     inputs = tuple(layer + 1 for layer in h.target_layer_ids) or (min(2, layers - 1), layers // 2, layers)
     normed = config.method == "eagle3.1"
     output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
         **vars(layer_sizes(h, target)),
-        kind="eagle" if is_first else "peagle" if is_parallel else "eagle3",
+        kind=kind,
         target_hidden=target.hidden,
         num_layers=h.num_hidden_layers or (4 if is_parallel else 1),
         vocab_size=target.vocab_size,

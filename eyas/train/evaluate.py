@@ -46,14 +46,18 @@ class Evaluation:
 class Evaluator:
     """Measures heads of a method on the same prompts. The target is loaded once."""
 
-    def __init__(self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto") -> None:
-        """method: the drafting method that serves the head."""
+    def __init__(
+        self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto",
+        target: TargetModel | None = None,
+    ) -> None:  # fmt: skip
+        """method: the drafting method that serves the head. target: on this device; None loads one at the first use."""
+        self._given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
 
     @cached_property
     def _target(self) -> TargetModel:
-        return load_target(self._model, self._dtype, self._device)
+        return self._given or load_target(self._model, self._dtype, self._device)
 
     def measure(self, head: Path) -> Evaluation:
         """Decode all prompts at all temperatures with trees of the head. Raises CheckpointError for a broken head."""

@@ -21,6 +21,7 @@ from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, read_target_config, read_tensor, resolve
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
+from eyas.models.target import TargetModel, target_of
 from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 
@@ -111,7 +112,9 @@ class OnlineTarget:
             loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
-        decoder: Any = loaded.eval().requires_grad_(False).get_decoder()
+        self._model: Any = loaded.eval().requires_grad_(False)
+        self._is_sharded = is_sharded
+        decoder: Any = self._model.get_decoder()
         self._layers = tuple(layers)
         self._kept: dict[int, Tensor] = {}
         num_layers = len(decoder.layers)
@@ -123,16 +126,28 @@ class OnlineTarget:
         if is_sharded:
             _shard_decoder(decoder, device)
         self._decoder: nn.Module = decoder.to(device)
+        self._device = torch.empty(0, device=device).device
+
+    def can_serve(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether an engine on this device can run these weights as they are. On the CPU it packs weights of its own."""
+        place = torch.empty(0, device=device).device
+        own = self._device == place and self._model.dtype == dtype
+        return own and place.type != "cpu" and not self._is_sharded
+
+    def serving_target(self) -> TargetModel:
+        """The engine's target over the same weights; its modules, hooks and attention are its own."""
+        return target_of(self._model.to(self._device))
 
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
+        device, batch = batch.tokens.device, batch.to(self._device)
         mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
         found = self._decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False)
         final = found.last_hidden_state
         kept = {**self._kept, FINAL_NORM_OUTPUT: final}
         self._kept.clear()
         aux = torch.cat([kept[layer] for layer in self._layers], -1) if self._layers else final
-        return TargetStates(aux, final)
+        return TargetStates(aux.to(device), final.to(device))
 
 
 def _shard_decoder(decoder: Any, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_device, resolve_placement
-from eyas.train.block import mask_token_id, new_block_trainer
+from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
@@ -39,11 +39,12 @@ TRAINEES: Mapping[str, Build] = {
 def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
     """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
-    if config.method in MASK_METHODS:
-        check_mask_token(windows, mask_token_id(config, target.config))
     torch.manual_seed(config.seed)
     draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
-    return TRAINEES[config.method](config, target, draft_ids)
+    trainee = TRAINEES[config.method](config, target, draft_ids)
+    if config.method in MASK_METHODS:  # of a warm start, the head's own
+        check_mask_token(windows, trainee.head.config.mask_token_id)  # type: ignore[union-attr, arg-type]
+    return trainee
 
 
 def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...]) -> StateSource:
@@ -57,7 +58,8 @@ def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...])
 
 def build_online_target(config: TrainConfig, layers: tuple[int, ...]) -> OnlineTarget:
     """The target in the precision of the run. A process group must be there if it is sharded. Raises as OnlineTarget."""
-    device, _ = resolve_placement(config.device, "auto", config.model)
+    device, _ = resolve_placement(config.target_device or config.device, "auto", config.model)
+    check_device("float32", device)
     return OnlineTarget(config.model, layers, torch.device(device), _dtype(config), config.shard_target)
 
 
@@ -73,10 +75,21 @@ def build_trainer(config: TrainConfig) -> Trainer:
     trainee = build_trainee(config, target, windows)
     layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
     source = build_source(config, windows, layers)
-    prompts = heldout_prompts(Path(config.data.path), config.eval)
-    method = SERVED_BY.get(config.method, config.method)
-    evaluator = Evaluator(config.model, method, prompts, config.eval, str(accelerator.device))
+    evaluator = build_evaluator(config, source, str(accelerator.device)) if config.eval.num_prompts else None
     return Trainer(config, trainee, source, windows, accelerator, evaluator)
+
+
+def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Evaluator:
+    """Trees on held-out prompts, by the weights of the target that the states come from where it can serve them.
+
+    device: of training.
+    """
+    device, dtype = resolve_placement(config.eval.device or device, "auto", config.model)
+    check_device(dtype, device)
+    prompts = heldout_prompts(Path(config.data.path), config.eval)
+    can_share = isinstance(source, OnlineTarget) and source.can_serve(torch.device(device), getattr(torch, dtype))
+    target = source.serving_target() if can_share else None  # type: ignore[attr-defined]
+    return Evaluator(config.model, SERVED_BY.get(config.method, config.method), prompts, config.eval, device, target)
 
 
 def _accelerator(config: TrainConfig) -> Any:

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_vocabulary
 from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.train.block import Metrics
-from eyas.train.config import LossConfig, LossType, TrainConfig
+from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, document_mask
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, next_token_losses, row_losses, weighted_mean
@@ -144,7 +145,9 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 def new_medusa_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
     """Heads that copy the target's output layer, or those of config.draft_model. Raises CheckpointError."""
     if config.draft_model:
-        return MultiHeadTrainer(load_medusa(config.draft_model, str(target.folder)), target.lm_head, config.loss)
+        medusa = load_medusa(config.draft_model, str(target.folder))
+        check_warm_start(config, _fixed(medusa, len(medusa.weights)))
+        return MultiHeadTrainer(medusa, target.lm_head, config.loss)
     c, hidden = config.head, target.hidden
     weights = [torch.zeros(c.num_heads, hidden, hidden) for _ in range(c.num_head_layers)]
     biases = [torch.zeros(c.num_heads, 1, hidden) for _ in range(c.num_head_layers)]
@@ -152,10 +155,23 @@ def new_medusa_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Te
     return MultiHeadTrainer(MedusaHead(weights, biases, outputs, draft_ids), target.lm_head, config.loss)
 
 
+def _fixed(head: MedusaHead | HydraHead, num_layers: int) -> dict[str, object]:
+    return {"num_heads": head.num_heads, "num_head_layers": num_layers, "draft_vocab_size": len(head.draft_ids)}
+
+
 def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
-    """Heads of the kind mlp, grounded, or those of config.draft_model. Raises CheckpointError."""
+    """Heads of the kind mlp, grounded, or those of config.draft_model. Raises CheckpointError or ConfigError."""
     if config.draft_model:
-        return MultiHeadTrainer(load_hydra(config.draft_model, str(target.folder)), target.lm_head, config.loss)
+        hydra = load_hydra(config.draft_model, str(target.folder))
+        if hydra.prefix is not None:
+            raise ConfigError(
+                f"{config.draft_model} holds Hydra heads of the kind prefix-mlp, whose prefix layer is not trained; start "
+                "from heads of the kind mlp, or leave draft_model out"
+            )
+        one = hydra.heads[0]
+        assert isinstance(one, HydraMLP)
+        check_warm_start(config, _fixed(hydra, len(one.weights)))
+        return MultiHeadTrainer(hydra, target.lm_head, config.loss)
     c, hidden, heads = config.head, target.hidden, []
     for number in range(c.num_heads):
         width = (number + 2) * hidden
@@ -209,6 +225,8 @@ def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_id
     if config.draft_model:
         check_vocabulary(config.draft_model, str(target.folder))
         model: Any = AutoModelForCausalLM.from_pretrained(config.draft_model, dtype=torch.float32)
+        sizes = HEAD_SETTINGS["draft_model"]
+        check_warm_start(config, {key: getattr(model.config, key, None) for key in sizes})
         return DraftModelTrainer(model, target.lm_head, config.loss)
     h, t = config.head, target.config
     hidden, heads = h.hidden_size or target.hidden // 2, h.num_attention_heads or int(t["num_attention_heads"])

@@ -52,7 +52,7 @@ class Trainee(Protocol):
 
 @dataclass
 class Progressed:
-    """How far a run is. best_tau: of the evaluation that `best` was kept by."""
+    """How far a run is. num_tokens: of all windows with their padding. best_tau: of the evaluation that kept `best`."""
 
     step: int = 0
     num_tokens: int = 0
@@ -69,7 +69,7 @@ class Trainer:
         evaluator: Evaluator | None = None,
     ) -> None:  # fmt: skip
         self.config, self.source, self.windows = config, source, windows
-        self.accelerator, self._evaluator = accelerator, evaluator
+        self.accelerator, self.evaluator = accelerator, evaluator
         self.trainee = trainee
         self.progress = Progressed()
         self._out = Path(config.out)
@@ -152,8 +152,8 @@ class Trainer:
         found = None
         if self.accelerator.is_main_process:
             self.write_head("last")
-            if self._evaluator is not None:
-                found = self._evaluator.measure(self._out / "last")
+            if self.evaluator is not None:
+                found = self.evaluator.measure(self._out / "last")
                 self._keep(found)
         self.accelerator.wait_for_everyone()
         return found

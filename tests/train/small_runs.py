@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eyas.config.loader import validated
-from eyas.train.config import TrainConfig
+from eyas.train.config import HEAD_SETTINGS, LOSS_SETTINGS, TrainConfig
 from eyas.train.data import Prepared, prepare
 from tests.tiny import write_spelling_tokenizer, write_target
 
@@ -16,6 +16,7 @@ HEAD = {
     "num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 4, "markov_rank": 8, "mask_token_id": MASK,
     "num_heads": 2,
 }  # fmt: skip
+LOSS = {"num_anchors": 8, "ttt_steps": 2, "num_depths": 3, "chunk_rows": 16, "noise": 0}
 
 
 def tiny_target(folder: Path) -> str:
@@ -41,8 +42,8 @@ def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) 
     data: dict[str, Any] = {
         "model": target, "out": str(folder / "run"), "method": method, "device": "cpu", "log_every": 1, "save_every": 2,
         "data": {"path": str(folder / "data"), "max_length": 32},
-        "head": dict(HEAD),
-        "loss": {"num_anchors": 8, "ttt_steps": 2, "num_depths": 3, "chunk_rows": 16},
+        "head": {key: value for key, value in HEAD.items() if key in HEAD_SETTINGS[method]},  # type: ignore[index]
+        "loss": {key: value for key, value in LOSS.items() if key in LOSS_SETTINGS[method]},  # type: ignore[index]
         "optimizer": {"batch_size": 2, "max_steps": 4, "precision": "fp32", "learning_rate": 1e-3},
         "eval": {"num_prompts": 2, "prompt_tokens": 6, "max_tokens": 6, "num_draft_tokens": 6},
     }  # fmt: skip

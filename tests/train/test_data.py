@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,10 @@ def test_anchors_and_their_depths_stay_in_a_document(tmp_path: Path) -> None:
         assert (same | ~valid[..., depth]).all()
     assert valid.any()
     assert torch.equal(draw_anchors(batch, 20, 4, seed=1)[0], anchors)
+    mask = batch.loss_mask & (batch.positions % 3 > 0)  # anchors are supervised, as are their next tokens
+    anchors, valid = draw_anchors(replace(batch, loss_mask=mask), 20, 4, seed=1)
+    assert valid.any()
+    assert set(batch.positions.gather(1, anchors)[valid[..., 0]].remainder(3).tolist()) == {1}
 
 
 def test_a_reserved_token_in_the_data_is_refused(tmp_path: Path) -> None:

@@ -45,9 +45,7 @@ def loss(trainer: Trainer) -> float:
 
 @pytest.mark.parametrize("method", TRAINEES)
 def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: Path, tmp_path: Path) -> None:
-    config = settings(
-        folder, str(folder / "target"), method, out=str(tmp_path / "run"), loss__noise=0, optimizer__max_steps=16
-    )
+    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=16)
     trainer = build_trainer(config)
     first = loss(trainer)
     progress = trainer.run()
@@ -140,12 +138,10 @@ def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monke
 
 @pytest.mark.parametrize("method", TRAINEES)
 def test_a_written_head_starts_another_run_where_it_was(method: str, folder: Path, tmp_path: Path) -> None:
-    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), loss__noise=0)
+    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"))
     trainer = build_trainer(config)
     trainer.step()
     trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
-    warm = settings(
-        folder, str(folder / "target"), method, out=str(tmp_path / "warm"), draft_model=str(tmp_path / "head"), loss__noise=0
-    )
+    warm = settings(folder, str(folder / "target"), method, out=str(tmp_path / "warm"), draft_model=str(tmp_path / "head"))
     assert SERVED_BY.get(method, method)
     assert loss(build_trainer(warm)) == pytest.approx(loss(trainer), abs=1e-5)

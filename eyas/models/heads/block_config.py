@@ -132,7 +132,7 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
         max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
         wiring=wiring or recorded_wiring(raw, source) or _stated_wiring(head, kind, raw, num_target_layers, source),
         windows=windows,
-        causal_windows=any(windows) and not _flag(head, "sliding_window_non_causal", source, kind == "dflash2"),
+        causal_windows=any(windows) and not _flag(head, "sliding_window_non_causal", source, kind != "dflash"),
         attention_bias=any(name.endswith("q_proj.bias") for name in names) or _flag(head, "attention_bias", source, False),
         markov_rank=rank,
         markov_kind=_markov_kind(head, source) if rank else "vanilla",
@@ -183,7 +183,7 @@ def _check_kind(raw: Settings, folder: Path) -> BlockKind:
 def _stated_wiring(head: Settings, kind: BlockKind, raw: Settings, num_layers: int, source: Path) -> HeadWiring:
     """What the config says. The ids of speculators count inputs of layers, all others outputs.
 
-    Left out, the ids are evenly spaced over the layers 1 to num_layers - 3, as the authors do it.
+    Raises CheckpointError if it leaves the ids out: trainers have different defaults, so they are not guessed.
     """
     is_speculators = bool(raw.get("speculators_model_type"))
     key = "aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"

@@ -1,6 +1,7 @@
 """Block heads: training rows equal cached rows, and checkpoints of every dialect are read strictly and written back."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import read_config
 from eyas.models.heads.block import (
     BlockHead,
     attend_blocks,
@@ -20,11 +22,11 @@ from eyas.models.heads.block import (
     new_block_head,
     write_block_head,
 )
-from eyas.models.heads.block_config import BlockHeadConfig, Dialect
+from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import Projected
 from tests.tiny import write_target
-from tests.tiny_block import DFLASH, DSPARK, KINDS, random_block_head
+from tests.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
 
 LENGTH = 20
 
@@ -216,3 +218,13 @@ def test_writer_refuses_tensors_of_another_config(target: str, tmp_path: Path) -
     head = random_block_head("dspark", target)
     with pytest.raises(CheckpointError, match="unexpected markov_head"):
         write_block_head(tmp_path, replace(head.config, markov_rank=0, confidence_with_markov=False), block_tensors(head))
+
+
+@pytest.mark.parametrize(("kind", "causal"), [("dspark-rnn", False), ("dflash-window", True), ("dflash2", False)])
+def test_sliding_layers_see_the_block_as_their_authors_do(kind: str, causal: bool, tiny_target: str, tmp_path: Path) -> None:
+    """A config that does not say so leaves DFlash's sliding layers causal within the block, and no others."""
+    folder = Path(shutil.copytree(tiny_block_head(kind, tiny_target), tmp_path / "head"))
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw.pop("sliding_window_non_causal") is not KINDS[kind].causal_windows
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert read_block_config(folder, read_config(Path(tiny_target))).causal_windows is causal
