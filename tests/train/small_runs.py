@@ -17,6 +17,7 @@ HEAD = {
     "num_heads": 2,
 }  # fmt: skip
 LOSS = {"num_anchors": 8, "ttt_steps": 2, "num_depths": 3, "chunk_rows": 16, "noise": 0}
+READ = {"head": HEAD_SETTINGS, "loss": LOSS_SETTINGS}
 
 
 def tiny_target(folder: Path) -> str:
@@ -36,6 +37,15 @@ def write_ids(file: Path, count: int, length: int = 24, seed: int = 0) -> Path:
 def prepared(folder: Path, target: str, count: int = 20) -> Prepared:
     file = write_ids(folder / "ids.jsonl", count)
     return prepare(target, [file], folder / "data", heldout=0.2, max_length=64, min_loss_tokens=2, seed=0)
+
+
+def read_by(method: str, **changes: Any) -> dict[str, Any]:
+    """Of changes as `settings` takes them, those that a method reads."""
+    return {
+        key: value
+        for key, value in changes.items()
+        if (table := READ.get(key.partition("__")[0])) is None or key.partition("__")[2] in table[method]  # type: ignore[index]
+    }
 
 
 def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) -> TrainConfig:

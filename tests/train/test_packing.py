@@ -7,7 +7,7 @@ import torch
 
 from eyas.train.data import Batch
 from eyas.train.methods import TRAINEES, build_trainer
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import prepared, read_by, settings, tiny_target
 
 DOCUMENTS, LENGTH = 3, 16
 
@@ -32,7 +32,7 @@ def batches() -> tuple[Batch, Batch]:
 
 @pytest.mark.parametrize("method", TRAINEES)
 def test_a_document_sees_and_predicts_itself_alone(method: str, folder: Path, tmp_path: Path) -> None:
-    changes = {"loss__noise": 0, "loss__num_anchors": DOCUMENTS * LENGTH, "loss__down_sample_ratio": 1}
+    changes = read_by(method, loss__noise=0, loss__num_anchors=DOCUMENTS * LENGTH, loss__down_sample_ratio=1)
     trainer = build_trainer(settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), **changes))
     for _ in range(3):
         trainer.step()  # a new head may be the same everywhere

@@ -17,7 +17,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
 from tests.tiny import fixed_config, write_spelling_tokenizer
-from tests.train.small_runs import settings
+from tests.train.small_runs import read_by, settings
 
 SURE, RING, FIRST, VOCABULARY, HIDDEN = 0.8, 9, 3, 48, 64
 DEPTHS, STEPS, TOKENS = 3, 150, 80  # documents are as long as what is generated
@@ -72,8 +72,10 @@ def heads(target: str) -> dict[str, str]:
     for method, block_size, rate in (("dspark", DEPTHS, 0.01), ("dflash", DEPTHS + 1, 0.01), ("peagle", 2, 0.005)):
         config = settings(
             folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=4,
-            optimizer__learning_rate=rate, loss__num_anchors=16, loss__chunk_rows=0, head__markov_rank=16,
-            head__block_size=block_size, loss__num_depths=DEPTHS, data__max_length=TOKENS,
+            optimizer__learning_rate=rate, data__max_length=TOKENS, **read_by(
+                method, loss__num_anchors=16, loss__chunk_rows=0, loss__num_depths=DEPTHS, head__markov_rank=16,
+                head__block_size=block_size,
+            ),
         )  # fmt: skip
         trainer = build_trainer(config)
         for _ in range(STEPS):
