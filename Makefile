@@ -71,12 +71,12 @@ $(CORPUS)/datastore.json: $(READY)
 	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" && $(abspath $(BIN))/eyas datastore build *.py $(PACKAGES) \
 		--model $(CURDIR)/models/demo/target --exclude $(CURDIR)/models/demo/heldout_modules.json --out $(CURDIR)/$(CORPUS)
 
-methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
+methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the same prompts, about 15 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method dspark=models/demo/dspark --method peagle=models/demo/peagle --method medusa=models/demo/medusa \
 		--method hydra=models/demo/hydra --method sps=models/demo/small \
-		--method prompt_lookup --method rest=$(CORPUS) --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full \
+		--method prompt_lookup --method suffix --method rest=$(CORPUS) --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full \
 		--method dspark+prompt_lookup=models/demo/dspark $(METHODS)
 
 gpu: $(READY) ## on a machine with a GPU: its tests, kernels, draft rounds, steps and the widened demo, 25 minutes; GPU="--stage steps" for parts

@@ -23,8 +23,10 @@ _NEVER_TRIM, _LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
 def num_cores() -> int:
     """CPU cores that this process may use: those that it may run on, but no more than the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
-    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
+    with suppress(OSError, ValueError):  # there is none, or it is "max"
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def keep_freed_memory() -> None:

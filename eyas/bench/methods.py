@@ -236,7 +236,7 @@ def _table(scores: Sequence[MethodScore]) -> Table:
         f"This took {sum(score.seconds for score in scores):.0f} s of decoding"
     )
     other = sum(score.other_seconds for score in scores)
-    note += f", and the runs with other rankings {other:.0f} s." if other else "."
+    note += f", and the runs for comparison {other:.0f} s." if other else "."
     return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks) for s in scores), note)
 
 
@@ -261,7 +261,7 @@ def _costs(scores: Sequence[MethodScore]) -> Table:
     )
     note = (
         "rows: mean rows of a verify step, the root included. draft passes: forward passes of the drafter for a tree, one "
-        "after another, and the layers in them; heads of Medusa and Hydra count as a layer each. "
+        "after another, and the layers in them; all heads of Medusa count as one layer, each of Hydra as one. "
         f"{PER_VERIFY_TIME}: tau / (1 + {LAYER_COST:g} layers), the tokens in the time of a verify pass if a layer of the "
         "drafter takes a tenth of it and lookups take none. Plain ranking: by draft probabilities "
         "(`drafting.ranking_temperature: 1`); otherwise they are sharpened, as calibrated while serving."

@@ -100,8 +100,8 @@ class DrafterNeeds:
 class DraftWork:
     """What a tree of all levels runs, one after another.
 
-    passes: forward passes of a network. layers: decoder layers in these; the small networks of Medusa's and Hydra's heads
-    count as one each.
+    passes: forward passes of a network. layers: decoder layers in these; all heads of Medusa count as one, each of Hydra as
+    one.
     """
 
     passes: int = 0

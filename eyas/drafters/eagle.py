@@ -42,7 +42,7 @@ from eyas.models.emulation import on_host
 from eyas.models.fused import MAX_KERNEL_ROWS
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import PackedInputs, RowKeys
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
 from eyas.tree import DraftTree
@@ -317,8 +317,6 @@ class CompiledRows:
 
     def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
         """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
-        from eyas.models.inputs import RowKeys
-
         sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
         owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]
         candidates = np.concatenate([growth.frontiers[s, : widths[s]] for s in sessions])

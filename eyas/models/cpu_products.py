@@ -439,7 +439,7 @@ class Helpers:
         """Run kernel(*arguments, tickets, num_threads), whose work the threads share. tickets: counters, all zero.
 
         A helper that comes too late finds nothing to do. A call that its helper has not begun makes room for the next one:
-        one that never comes keeps no memory. Raises what the kernel raises in any thread, once no other one runs it.
+        one that never comes keeps no memory. Raises what the kernel raises in any thread, once no other one works on it.
         """
         call = _Call(kernel, (*arguments, tickets, self.num_threads), tickets)
         for queue, _ in self._queues:
@@ -452,7 +452,10 @@ class Helpers:
             for _, is_running in self._queues:
                 with is_running:
                     pass
-            raise call.error
+            try:
+                raise call.error
+            finally:
+                del call  # the error's traceback holds this frame, and so the arguments
 
 
 def _help(queue: Calls, is_running: threading.Lock) -> None:

@@ -337,10 +337,11 @@ class CpuDecoder:
         return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
 
     def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
-        """cos and sin [R, D] of layers of a kind, from tables by position. They double where a context outgrows them."""
+        """cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
         length, tables = int(positions.max()) + 1, self._tables.get(kind)
         if tables is None or len(tables[0]) < length:
-            every = torch.arange(1 << (length - 1).bit_length())[None]
+            most = max(length, int(self._decoder.config.max_position_embeddings))
+            every = torch.arange(min(1 << (length - 1).bit_length(), most))[None]
             cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
             tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
         return tables[0][positions], tables[1][positions]
@@ -409,14 +410,16 @@ def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
     decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
     if decoder is not None:
         decoder.share(min(num_threads, most))
-    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow)):
+    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):
         log.warning("engine.layer_threads is %d, but one thread runs this model's layers: %s", num_threads, reason)
     elif num_threads > most:
         log.warning("engine.layer_threads is %d, but this process may use %d cores; set it to that", num_threads, most)
 
 
-def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool) -> str:
+def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.device) -> str:
     """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
+    if decoder is None and runs_compiled(device):
+        return "they are not fused, so no kernel of the CPU runs them"
     if decoder is None:
         return (
             "kernels of the CPU need device cpu, dtype float32, threads 1 "

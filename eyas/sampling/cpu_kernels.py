@@ -113,7 +113,7 @@ def _ordered(bits):
 
 @kernel()
 def highest_of(x):
-    """The highest of x [n], which may hold infinities. Whole numbers are compared: LLVM makes vectors of that."""
+    """The highest of x [n], which may hold infinities but no NaN. Whole numbers are compared: LLVM makes vectors of that."""
     bits, highest = x.view(np.int32), np.int32(-(2**31))
     for i in range(len(bits)):
         highest = np.int32(max(highest, _ordered(bits[i])))

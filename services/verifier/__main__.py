@@ -49,6 +49,7 @@ from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
+from eyas.tensors import runs_compiled
 from eyas.v1 import generation_pb2_grpc
 
 # When a rank is gone, rank 0 may hang in an all-reduce forever, as in a stuck step: the system ends the process after this.
@@ -129,13 +130,14 @@ async def serve_rank_0(
 def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     """Digest of the target and of the settings that decide which tokens it gives. Device and dtype must have been resolved.
 
-    Other devices and other numbers of ranks take sums in another order, which decides between tokens that are nearly equal.
-    One CUDA device adds nothing to the digest: older verifiers left both out.
+    Other devices, compiled kernels of the CPU and other numbers of ranks take sums in another order, which decides between
+    tokens that are nearly equal. One CUDA device adds nothing to the digest: older verifiers left all three out.
     """
     engine, device = config.engine, config.device.partition(":")[0]
+    kernels = ["compiled"] if runs_compiled(torch.device(device)) else []
     parts: tuple[object, ...] = (
         *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
-        *([] if device == "cuda" else [device]),
+        *([] if device == "cuda" else [device, *kernels]),
         *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
     )
     return hashlib.sha256(f"{target.target_fingerprint} {parts}".encode()).hexdigest()[:32]

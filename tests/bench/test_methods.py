@@ -149,7 +149,7 @@ def test_a_run_writes_a_report_json_and_a_plot(
     assert all(scores[key]["unshared_noise_tau"] >= 1 for key in with_law)
     ranked = {key for key, score in scores.items() if score["plain_ranking_tau"] is not None}
     assert ranked == {("eagle3", t) for t in (0.0, 0.6, 1.0)} == {k for k, s in scores.items() if s["other_seconds"] > 0}
-    assert page.read_text().count("what drafts cost") == page.read_text().count("and the runs with other rankings") == 3
+    assert page.read_text().count("what drafts cost") == page.read_text().count("and the runs for comparison") == 3
     if matplotlib == "missing":
         assert "no picture: the chart needs matplotlib" in result.output
     else:

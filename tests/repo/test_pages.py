@@ -168,19 +168,19 @@ def test_tables_of_methods_agree_with_each_other_and_the_code() -> None:
             assert row["shared noise"] == ("yes" if METHODS[method].has_probs else "no")
 
 
-# Methods without a head or a datastore for the demo model, or not part of the report.
-WITHOUT_REPORT = {"peagle", "dflash", "dflash2", "suffix", "rest"}
+# Methods without a head for the demo model.
+WITHOUT_REPORT = {"dflash", "dflash2"}
 
 
 def test_speedups_on_the_page_of_loads_are_the_reports() -> None:
     """Rows of a method: speedup and tau at three temperatures, and the time of a draft at the first."""
     page = (DOCS / "choosing.md").read_text(encoding="utf-8")
-    ((report,),) = [re.findall(r"\(\.\./(benchmarks/results/[\w-]*methods-cpu\.md)\)", page)]
+    ((report,),) = [re.findall(r"\(\.\./(benchmarks/results/[\w-]*methods-cpu[\d-]*\.md)\)", page)]
     measured = re.findall(r"^\| ([\w+]+) \| ([\d.]+) \(.*?\| ([\d.]+) \|", (ROOT / report).read_text(), re.MULTILINE)
     rows = re.findall(
         r"^\| `([\w+]+)` \| ([\d.]+),(?: tau)? ([\d.]+) \| (.*?), (.*?) \| (.*?), (.*?) \|", page, re.MULTILINE
     )
-    assert {row[0] for row in rows} == (METHODS.keys() - WITHOUT_REPORT) | {"eagle3+prompt_lookup"}
+    assert {row[0] for row in rows} == (METHODS.keys() - WITHOUT_REPORT) | {"eagle3+prompt_lookup", "dspark+prompt_lookup"}
     for method, *figures in rows:
         assert figures == [figure for name, *both in measured if name == method for figure in both], method
 

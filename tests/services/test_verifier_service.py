@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
@@ -136,6 +137,14 @@ def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any], same:
     config, target = VerifierConfig("m", "m", dtype="float32", device="cuda"), TargetInfo("digest", "none")
     assert (outputs_fingerprint(config, target) == outputs_fingerprint(replace(config, **other), target)) is same
     assert outputs_fingerprint(config, target) != outputs_fingerprint(config, TargetInfo("another", "none"))
+
+
+def test_compiled_kernels_have_another_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    config, target = VerifierConfig("m", "m", dtype="float32", device="cpu"), TargetInfo("digest", "none")
+    with_kernels = outputs_fingerprint(config, target)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert outputs_fingerprint(config, target) != with_kernels
 
 
 def test_a_pin_of_one_gpu_is_that_of_older_verifiers() -> None:
