@@ -91,6 +91,7 @@ def prepare(
     for a full disk.
     """
     from datasets import Dataset, disable_progress_bars
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from eyas.models.checkpoint import read_target_config, resolve
@@ -127,7 +128,7 @@ def prepare(
                 Dataset.from_file(str(part)).save_to_disk(str(out / name))
         save_file({"token_freq": torch.from_numpy(train.token_freq)}, out / FREQUENCY_FILE)
         (out / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write the prepared data to {out}: {error}; free space or name another folder") from error
     return info
 
@@ -339,8 +340,14 @@ class Batch:
 class StoredDocuments(Sequence[Document]):
     """The documents of a split, read from memory-mapped files when they are asked for. lengths: in tokens, int64 [N]."""
 
-    def __init__(self, data: Any) -> None:
-        """data: a Dataset with input_ids and loss_mask."""
+    def __init__(self, folder: Path, split: str = TRAIN) -> None:
+        """Raises ConfigError for a folder that `eyas train prepare` did not write."""
+        from datasets import load_from_disk
+
+        try:
+            data: Any = load_from_disk(str(folder / split))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {folder / split}: {error}; run `eyas train prepare` again") from error
         self._columns = [self._chunks(data.data.column(name)) for name in ("input_ids", "loss_mask")]
         counts = [len(offsets) - 1 for offsets, _ in self._columns[0]]
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -370,14 +377,7 @@ class Windows:
 
     def __init__(self, folder: Path, max_length: int, split: str = TRAIN) -> None:
         """Raises ConfigError for a folder that `eyas train prepare` did not write."""
-        from datasets import load_from_disk
-
-        self.info = read_prepared(folder)
-        try:
-            data = load_from_disk(str(folder / split))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {folder / split}: {error}; run `eyas train prepare` again") from error
-        self.documents = StoredDocuments(data)
+        self.info, self.documents = read_prepared(folder), StoredDocuments(folder, split)
         self.max_length = max_length
         self.packs = _pack(self.documents.lengths.tolist(), max_length)
 

@@ -191,7 +191,12 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
         folder = resolve(config.draft_model)
         old = read_head_config(folder, target.config, _kind(config))
         check_warm_start(config, fixed_sizes(old) | {"mask_token_id": old.mask_token_id})
+        method = "eagle3.1" if (old.input_norms, old.wiring.output) == ("each", "normed") else "eagle3"
+        if old.kind == "eagle3" and config.method != method:
+            raise ConfigError(f"{config.draft_model} is a head of the method {method}; name that")
         found = {canonical_name(name, old.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
+        if not config.head.draft_vocab_size and "d2t" in found:
+            draft_ids = torch.arange(len(found["d2t"])) + found["d2t"].long()
         c = EagleHeadConfig(**{**vars(old), "draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config)})
         tensors = _random_tensors(c, target, draft_ids) | _widened(found, target, draft_ids)
     length = get_setting(int, target.config, "max_position_embeddings", target.folder)

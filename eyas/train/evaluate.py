@@ -18,7 +18,7 @@ from eyas.models.checkpoint import resolve_placement
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.train.config import EvalConfig
-from eyas.train.data import HELDOUT, TRAIN, Windows, read_prepared
+from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
 
 Prompt = tuple[int, ...]
 
@@ -94,10 +94,10 @@ def heldout_prompts(folder: Path, config: EvalConfig) -> list[Prompt]:
     Without a held-out split, those of training documents.
     """
     split = HELDOUT if read_prepared(folder).num_heldout else TRAIN
-    prompts = []
-    for ids, mask in Windows(folder, 1 << 30, split).documents:
+    documents, prompts = StoredDocuments(folder, split), []
+    for number in range(0, len(documents), max(1, len(documents) // config.num_prompts))[: config.num_prompts]:
+        ids, mask = documents[number]
         first = int(mask.argmax()) if mask.any() else 0
         cut = first if first > 1 else min(config.prompt_tokens, len(ids))
         prompts.append(tuple(int(token) for token in ids[:cut]))
-    prompts = [prompt for prompt in prompts if prompt]
-    return prompts[:: max(1, len(prompts) // config.num_prompts)][: config.num_prompts]
+    return prompts

@@ -75,7 +75,8 @@ def build_trainer(config: TrainConfig) -> Trainer:
     trainee = build_trainee(config, target, windows)
     layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
     source = build_source(config, windows, layers)
-    evaluator = build_evaluator(config, source, str(accelerator.device)) if config.eval.num_prompts else None
+    evaluates = config.eval.num_prompts and accelerator.is_main_process
+    evaluator = build_evaluator(config, source, str(accelerator.device)) if evaluates else None
     return Trainer(config, trainee, source, windows, accelerator, evaluator)
 
 
@@ -102,6 +103,8 @@ def _accelerator(config: TrainConfig) -> Any:
         torch.set_num_threads(config.threads)
     device, _ = resolve_placement(config.device, "auto", config.model)
     check_device("float32", device)
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # the GPU that accelerate takes
     found = {"trackio": is_trackio_available(), "tensorboard": is_tensorboard_available()}
     accelerator = Accelerator(
         mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",

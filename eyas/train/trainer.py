@@ -1,7 +1,7 @@
 """The training loop of `eyas train run`: passes, checkpoints for exact resumption, the log, and evaluation now and then.
 
 All randomness of a window is seeded by the run's seed and the number of windows before it, which also decides its data. So
-the weights, the optimiser and the number of the step are the whole state of a run, on any number of processes.
+the weights, the optimiser and the number of the step are the whole state of a run, on as many processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from eyas.errors import ConfigError
 from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
-from eyas.train.features import StateSource, TargetStates
+from eyas.train.features import NoStates, StateSource, TargetStates
 
-LOG_FILE, SUMMARY_FILE, CHECKPOINTS = "log.jsonl", "summary.json", "checkpoints"
+LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
 
 
@@ -126,8 +126,8 @@ class Trainer:
         c, rank = self.config, self.accelerator.process_index
         batch = self.windows.step_batch(c.seed, number, c.optimizer.batch_size, rank, self.accelerator.num_processes)
         batch = batch.to(self.accelerator.device)
-        states = self.source.states(batch)
         loss_type = c.loss.type_at(self.progress.step / c.optimizer.max_steps)
+        states = (NoStates() if loss_type == "next_token" else self.source).states(batch)
         with self.accelerator.autocast():
             metrics: Mapping[str, Tensor] = self._model(batch, states, c.seed, loss_type)
         if not math.isfinite(float(metrics["loss"].detach())):
@@ -222,7 +222,8 @@ class Trainer:
         state = torch.load(newest, map_location="cpu", weights_only=True)
         if state["fingerprint"] != self.config.fingerprint:
             raise ConfigError(
-                f"{newest} is of a run with other settings; give the same settings to continue, or name another `out`"
+                f"{newest} is of a run with other settings, or of another version of Eyas; give the same settings to "
+                "continue, or name another `out` and this run's `last` as draft_model"
             )
         if state.get("data", self.windows.digest) != self.windows.digest:
             raise ConfigError(
@@ -317,8 +318,6 @@ def _keeping_saved(out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "write" not in str(error):
-            raise
         raise ConfigError(
             f"cannot write to {out}: {error}; nothing that was saved is lost: free space and run the same command again"
         ) from error

@@ -109,6 +109,31 @@ def test_a_draft_model_learns_text_without_the_target(folder: Path, tmp_path: Pa
     assert float(torch.cat(losses).mean()) == pytest.approx(after, rel=1e-4)
 
 
+def test_a_warm_start_keeps_the_heads_vocabulary_and_kind(folder: Path, tmp_path: Path) -> None:
+    target = str(folder / "target")
+    first = build_trainer(settings(folder, target, "eagle3", out=str(tmp_path / "run"), head__draft_vocab_size=20))
+    first.write_head("last")
+    head = str(tmp_path / "run" / "last")
+    again = build_trainer(settings(folder, target, "eagle3", out=str(tmp_path / "again"), draft_model=head))
+    assert torch.equal(again.trainee.head.draft_ids, first.trainee.head.draft_ids)  # type: ignore[union-attr, arg-type]
+    wider = build_trainer(
+        settings(folder, target, "eagle3", out=str(tmp_path / "wide"), draft_model=head, head__draft_vocab_size=48)
+    )
+    assert len(wider.trainee.head.draft_ids) == 48  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ConfigError, match=r"is a head of the method eagle3; name that"):
+        build_trainer(settings(folder, target, "eagle3.1", out=str(tmp_path / "other"), draft_model=head))
+
+
+def test_the_target_runs_only_where_the_loss_needs_it(folder: Path, tmp_path: Path) -> None:
+    changes = {"loss__loss_type": "next_token", "loss__final_loss_type": "kl", "loss__final_loss_ratio": 0.5}
+    trainer = build_trainer(settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path / "run"), **changes))
+    source, asked = trainer.source, []
+    trainer.source = SimpleNamespace(states=lambda batch: asked.append(trainer.progress.step) or source.states(batch))
+    for _ in range(4):
+        trainer.step()
+    assert asked == [2, 3]
+
+
 def test_heads_learn_from_the_target_alone(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the loss next_token is for the method draft_model; dspark learns"):
         settings(folder, str(folder / "target"), "dspark", loss__loss_type="next_token")

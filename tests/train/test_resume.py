@@ -6,6 +6,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
@@ -125,20 +127,24 @@ def test_a_run_made_longer_goes_on_at_the_new_rate(folder: Path, tmp_path: Path)
     assert float(made[1].step()["loss"]) > 0
 
 
-def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond these bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
     trainer.step()
     trainer.save()
-
-    def full(state: object, file: Path) -> None:
-        file.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
     trainer.step()
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ConfigError, match="nothing that was saved is lost"):
+    with small_disk(4096), pytest.raises(ConfigError, match="nothing that was saved is lost"):
         trainer.save()
-    monkeypatch.undo()
     again = build_trainer(trainer.config)
     again.resume()
     assert again.progress.step == 1
@@ -151,13 +157,8 @@ def test_a_full_disk_keeps_the_older_head(name: str, folder: Path, tmp_path: Pat
     trainer.write_head(name)
     written = {file.name: file.read_bytes() for file in (tmp_path / "run" / name).iterdir()}
     trainer.step()
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))  # no file may grow beyond it
-    try:
-        with pytest.raises(ConfigError, match="nothing that was saved is lost"):
-            trainer.write_head(name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    with small_disk(4096), pytest.raises(ConfigError, match="nothing that was saved is lost"):
+        trainer.write_head(name)
     assert {file.name: file.read_bytes() for file in (tmp_path / "run" / name).iterdir()} == written
     assert not (tmp_path / "run" / f"{name}.part").exists()
 
