@@ -221,14 +221,16 @@ def _estimate(trainer: Trainer) -> str:
     import resource
     import time
 
-    out = Path(trainer.config.out)
-    trainer.write_head("dry-run")
+    out, accelerator = Path(trainer.config.out), trainer.accelerator
+    if accelerator.is_main_process:
+        trainer.write_head("dry-run")
+    accelerator.wait_for_everyone()
     trainer.step()
     began = time.monotonic()
     trainer.step()
     seconds = time.monotonic() - began
     evaluation = "none"
-    if trainer.evaluator is not None and trainer.accelerator.is_main_process:
+    if trainer.evaluator is not None and accelerator.is_main_process:
         began = time.monotonic()
         trainer.evaluator.measure(out / "dry-run")
         evaluation = f"{time.monotonic() - began:.1f} s each"
@@ -236,7 +238,7 @@ def _estimate(trainer: Trainer) -> str:
     count = sum(parameter.numel() for parameter in trained)
     head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if trainer.accelerator.device.type == "cuda":
+    if accelerator.device.type == "cuda":
         import torch
 
         memory = torch.cuda.max_memory_allocated()
@@ -245,7 +247,7 @@ def _estimate(trainer: Trainer) -> str:
         f"{out / 'dry-run'}: an untrained head of {count / 1e6:.2f} M trained parameters\n"
         f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
         f"evaluation: {evaluation}\n"
-        f"memory, evaluation included: {memory / 2**30:.2f} GiB on {trainer.accelerator.device}\n"
+        f"memory, evaluation included: {memory / 2**30:.2f} GiB on {accelerator.device}\n"
         f"disk: {2 * head / 2**20:.0f} MiB of heads, {2 * 12 * count / 2**20:.0f} MiB of checkpoints"
     )
 

@@ -30,7 +30,7 @@ _LAYERS = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num
 _FEATURES = _LAYERS | {"head_dim", "target_layer_ids", "draft_vocab_size"}
 _DFLASH = _FEATURES | {"block_size", "mask_token_id"}
 _OFFSETS = {"num_heads", "num_head_layers", "draft_vocab_size"}
-# Settings of `head` that each method reads. Others are refused: no setting is without effect.
+# Settings of `head` that each method reads. Others are refused.
 HEAD_SETTINGS: Mapping[TrainMethod, set[str]] = {
     "dspark": _DFLASH | {"markov_rank", "markov_head_type", "enable_confidence_head"},
     "dflash": _DFLASH,

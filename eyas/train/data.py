@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,10 +86,8 @@ def prepare(
     """Write a prepared folder. heldout: share of entries kept out of training.
 
     Longer documents are cut into parts of max_length; parts without a supervised token are left out, and so are documents
-    with fewer than min_loss_tokens. Documents go to disk in batches. chat_template_kwargs: as `LLM.chat` takes them.
-
-    Raises ConfigError for settings out of range, for files without usable text, for chats of a model without a template, and
-    for a full disk.
+    with fewer than min_loss_tokens. Documents go to disk in batches. chat_template_kwargs: as `LLM.chat` takes them. Raises
+    ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
     """
     from datasets import Dataset, disable_progress_bars
     from safetensors import SafetensorError
@@ -123,9 +122,12 @@ def prepare(
                 train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
                 dict(chat_template_kwargs or {}),
             )  # fmt: skip
-            (out / INFO_FILE).unlink(missing_ok=True)
             for name, part in parts.items():
-                Dataset.from_file(str(part)).save_to_disk(str(out / name))
+                Dataset.from_file(str(part)).save_to_disk(str(Path(folder) / name))
+            (out / INFO_FILE).unlink(missing_ok=True)
+            for name in parts:  # a run that reads the older ones keeps them
+                shutil.rmtree(out / name, ignore_errors=True)
+                (Path(folder) / name).rename(out / name)
         save_file({"token_freq": torch.from_numpy(train.token_freq)}, out / FREQUENCY_FILE)
         (out / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
     except (OSError, SafetensorError) as error:

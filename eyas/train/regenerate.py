@@ -106,11 +106,14 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
         found = json.loads(record.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot use {record}: {error}; remove it and {out}, or name another output") from error
+    recorded = set(found)
     if "contents" in found:  # files may be renamed, but not changed
         found["files"] = begun["files"] if found["contents"] == begun["contents"] else None
     found = {"chat_template_kwargs": {}} | found | {"contents": begun["contents"]}
     if changed := sorted(key for key, value in begun.items() if found.get(key) != value):
         raise ConfigError(f"{out} was begun with other {', '.join(changed)}; give the same ones, or name another output")
+    if "contents" not in recorded:
+        record.write_text(json.dumps(begun, indent=1) + "\n")
 
 
 def _contents(files: Sequence[Path]) -> str:

@@ -1,7 +1,10 @@
 """What is trained is what is served: training-mode logits, overfitting, losses, and other projects' layouts."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,20 +16,21 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.scoring import make_scorer
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
 from eyas.train import losses
 from eyas.train.block import BlockTrainer
-from eyas.train.config import LossConfig, LossType
+from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
 from eyas.train.data import Batch
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
 from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
+from eyas.train.trainer import _schedule
 from tests.drafters.naive_eagle import NaiveEagle
 from tests.drafters.test_eagle_trees import GREEDY, commit
 from tests.train.small_runs import prepared, settings, tiny_target
@@ -323,6 +327,58 @@ def test_losses_do_not_depend_on_the_rows_in_the_cache(loss_type: LossType, monk
         (columns[..., LOSS] * scale).sum().backward()
         found.append((columns, logits.grad))
     assert all(torch.equal(own, first) for other in found[1:] for own, first in zip(other, found[0], strict=True))  # type: ignore[arg-type]
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    """Over 20 steps with a warm-up of 4: to the peak, and to zero over the last 10, in a cosine, or not at all."""
+    config = OptimizerConfig(warmup_ratio=0.2, max_steps=20, decay_ratio=0.5)
+    at = {kind: _schedule(replace(config, lr_scheduler=kind)) for kind in get_args(Scheduler)}
+    assert [[share(step) for step in range(4)] for share in at.values()] == [[0.25, 0.5, 0.75, 1.0]] * 3
+    assert [at["wsd"](step) for step in (4, 10, 15, 20)] == [1.0, 1.0, 0.5, 0.0]
+    assert [at["cosine"](step) for step in (4, 12, 20)] == pytest.approx([1.0, 0.5, 0.0])
+    assert {at["constant"](step) for step in range(4, 30)} == {1.0}
+
+
+def test_deeper_tokens_of_a_block_weigh_less() -> None:
+    valid = torch.tensor([[True, True, True], [True, False, False]])
+    found = depth_weights(LossConfig(loss_decay="exponential", loss_decay_gamma=2.0), torch.zeros(2, 3), valid)
+    torch.testing.assert_close(found, torch.tensor([[1.0, math.exp(-0.5), math.exp(-1)], [1.0, 0, 0]]))
+    assert torch.equal(depth_weights(LossConfig(loss_decay="none"), torch.zeros(2, 3), valid), valid.float())
+
+
+def test_accumulated_passes_are_one_step_with_a_bounded_gradient(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes of two windows are one of four, whose gradient is cut to max_grad_norm."""
+    found, norms = [], []
+    for batch_size, passes in ((4, 1), (2, 2)):
+        changes = {
+            "optimizer__batch_size": batch_size, "optimizer__gradient_accumulation_steps": passes,
+            "optimizer__max_grad_norm": 0.01, "optimizer__warmup_ratio": 0,
+        }  # fmt: skip
+        trainer = build_trainer(settings(folder, str(folder / "target"), "medusa", out=str(tmp_path / "run"), **changes))
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def clipped(parameters: list[torch.nn.Parameter], most: float, clip: Any = clip) -> None:
+            before = float(clip(parameters, most))
+            own = torch.stack([parameter.grad.norm() for parameter in parameters if parameter.grad is not None])
+            norms.append((before, float(own.norm())))
+
+        monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", clipped)
+        for _ in range(2):
+            trainer.step()
+        found.append({name: parameter.detach().clone() for name, parameter in trainer.trained.items()})
+    assert len(norms) == 4
+    assert all(before > 0.02 and after == pytest.approx(0.01, rel=1e-3) for before, after in norms)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(folder: Path, tmp_path: Path) -> None:
+    trainer = build_trainer(settings(folder, str(folder / "target"), "medusa", out=str(tmp_path / "run")))
+    next(iter(trainer.trained.values())).data.fill_(torch.nan)
+    with pytest.raises(ConfigError, match=r"the loss of step 1 is nan; lower optimizer\.learning_rate"):
+        trainer.step()
 
 
 def test_the_last_share_of_steps_has_the_final_loss() -> None:
