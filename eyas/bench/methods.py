@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import ASSISTED, GENERATE, PLAIN, Agreement, Run, total_stats
-from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
+from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import NO_WORK, DraftWork
@@ -20,7 +20,6 @@ from eyas.drafters.registry import build_drafter, build_fuser, find_method, reso
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.target import TargetModel, load_target
-from eyas.request import SamplingParams
 
 INCHES_PER_METHOD = 0.9
 # Time of a drafter's layer over that of a verify pass, in the comparison of methods whose speeds here say little about GPUs.
@@ -147,26 +146,15 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
         contenders: dict[str, Contender] = {**timed, **(greedy if temperature == 0 else {})}
         runs = run_in_turn(contenders, batches, sampling, progress, label)
-        compare = partial(_other_runs, batches, sampling, progress)
-        plainly = compare(plain_ranking, f"{label}, plain ranking")
-        alone = compare(unshared if temperature > 0 else {}, f"{label}, without shared noise")
+        plainly = run_in_turn(plain_ranking, batches, sampling, progress, f"{label}, plain ranking")
+        noisy_now = unshared if temperature > 0 else {}
+        alone = run_in_turn(noisy_now, batches, sampling, progress, f"{label}, without shared noise")
         for name, own in runs.items():
             found = contenders[name]
             work = found.work if isinstance(found, EngineContender) else NO_WORK
             others = alone.get(name, ()), plainly.get(name, ())
             scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
-
-
-def _other_runs(
-    batches: Sequence[Sequence[Prompt]],
-    sampling: SamplingParams,
-    progress: Progress,
-    contenders: Mapping[str, Contender],
-    label: str,
-) -> dict[str, list[Run]]:
-    """The runs of methods with other settings, whose speed does not count."""
-    return run_in_turn(contenders, batches, sampling, progress, label) if contenders else {}
 
 
 def _contender(

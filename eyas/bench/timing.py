@@ -141,6 +141,8 @@ def run_in_turn(
     label: str,
 ) -> dict[str, list[Run]]:
     """Warm up, then decode each batch with every contender before the next batch; a different one starts each time."""
+    if not contenders:
+        return {}
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens)))

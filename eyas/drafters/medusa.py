@@ -85,8 +85,8 @@ class MultiHeadDrafter(NeuralDrafter[None]):
 
     @property
     def work(self) -> DraftWork:
-        passes = self.tree.num_steps if isinstance(self._head, HydraHead) else 1
-        return DraftWork(passes + bool(self._prefix), passes + bool(self._prefix))
+        passes = (self.tree.num_steps if isinstance(self._head, HydraHead) else 1) + bool(self._prefix)
+        return DraftWork(passes, passes)
 
     def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)

@@ -218,12 +218,12 @@ def store_features(
     size = index["shard_windows"]
     shards = range(0, len(windows), size)
     missing = [start for start in shards if not (out / _shard(start // size)).exists()]
-    with _keeping_shards(out):
+    with keeping_saved(out):
         out.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out).free
     if (needed := features_bytes(windows, len(layers), hidden) * len(missing) // max(1, len(shards))) > free:
         raise ConfigError(f"the features take {needed / 2**30:.1f} GiB, but {out} has {free / 2**30:.1f} GiB free")
-    with _keeping_shards(out):
+    with keeping_saved(out):
         _write_index(out, index | {"is_complete": False})
         for start in progress(missing):
             parts = [source.states(windows.batch([n])) for n in range(start, min(start + size, len(windows)))]
@@ -244,7 +244,7 @@ def _save_shard(file: Path, parts: Sequence[TargetStates]) -> None:
 
 
 @contextmanager
-def _keeping_shards(out: Path) -> Iterator[None]:
+def keeping_saved(out: Path) -> Iterator[None]:
     """Turn the error of a full disk into a ConfigError. safetensors has an error of its own for it."""
     from safetensors import SafetensorError
 
@@ -252,7 +252,7 @@ def _keeping_shards(out: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"cannot write features to {out}: {error}; free space and run the same command again, it continues"
+            f"cannot write to {out}: {error}; nothing that was saved is lost: free space and run the same command again"
         ) from error
 
 

@@ -103,13 +103,13 @@ def _accelerator(config: TrainConfig) -> Any:
         torch.set_num_threads(config.threads)
     device, _ = resolve_placement(config.device, "auto", config.model)
     check_device("float32", device)
-    if torch.device(device).index is not None:
+    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
         torch.cuda.set_device(device)  # the GPU that accelerate takes
     found = {"trackio": is_trackio_available(), "tensorboard": is_tensorboard_available()}
     accelerator = Accelerator(
         mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
         gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
-        cpu=device == "cpu",
+        cpu=torch.device(device).type == "cpu",
         log_with=[name for name, is_there in found.items() if is_there] or None,
         project_dir=config.out,
         step_scheduler_with_optimizer=False,

@@ -27,7 +27,7 @@ from eyas.errors import ConfigError
 from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
-from eyas.train.features import NoStates, StateSource, TargetStates
+from eyas.train.features import NoStates, StateSource, TargetStates, keeping_saved
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
@@ -170,7 +170,7 @@ class Trainer:
         """Write the head to a folder of the run. The files of an older one stay until the new ones are whole."""
         folder, part = self._out / name, self._out / f"{name}.part"
         try:
-            with _keeping_saved(self._out):
+            with keeping_saved(self._out):
                 self._out.mkdir(parents=True, exist_ok=True)
                 self.trainee.write(part)  # type: ignore[operator]
                 folder.mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ class Trainer:
     def _write_log(self, record: Mapping[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self._out.mkdir(parents=True, exist_ok=True)
-            with _keeping_saved(self._out), (self._out / LOG_FILE).open("a") as log:
+            with keeping_saved(self._out), (self._out / LOG_FILE).open("a") as log:
                 log.write(json.dumps(record) + "\n")
 
     def save(self) -> None:
@@ -208,8 +208,8 @@ class Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             }
-            with _keeping_saved(self._out):
-                write_whole(folder / f"step-{self.progress.step:08d}.pt", lambda file: torch.save(state, file))
+            with keeping_saved(self._out):
+                write_whole(folder / f"step-{self.progress.step:08d}.pt", partial(_save_state, state))
             for old in sorted(folder.glob("step-*.pt"))[:-KEPT_CHECKPOINTS]:
                 old.unlink()
         self.accelerator.wait_for_everyone()
@@ -305,22 +305,17 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
         with part.open("rb") as written:
             os.fsync(written.fileno())
         part.replace(file)
-    except (OSError, RuntimeError):
+    except OSError:
         part.unlink(missing_ok=True)
         raise
 
 
-@contextmanager
-def _keeping_saved(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it, safetensors its own error."""
-    from safetensors import SafetensorError
-
+def _save_state(state: Mapping[str, Any], file: Path) -> None:
+    """torch.save, whose RuntimeError for a full disk becomes an OSError."""
     try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"cannot write to {out}: {error}; nothing that was saved is lost: free space and run the same command again"
-        ) from error
+        torch.save(state, file)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def _step_of(line: str) -> int:
