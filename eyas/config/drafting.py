@@ -9,7 +9,7 @@ from eyas.config.loader import at_least, num_bytes, one_of, require
 
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
-DraftAheadMode = Literal["auto", "always", "never"]
+DraftAheadMode = Literal["", "auto", "always", "never"]
 
 # EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
 MC_SIM_7B_63: TreeChoices = (
@@ -52,15 +52,15 @@ class DraftAheadConfig:
         num_steps: of EAGLE, maximum depth below the last committed token, including the tree under verification.
         miss_steps: of EAGLE, most levels of a tree on demand, whose commit was not foreseen. It has fewer where another one
             yields less than the verifier loses meanwhile.
-        mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. The output
-            is the same.
+        mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
+            "auto" on a GPU and "never" on a CPU. The output is the same.
     """
 
     top_k: int = 128
     num_candidates: int = 32
     num_steps: int = 12
     miss_steps: int = 8
-    mode: DraftAheadMode = "never"
+    mode: DraftAheadMode = ""
 
     def __post_init__(self) -> None:
         at_least(1, top_k=self.top_k, num_candidates=self.num_candidates, miss_steps=self.miss_steps)

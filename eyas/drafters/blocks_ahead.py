@@ -14,6 +14,7 @@ from eyas.config import DraftAheadConfig
 from eyas.drafters.base import Draft, DraftContext, Path, PreparedTree, PreparedTrees, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.on_demand import OnDemand, claim
+from eyas.drafters.tree_rows import copied_together
 from eyas.tree import DraftTree
 
 # Trees behind likely ends: of all sessions together, the fewest and the most of one; and the tokens of a node that count.
@@ -48,7 +49,8 @@ class AheadBlocks:
             self._due[context.session] = context, tree or DraftTree.root_only(context.tokens[-1])
 
     def step(self) -> bool:
-        names = [name for name in self._due if self._drafter.can_grow(name)][: self._drafter.max_growing]
+        due = [name for name in self._due if self._drafter.can_grow(name)][: self._drafter.max_growing]
+        names = copied_together({name: self._due[name][0].committed_length for name in due})
         if not names:
             return False
         contexts, trees = zip(*(self._due.pop(name) for name in names), strict=True)

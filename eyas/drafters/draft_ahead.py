@@ -36,6 +36,7 @@ from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.grown_tree import GrownRows, GrownTree
 from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
+from eyas.drafters.tree_rows import copied_together
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
@@ -130,7 +131,8 @@ class AheadTrees:
             self._num_left[context.session] = self._config.num_steps + NUM_REPAIRS
 
     def step(self) -> bool:
-        names = [name for name, left in self._num_left.items() if left > 0 and self._drafter.can_grow(name)]
+        due = [name for name, left in self._num_left.items() if left > 0 and self._drafter.can_grow(name)]
+        names = copied_together({name: self._contexts[name].committed_length for name in due})
         if not names:
             return False
         self._run(names)
@@ -214,9 +216,12 @@ class AheadTrees:
                 tree.move_root(root)
             else:
                 self.release([context.session])
-        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
+        short = set(copied_together({context.session: context.committed_length for context in contexts}))
+        drafts = self._drafter.propose([replace(c, budget=BOOKKEEPING) if c.session in short else c for c in contexts])
         can_grow = [
-            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
+            i
+            for i, c in enumerate(contexts)
+            if c.session in short and isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
         ]
         self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
         places = [i for i in can_grow if contexts[i].budget.wants_tree]

@@ -77,11 +77,15 @@ class DrafterParts:
     has_idle_time: bool = False
 
     def with_ahead(self, drafter: EagleDrafter | BlockDrafter) -> LocalDrafter:
-        """The drafter, drafting ahead if the settings ask for it, or if that may pay."""
+        """The drafter, drafting ahead if the settings ask for it, or if that may pay.
+
+        Without settings it may pay on a GPU. Draft services on a CPU mostly share its cores with others.
+        """
         config = self.drafting.draft_ahead
-        if config.mode == "never" or (config.mode == "auto" and not self.has_idle_time):
+        mode = config.mode or ("never" if torch.device(self.device).type == "cpu" else "auto")
+        if mode == "never" or (mode == "auto" and not self.has_idle_time):
             return drafter
-        return DraftAheadDrafter(drafter, config, AheadTrial() if config.mode == "auto" else None)
+        return DraftAheadDrafter(drafter, config, AheadTrial() if mode == "auto" else None)
 
     def capture(self) -> Capture | None:
         """How to capture trees as CUDA graphs; None if that is impossible or switched off."""

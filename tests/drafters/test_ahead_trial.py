@@ -1,21 +1,31 @@
 """Whether to draft ahead, decided by the tokens per second of sessions; and drafters that change between both ways."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from eyas.cache.prefix_cache import Slots
+from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters import tree_rows
 from eyas.drafters.base import PreparedTrees
+from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import NUM_REPAIRS, DraftAheadDrafter
+from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.registry import DrafterParts
+from eyas.drafters.tree_rows import PaddedPrefix
 from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.test_draft_ahead import (
     AHEAD,
     SHAPE,
     assert_equal_trees,
+    block_drafter,
     going_on,
     last_of,
     likeliest,
@@ -25,6 +35,28 @@ from tests.drafters.test_draft_ahead import (
 )
 
 NO_TREE = TreeBudget(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "has_idle_time", "kind"),
+    [
+        ("", "cuda", True, DraftAheadDrafter),
+        ("", "cuda", False, EagleDrafter),
+        ("", "cpu", True, EagleDrafter),
+        ("auto", "cpu", True, DraftAheadDrafter),
+        ("auto", "cpu", False, EagleDrafter),
+        ("always", "cpu", False, DraftAheadDrafter),
+        ("never", "cuda", True, EagleDrafter),
+    ],
+)
+def test_draft_services_on_gpus_try_it_by_default(
+    mode: DraftAheadMode, device: str, has_idle_time: bool, kind: type, tiny_target: str, tiny_head: str
+) -> None:
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=mode))
+    parts = DrafterParts(
+        tiny_target, tiny_head, "float32", device, SHAPE, drafting, MethodsConfig(), has_idle_time=has_idle_time
+    )
+    assert type(parts.with_ahead(make(tiny_target, tiny_head))) is kind
 
 
 class Served:
@@ -184,3 +216,32 @@ def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: st
     numbers = [number for number, trees in enumerate(sent, 1) if trees]
     assert AHEAD.num_steps + NUM_REPAIRS == 11
     assert numbers == [1, 2, 3, 4, 6, 8, 11], "the last one as well"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_passes_ahead_copy_a_bounded_number_of_tokens(
+    kind: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions of 9, 12 and 30 tokens, where 24 may be copied: two share passes, the last one is drafted serially."""
+
+    def drafter() -> EagleDrafter | BlockDrafter:
+        return make(tiny_target, tiny_head) if kind == "eagle3" else block_drafter(kind, tiny_target)
+
+    monkeypatch.setattr(tree_rows, "MAX_COPIED_TOKENS", 24)
+    copied, of = list[tuple[int, int]](), PaddedPrefix.of
+
+    def counted(slots: Sequence[Slots], *rest: Any) -> PaddedPrefix:
+        copied.append((len(slots), max(map(len, slots))))
+        return of(slots, *rest)
+
+    ahead, plain = DraftAheadDrafter(drafter(), AHEAD), drafter()
+    first = [session("a", 9), session("b", 12), session("c", 30)]
+    trees = last_of(ahead, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(PaddedPrefix, "of", counted)
+        work(ahead)
+    assert {count for count, _ in copied} == {2}
+    assert all(count * length <= 24 for count, length in copied)
+    assert_equal_trees(last_of(plain, first)[2], trees[2])
+    second = going_on(first[2], likeliest(trees[2]))
+    assert_equal_trees(last_of(plain, [second])[0], last_of(ahead, [second])[0])
