@@ -99,23 +99,35 @@ def load_shard(
     make_model: makes the architecture. None if parts of its weights cannot be read, because they have other names in the
     files, other shapes, or are quantised. Raises CheckpointError as `shard_model`.
     """
+    found = weightless_model(make_model, files)
+    if found is None:
+        return None
+    model, names = found
+    shard_model(model, shard, kv_heads, lambda name: files[names[name]])
+    embedding = names.get(LM_HEAD, LM_HEAD)  # another tensor's name if they are tied
+    if embedding != LM_HEAD and model.lm_head.weight.shape == model.get_parameter(embedding).shape:
+        model.lm_head.weight = model.get_parameter(embedding)
+    return model.to(device)
+
+
+def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple[Any, dict[str, str]] | None:
+    """A causal LM whose parameters are on the meta device, and the name of each parameter in the files.
+
+    None if parts of its weights cannot be read: see `load_shard`.
+    """
     if not files.can_read_parts:
         return None
     with _weightless():
         model = make_model()
-    names, embedding = {name: name for name, _ in model.named_parameters()}, _embedding_name(model)
-    is_tied = LM_HEAD in names and LM_HEAD not in files and model.config.get_text_config().tie_word_embeddings
-    if is_tied:
-        names[LM_HEAD] = embedding
+    names = {name: name for name, _ in model.named_parameters()}
+    if LM_HEAD in names and LM_HEAD not in files and model.config.get_text_config().tie_word_embeddings:
+        names[LM_HEAD] = _embedding_name(model)
     keeps_float32 = any(getattr(model, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
     if quantisation(model.config) or keeps_float32:
         return None
     if any(name not in files or files[name].shape != model.get_parameter(own).shape for own, name in names.items()):
         return None
-    shard_model(model, shard, kv_heads, lambda name: files[names[name]])
-    if is_tied and model.lm_head.weight.shape == model.get_parameter(embedding).shape:
-        model.lm_head.weight = model.get_parameter(embedding)
-    return model.to(device)
+    return model, names
 
 
 def _embedding_name(model: Any) -> str:

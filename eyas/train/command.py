@@ -182,8 +182,11 @@ def run(
 
     trainer = build_trainer(load(TrainConfig, config, assignments))
     _print_draft_vocabulary(trainer)
+    _print_shard(trainer)
     if dry_run:
-        print(_estimate(trainer))
+        estimate = _estimate(trainer)
+        if trainer.accelerator.is_main_process:
+            print(estimate)
         return
     trainer.run()
     _conclude(trainer)
@@ -197,6 +200,13 @@ def _print_draft_vocabulary(trainer: Trainer) -> None:
     if trainer.accelerator.is_main_process and draft_ids is not None and len(draft_ids) < trainer.windows.info.vocab_size:
         covered = vocabulary_coverage(Path(trainer.config.data.path), draft_ids.cpu())
         print(f"the draft vocabulary of {len(draft_ids)} tokens holds {covered:.2%} of the supervised training tokens")
+
+
+def _print_shard(trainer: Trainer) -> None:
+    """How much of the target this process holds, if it holds a part."""
+    accelerator = trainer.accelerator
+    if (num_bytes := getattr(trainer.source, "bytes_read", None)) is not None:
+        print(f"process {accelerator.process_index} of {accelerator.num_processes} has read {num_bytes} bytes of the target")
 
 
 def _conclude(trainer: Trainer) -> None:
@@ -218,8 +228,9 @@ def _conclude(trainer: Trainer) -> None:
 
 def _estimate(trainer: Trainer) -> str:
     """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`."""
-    import resource
     import time
+
+    from accelerate.utils import gather_object
 
     out, accelerator = Path(trainer.config.out), trainer.accelerator
     if accelerator.is_main_process:
@@ -237,19 +248,27 @@ def _estimate(trainer: Trainer) -> str:
     trained = list(trainer.trained.values())
     count = sum(parameter.numel() for parameter in trained)
     head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if accelerator.device.type == "cuda":
-        import torch
-
-        memory = torch.cuda.max_memory_allocated()
+    own = ", ".join(f"{size / 2**30:.2f} GiB on {place}" for place, size in _peak_memory().items())
+    memory = gather_object([f"{own} (process {accelerator.process_index})" if accelerator.num_processes > 1 else own])
     steps = trainer.config.optimizer.max_steps
     return (
         f"{out / 'dry-run'}: an untrained head of {count / 1e6:.2f} M trained parameters\n"
         f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
         f"evaluation: {evaluation}\n"
-        f"memory, evaluation included: {memory / 2**30:.2f} GiB on {accelerator.device}\n"
+        f"memory, evaluation included: {'; '.join(memory)}\n"
         f"disk: {2 * head / 2**20:.0f} MiB of heads, {2 * 12 * count / 2**20:.0f} MiB of checkpoints"
     )
+
+
+def _peak_memory() -> dict[str, int]:
+    """Most bytes that this process has held: of the host, and of each GPU that it has used."""
+    import resource
+
+    import torch
+
+    gpus = {f"cuda:{number}": torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count())}
+    used = {name: peak for name, peak in gpus.items() if peak}
+    return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024} | used
 
 
 @train.command(name="eval")

@@ -6,10 +6,12 @@ Legend: N windows, L tokens, C target hidden, m layers that the head reads, V vo
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.attention import import_transformers
-from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, read_target_config, read_tensor, resolve
+from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, WeightFiles, read_target_config, read_tensor, resolve
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
-from eyas.models.target import TargetModel, target_of
+from eyas.models.target import TargetModel, read_model_config, target_of
+from eyas.models.tensor_parallel import weightless_model
 from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 
 INDEX_FILE = "features.json"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,15 +109,10 @@ class OnlineTarget:
         Raises CheckpointError, and ConfigError if it is to be sharded and there is one process only.
         """
         import_transformers()
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # type: ignore[no-untyped-call]
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
-        self._model: Any = loaded.eval().requires_grad_(False)
+        sharded = _load_sharded(resolve(model), device, dtype) if is_sharded else None
+        # Of the target's weights this process has read so many bytes; None if it has read all of them.
+        self.bytes_read = sharded[1] if sharded else None
+        self._model: Any = sharded[0] if sharded else _load_whole(model, dtype)
         self._is_sharded = is_sharded
         decoder: Any = self._model.get_decoder()
         self._layers = tuple(layers)
@@ -123,7 +123,7 @@ class OnlineTarget:
                 raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
             module = decoder.layers[layer] if layer < num_layers else decoder.norm
             module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
-        if is_sharded:
+        if is_sharded and sharded is None:
             _shard_decoder(decoder, device)
         self._decoder: nn.Module = decoder.to(device)
         self._device = torch.empty(0, device=device).device
@@ -150,8 +150,57 @@ class OnlineTarget:
         return TargetStates(aux.to(device), final.to(device))
 
 
+def _load_whole(model: str, dtype: torch.dtype) -> Any:
+    """transformers' frozen model with all of its weights, in the host's memory. Raises CheckpointError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
+    return loaded.eval().requires_grad_(False)
+
+
+def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, int] | None:
+    """transformers' frozen model whose decoder holds this process's part of the weights, and the bytes that were read.
+
+    Each part is read from its file straight to the device; lm_head gets no memory. None if parts cannot be read. Raises as
+    `_shard_decoder`.
+    """
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM
+
+    architecture: Any = AutoModelForCausalLM
+    make_model = partial(architecture.from_config, read_model_config(folder), dtype=dtype, attn_implementation="sdpa")
+    files = WeightFiles(folder, dtype, str(torch.empty(0, device=device).device))
+    found = weightless_model(make_model, files)
+    if found is None:
+        log.warning("%s: each process reads all weights into memory before it takes its part", folder)
+        return None
+    model, names = found
+    decoder = model.eval().get_decoder()
+    prefix = next(path for path, module in model.named_modules() if module is decoder)
+    _shard_decoder(decoder, device)
+    parts = {}
+    for name, whole in decoder.named_parameters():
+        local, mesh = whole.to_local(), whole.device_mesh
+        start = min(mesh.get_local_rank() * -(-len(whole) // mesh.size()), len(whole))
+        rows = torch.empty_like(local, device=files.device)
+        if len(local):
+            rows = files[names[f"{prefix}.{name}"]].narrow(0, start, len(local))
+        shape, stride = whole.shape, whole.stride()
+        parts[name] = DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+    decoder.load_state_dict(parts, strict=False, assign=True)
+    return model, files.bytes_read
+
+
 def _shard_decoder(decoder: Any, device: torch.device) -> None:
-    """Spread the weights over all processes (FSDP2). A layer goes to the device whole, and only its own part stays there."""
+    """Spread the weights over all processes (FSDP2), by rows. Whole ones go to the device layer by layer.
+
+    Raises ConfigError if there is one process only.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -5,11 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from eyas import LLM, SamplingParams
 from eyas.cli import app
 from eyas.models.heads.block import load_block_head
+from eyas.train.command import _peak_memory
 from eyas.train.data import draft_vocabulary, read_prepared, vocabulary_coverage
 from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target, write_ids
@@ -95,6 +97,15 @@ def test_a_run_begins_with_the_coverage_of_its_vocabulary(target: str, tmp_path:
     assert 0.5 < expected < 0.9
     printed = succeeded("run", "--config", tmp_path / "run.json", "--dry-run")
     assert f"the draft vocabulary of 24 tokens holds {expected:.2%} of the supervised training tokens" in printed
+
+
+def test_memory_is_told_of_each_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three GPUs the head takes the first and target_device the last."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5 << 30, 0, 3 << 20].__getitem__)
+    found = _peak_memory()
+    assert found.pop("cpu") > 1 << 20
+    assert found == {"cuda:0": 5 << 30, "cuda:2": 3 << 20}
 
 
 def test_eval_measures_a_head_and_export_writes_it(target: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -14,6 +15,7 @@ from subprocess import DEVNULL, PIPE, STDOUT
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eyas.config.loader import load
 from eyas.errors import ConfigError
@@ -173,27 +175,51 @@ def test_another_number_of_processes_does_not_continue_a_run(folder: Path, tmp_p
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_train_the_head_of_one(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_two_processes_train_the_head_of_one(method: str, folder: Path, tmp_path: Path) -> None:
     """Two gloo processes with a sharded target and half the windows each take the steps of one process with all of them.
 
-    They are started with the variables that torchrun sets.
+    Each reads one half of the target, and no lm_head.
     """
-    file = write_settings(folder, tmp_path / "two", optimizer__batch_size=1, eval__device="cpu", shard_target=True)
+    changes = {"optimizer__batch_size": 1, "eval__device": "cpu", "shard_target": True}
+    file = write_settings(folder, tmp_path / "two", method, **changes)
+    outputs = run_on_two_processes(file)
+    weights = load_file(folder / "target" / "model.safetensors")
+    half = sum(tensor.nbytes for name, tensor in weights.items() if name != "lm_head.weight") // 2
+    for rank, output in enumerate(outputs):
+        assert f"process {rank} of 2 has read {half} bytes of the target" in output
+    run(write_settings(folder, tmp_path / "one", method))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    two, one = (parameters(tmp_path / name) for name in ("two", "one"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_dry_run_tells_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
+    first, second = run_on_two_processes(write_settings(folder, tmp_path / "run", optimizer__batch_size=1), "--dry-run")
+    assert re.search(r"memory, .*: \d.\d\d GiB on cpu \(process 0\); \d.\d\d GiB on cpu \(process 1\)\n", first), first
+    assert "memory" not in second
+
+
+def run_on_two_processes(file: Path, *options: str) -> list[str]:
+    """What two processes print that are started with the variables that torchrun sets."""
     group = {
         **os.environ, "ACCELERATE_USE_CPU": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": f"{free_port()}",
     }  # fmt: skip
     ranks = [
-        Popen(command(file), env={**group, "RANK": rank, "LOCAL_RANK": rank}, stdout=PIPE, stderr=STDOUT, text=True)
+        Popen(
+            [*command(file), *options],
+            env={**group, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+        )
         for rank in "01"
     ]
     outputs = [process.communicate(timeout=500)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
-    run(write_settings(folder, tmp_path / "one"))
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    two, one = (parameters(tmp_path / name) for name in ("two", "one"))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    return outputs
 
 
 def parameters(out: Path) -> dict[str, torch.Tensor]:
