@@ -90,10 +90,10 @@ def prepare(
     ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
     """
     from datasets import Dataset, disable_progress_bars
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from eyas.models.checkpoint import read_target_config, resolve
+    from eyas.train.features import keeping_saved
 
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")
     at_least(2, max_length=max_length)
@@ -103,18 +103,19 @@ def prepare(
     vocab_size = int(read_target_config(resolve(model))["vocab_size"])
     reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
     heldout_draws, num_skipped = np.random.default_rng(seed), 0
-    try:
+    with keeping_saved(out):
         out.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out) as folder:
-            parts = {name: Path(folder) / f"{name}.arrow" for name in (TRAIN, HELDOUT)}
+        with TemporaryDirectory(dir=out) as name:
+            folder = Path(name)
+            parts = {split: folder / f"{split}.arrow" for split in (TRAIN, HELDOUT)}
             with SplitWriter(parts[TRAIN], vocab_size) as train, SplitWriter(parts[HELDOUT], vocab_size) as kept_out:
                 for documents in reader.read(files):
                     used = [document for document in documents if document.loss_mask.sum() >= min_loss_tokens]
                     num_skipped += len(documents) - len(used)
                     if used:  # all turns of a conversation go to one split
-                        split = kept_out if heldout_draws.random() < heldout else train
+                        writer = kept_out if heldout_draws.random() < heldout else train
                         for document in used:
-                            split.add(document, max_length)
+                            writer.add(document, max_length)
             if not train.num_documents:
                 raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader, kept_out.num_documents))
             info = Prepared(
@@ -122,16 +123,15 @@ def prepare(
                 train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
                 dict(chat_template_kwargs or {}),
             )  # fmt: skip
-            for name, part in parts.items():
-                Dataset.from_file(str(part)).save_to_disk(str(Path(folder) / name))
+            for split, part in parts.items():
+                Dataset.from_file(str(part)).save_to_disk(str(folder / split))
+            save_file({"token_freq": torch.from_numpy(train.token_freq)}, folder / FREQUENCY_FILE)
+            (folder / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
             (out / INFO_FILE).unlink(missing_ok=True)
-            for name in parts:  # a run that reads the older ones keeps them
-                shutil.rmtree(out / name, ignore_errors=True)
-                (Path(folder) / name).rename(out / name)
-        save_file({"token_freq": torch.from_numpy(train.token_freq)}, out / FREQUENCY_FILE)
-        (out / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write the prepared data to {out}: {error}; free space or name another folder") from error
+            for split in parts:  # a run that reads the older ones keeps them
+                shutil.rmtree(out / split, ignore_errors=True)
+            for written in (*parts, FREQUENCY_FILE, INFO_FILE):
+                (folder / written).replace(out / written)
     return info
 
 

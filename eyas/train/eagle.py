@@ -35,7 +35,7 @@ from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser,
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights, layer_sizes
+from eyas.train.features import TargetStates, TargetWeights, document_mask, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
 
 # Keys and values of every step, [N, L - 1, J, d] each.
@@ -71,7 +71,7 @@ class EagleTrainer(nn.Module):
         if self.fuser is None and self.config.noise:
             features = features + 2 * self.config.noise * (batch.random(seed, *features.shape[1:]) - 0.5)
         valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
-        attended = _AttentionOverSteps(documents[:, :-1], len(self.head.layers))
+        attended = _AttentionOverSteps(documents[:, :-1], positions, len(self.head.layers))
         steps = []
         for _ in range(self.config.ttt_steps if self.fuser else 1):
             steps.append(self._run(features, tokens, positions, attended))
@@ -130,9 +130,9 @@ class _AttentionOverSteps:
     A row of step s attends to its ancestors: rows 0..i - s of step 0, and row i - (s - j) of each later step j.
     """
 
-    def __init__(self, documents: Tensor, num_layers: int) -> None:
-        """documents [N, L - 1]: rows see those of their own document."""
-        self._documents = documents
+    def __init__(self, documents: Tensor, positions: Tensor, num_layers: int) -> None:
+        """documents, positions: see `Ancestry`."""
+        self._ancestry = Ancestry.of(documents, positions)
         self._seen: list[Seen] = [[] for _ in range(num_layers)]
         self._step = -1
 
@@ -142,22 +142,78 @@ class _AttentionOverSteps:
 
     def __call__(self, layer: int, rows: Projected) -> Tensor:
         """Attention output [R, heads, d]."""
-        shape, seen, step = self._documents.shape, self._seen[layer], self._step
+        shape, seen, step = self._ancestry.documents.shape, self._seen[layer], self._step
         query, key, value = (x.view(*shape, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
         seen.append((key, value))
-        length, (num_kv, width) = shape[1], key.shape[2:]
-        q = query.view(*shape, num_kv, -1, width) * width**-0.5
-        scores = torch.einsum("bljgd,bmjd->bjglm", q, seen[0][0]).float()
-        at = torch.arange(length, device=q.device)
-        hidden = (at[None] > at[:, None] - step) | (self._documents[:, :, None] != self._documents[:, None])
-        scores = scores.masked_fill(hidden[:, None, None], -1e9)
+        q = query.view(*shape, key.shape[2], -1, key.shape[3]) * key.shape[3] ** -0.5
         behind = [(_shift(k, step - j), _shift(v, step - j)) for j, (k, v) in enumerate(seen) if j]
-        own = [torch.einsum("bljgd,bljd->bjgl", q, k).float()[..., None] for k, _ in behind]
-        weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(value.dtype)
-        out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], seen[0][1])
-        for j, (_, v) in enumerate(behind):
-            out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
-        return out.flatten(2, 3).flatten(0, 1)
+        return attend_ancestors(q, seen[0], behind, self._ancestry).flatten(2, 3).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Ancestry:
+    """documents, positions [N, L - 1]: rows see those of their own document, in which they have these positions.
+
+    mask: 0 where a row sees another of step 0, else minus infinity, [N, 1, L - 1, L - 1]; None for single documents.
+    """
+
+    documents: Tensor
+    positions: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, documents: Tensor, positions: Tensor) -> Ancestry:
+        mask = None
+        if bool((documents > 0).any()):
+            mask = torch.zeros_like(documents[:, None, :, None], dtype=torch.float32)
+            mask = mask.masked_fill(~document_mask(documents)[:, None], -torch.inf)
+        return cls(documents, positions, mask)
+
+
+def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
+    """Attention [N, L - 1, J, G, d] of the rows of step s, in memory that grows with the rows, but for the ancestry's mask.
+
+    Each later step adds one score to a row. It takes the slot of a key: key m of step 0 moves to slot m + s, and slot j of a
+    document gets a unit vector that meets the score of step j + 1 beside the query, and marks its weight beside the values.
+    So all steps have the usual causal mask. Rows with fewer than s others before them, which no loss reads, are wrong.
+
+        step 2    slot     0     1     2    3    4
+                  key      e0    e1    k0   k1   k2     row 4 sees all, row 2 its own scores and k0
+
+    Args:
+        query: scaled, [N, L - 1, J, G, d].
+        first: keys and values of step 0, [N, L - 1, J, d].
+        behind: of each later step those that the rows see, in the rows' places.
+    """
+    step, width, groups = len(behind), query.shape[-1], query.shape[3]
+    marks = F.one_hot(ancestry.positions.clamp(max=step), step + 1)[:, :, None, :step].to(query.dtype)
+    is_mark = (ancestry.positions < step)[..., None, None]
+    marked = (torch.cat([_shift(x, step).masked_fill(is_mark, 0), marks.expand(*x.shape[:3], -1)], -1) for x in first)
+    own = [torch.einsum("bljgd,bljd->bljg", query, k)[..., None].to(query.dtype) for k, _ in behind]
+    q = torch.cat([query, *own], -1).flatten(2, 3).transpose(1, 2)
+    k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in marked)
+    mask = None if ancestry.mask is None else ancestry.mask.to(q.dtype)
+    found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0)
+    found = found.transpose(1, 2).view(*query.shape[:4], -1)
+    out = found[..., :width]
+    for j, (_, value) in enumerate(behind):
+        out = out + found[..., width + j, None] * value[..., None, :]
+    return out
+
+
+def attend_ancestors_densely(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
+    """`attend_ancestors` as it is defined, with all scores in memory, [N, J, G, L - 1, L - 1 + s]."""
+    documents, length = ancestry.documents, query.shape[1]
+    scores = torch.einsum("bljgd,bmjd->bjglm", query, first[0]).float()
+    at = torch.arange(length, device=query.device)
+    hidden = (at[None] > at[:, None] - len(behind)) | (documents[:, :, None] != documents[:, None])
+    scores = scores.masked_fill(hidden[:, None, None], -1e9)
+    own = [torch.einsum("bljgd,bljd->bjgl", query, k).float()[..., None] for k, _ in behind]
+    weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(query.dtype)
+    out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], first[1])
+    for j, (_, v) in enumerate(behind):
+        out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
+    return out
 
 
 def _shift(x: Tensor, rows: int) -> Tensor:

@@ -110,7 +110,7 @@ class OnlineTarget:
         """
         import_transformers()
         sharded = _load_sharded(resolve(model), device, dtype) if is_sharded else None
-        # Of the target's weights this process has read so many bytes; None if it has read all of them.
+        # Bytes of the target's weights that this process has read; None if it has read all of them.
         self.bytes_read = sharded[1] if sharded else None
         self._model: Any = sharded[0] if sharded else _load_whole(model, dtype)
         self._is_sharded = is_sharded

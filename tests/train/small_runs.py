@@ -1,6 +1,9 @@
 """Small training runs over a tiny target, for tests."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,14 @@ def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) 
         else:
             data[part] = value
     return validated(TrainConfig, data, "test")
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond these bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)

@@ -99,7 +99,7 @@ def test_a_run_begins_with_the_coverage_of_its_vocabulary(target: str, tmp_path:
     assert f"the draft vocabulary of 24 tokens holds {expected:.2%} of the supervised training tokens" in printed
 
 
-def test_memory_is_told_of_each_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_for_each_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three GPUs the head takes the first and target_device the last."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5 << 30, 0, 3 << 20].__getitem__)

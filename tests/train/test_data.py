@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -33,7 +35,7 @@ from eyas.train.data import (
 from eyas.train.methods import build_trainer
 from tests.tiny import DEMO, write_spelling_tokenizer, write_target
 from tests.tiny_block import tiny_block_head
-from tests.train.small_runs import prepared, settings, tiny_target, write_ids
+from tests.train.small_runs import prepared, settings, small_disk, tiny_target, write_ids
 
 TARGET = str(DEMO / "target")
 CHAT = [
@@ -180,16 +182,24 @@ def test_all_turns_of_a_conversation_are_in_one_split(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while they are prepared nor while they are read: a token more takes less than a byte more at the peak."""
+    """Neither while they are prepared nor while they are read: a token more takes less than a byte more at the peak.
+
+    Counted are Python's memory and that of Arrow.
+    """
+    arrow = pyarrow.default_memory_pool()
+    pools = []  # they outlive their buffers
     tokenizer = load_tokenizer(TARGET)
     monkeypatch.setattr(data, "load_tokenizer", lambda model: tokenizer)  # its peak would hide the others
     monkeypatch.setattr(data, "BATCH_ENTRIES", 4)
     monkeypatch.setattr(data, "WRITER_ROWS", 4)
+    monkeypatch.setattr(datasets.config, "DEFAULT_MAX_BATCH_SIZE", 16)
     line = json.dumps({"token_ids": [index % 200 for index in range(2000)]}) + "\n"
 
     def peaks(count: int) -> NDArray[np.int64]:
         (tmp_path / "ids.jsonl").write_text(line * count)
         gc.collect()
+        pools.append(pyarrow.proxy_memory_pool(arrow))
+        pyarrow.set_memory_pool(pools[-1])
         tracemalloc.start()
         prepare(TARGET, [tmp_path / "ids.jsonl"], tmp_path / f"{count}", 0.0, 500, 2, 0)
         preparing = tracemalloc.get_traced_memory()[1]
@@ -198,7 +208,9 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
         assert sum(len(ids) for ids, _ in windows.documents) == 2000 * count
         reading = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return np.array([preparing, reading])
+        pyarrow.set_memory_pool(arrow)
+        assert pools[-1].max_memory() > 0
+        return np.array([preparing, reading, pools[-1].max_memory()])
 
     prepare(TARGET, [write(tmp_path / "one.jsonl", {"token_ids": [5] * 9})], tmp_path / "one", 0.0, 500, 2, 0)  # imports
     few, many = peaks(8), peaks(40)
@@ -266,12 +278,17 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
         build_trainer(settings(tmp_path, str(narrow), draft_model=head))
 
 
-def test_a_full_disk_is_named_before_data_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+def test_a_full_disk_keeps_what_was_prepared(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    info, more = prepared(tmp_path, target), write_ids(tmp_path / "more.jsonl", 200)
+    names = sorted(path.name for path in (tmp_path / "data").iterdir())
+    with small_disk(4096), pytest.raises(ConfigError, match=r"cannot write to .*data: .*nothing that was saved is lost"):
+        prepare(target, [more], tmp_path / "data", 0.0, 64, 2, 0)
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == names
+    assert read_prepared(tmp_path / "data") == info
+    assert len(Windows(tmp_path / "data", 64).documents) == info.num_documents
 
-    def full(data: object, folder: str) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(datasets.Dataset, "save_to_disk", full)
-    with pytest.raises(ConfigError, match="cannot write the prepared data"):
-        prepared(tmp_path, tiny_target(tmp_path))
+def test_a_missing_file_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
+        prepare(tiny_target(tmp_path), [tmp_path / "none.jsonl"], tmp_path / "data", 0.0, 64, 2, 0)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
@@ -27,6 +28,7 @@ from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
 from eyas.train.data import Batch, prepare
+from eyas.train.eagle import Ancestry, attend_ancestors, attend_ancestors_densely
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
 from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
@@ -140,6 +142,28 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     shares = [0.8**step for step in range(3)]
     expected = sum(w * torch.stack(own).mean() for w, own in zip(shares, steps, strict=True)) / sum(shares)
     assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(21,), (9, 1, 6)])
+def test_ancestors_are_attended_to_without_a_score_matrix(lengths: tuple[int, ...]) -> None:
+    """With torch's kernel that keeps no scores, of a document alone and of several before padding; gradients too."""
+    padding = 21 - sum(lengths)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(padding, dtype=torch.int64)])[None]
+    ancestry = Ancestry.of(documents, positions)
+    assert (ancestry.mask is None) == (len(lengths) == 1)
+    for step in range(4):
+        found = []
+        for attend in (attend_ancestors, attend_ancestors_densely):
+            generator = torch.Generator().manual_seed(step)
+            query = torch.randn(1, 21, 2, 3, 8, generator=generator).requires_grad_()
+            rows = torch.randn(2 + 2 * step, 1, 21, 2, 8, generator=generator).requires_grad_()
+            first, *behind = zip(rows[::2].unbind(), rows[1::2].unbind(), strict=True)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = attend(query, first, behind, ancestry)[(positions >= step) & (documents >= 0)]
+            found.append((out, *torch.autograd.grad(out.square().sum(), (query, rows))))
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"])

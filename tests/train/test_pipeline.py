@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
@@ -25,7 +26,7 @@ from eyas.train.methods import build_online_target, build_source, build_trainer
 from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
 from tests.tiny import DEMO, fixed_config
 from tests.tiny_block import tiny_block_head
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
 SETTINGS = RegenerateSettings("tiny", max_tokens=6, prompt_tokens=5, batch=3, prompts_per_document=2)
 
@@ -237,11 +238,23 @@ def test_features_of_another_run_are_not_used(folder: Path, tmp_path: Path) -> N
         build_source(stored, Windows(folder / "data", 64), layers)
 
 
-def test_a_full_disk_keeps_the_stored_features(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stores_no_half_features(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that is small from the start nor one that fills up inside a shard; the same call continues later."""
     config, windows = settings(folder, str(folder / "target")), Windows(folder / "data", 32)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match="GiB free"):
-        store_features(build_online_target(config, (1,)), windows, (1,), 32, tmp_path / "features", list)
+    source, out = build_online_target(config, (1,)), tmp_path / "features"
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(ConfigError, match="GiB free"):
+            store_features(source, windows, (1,), 32, out, list)
+    assert not list(out.iterdir())
+    with small_disk(4096), pytest.raises(ConfigError, match="nothing that was saved is lost"):
+        store_features(source, windows, (1,), 32, out, list)
+    assert [path.name for path in out.iterdir()] == ["features.json"]
+    with pytest.raises(ConfigError, match="does not hold all features"):
+        StoredFeatures.open(out, windows, (1,), torch.float32)
+    store_features(source, windows, (1,), 32, out, list)
+    found = StoredFeatures.open(out, windows, (1,), torch.float32).states(windows.batch([0]))
+    assert torch.equal(found.aux, source.states(windows.batch([0])).aux.bfloat16().float())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

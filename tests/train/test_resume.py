@@ -3,12 +3,9 @@
 import json
 import os
 import re
-import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
@@ -23,7 +20,7 @@ from eyas.services.cluster import free_port
 from eyas.train.config import TrainConfig
 from eyas.train.methods import build_trainer
 from tests.forks import Popen
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
 STEPS = 6
 
@@ -129,17 +126,6 @@ def test_a_run_made_longer_goes_on_at_the_new_rate(folder: Path, tmp_path: Path)
     assert float(made[1].step()["loss"]) > 0
 
 
-@contextmanager
-def small_disk(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond these bytes."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
 def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
     trainer.step()
@@ -195,7 +181,7 @@ def test_two_processes_train_the_head_of_one(method: str, folder: Path, tmp_path
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_dry_run_tells_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
+def test_a_dry_run_gives_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
     first, second = run_on_two_processes(write_settings(folder, tmp_path / "run", optimizer__batch_size=1), "--dry-run")
     assert re.search(r"memory, .*: \d.\d\d GiB on cpu \(process 0\); \d.\d\d GiB on cpu \(process 1\)\n", first), first
     assert "memory" not in second

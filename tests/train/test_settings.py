@@ -114,7 +114,7 @@ def change(checkpoint: Path, key: str, value: object) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config | {key: value}))
 
 
-def test_states_of_a_target_on_another_device_come_back(folder: Path) -> None:
+def test_states_of_a_target_on_another_device_come_back(folder: Path, tmp_path: Path) -> None:
     target = str(folder / "target")
     config = settings(folder, target, target_device="cpu:0")
     batch = Windows(folder / "data", 32).batch([0, 1])
@@ -122,6 +122,11 @@ def test_states_of_a_target_on_another_device_come_back(folder: Path) -> None:
     states = build_online_target(config, (1, 4)).states(batch)
     assert states.aux.device == batch.tokens.device
     assert torch.equal(states.aux, plain.aux)
+    losses = [
+        float(build_trainer(settings(folder, target, out=str(tmp_path), **changes)).step()["loss"])
+        for changes in ({}, {"target_device": "cpu:0"}, {"device": "cpu:0", "target_device": "cpu"})
+    ]
+    assert losses[1:] == losses[:1] * 2
     with pytest.raises(ConfigError, match="cannot be used here"):
         build_online_target(settings(folder, target, target_device="cuda:99"), (1,))
     with pytest.raises(ConfigError, match="name one of them"):
