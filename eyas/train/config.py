@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from eyas.config.loader import above_zero, at_least, one_of, require
 from eyas.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 TrainMethod = Literal["dspark", "dflash", "peagle", "eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "draft_model"]
 BLOCK_METHODS = ("dspark", "dflash")
@@ -330,10 +333,20 @@ def _check_read(name: str, section: Any, read: Mapping[TrainMethod, set[str]], m
 
 
 def check_warm_start(config: TrainConfig, fixed: Mapping[str, object]) -> None:
-    """Raises ConfigError if the settings of `head` want another head than draft_model. fixed: its values, which stay."""
-    for key, value in _changed(config.head).items():
+    """Raises ConfigError if the settings of `head` want another head than draft_model. fixed: its values, which stay.
+
+    A setting that equals its default may have been left out. So the log names what of the head differs from the defaults.
+    """
+    changed = _changed(config.head)
+    for key, value in changed.items():
         if key in fixed and fixed[key] != value:
             raise ConfigError(
                 f"head.{key} is {value}, but the head in {config.draft_model} has {fixed[key]}, which training keeps; leave "
                 "the setting out, or leave out draft_model"
             )
+    usual = {key: getattr(config.head, key) for key in fixed if key in HEAD_SETTINGS[config.method] and key not in changed}
+    kept = [f"head.{key} {fixed[key]}, not {value}" for key, value in usual.items() if value not in (0, -1, (), fixed[key])]
+    if kept:
+        log.warning(
+            "the head in %s keeps its own settings in place of the defaults: %s", config.draft_model, "; ".join(kept)
+        )

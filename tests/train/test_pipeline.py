@@ -1,7 +1,9 @@
 """The commands around a run: answers and stored states continue after a stop, and figures agree with serving."""
 
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -215,6 +217,25 @@ def test_bfloat16_passes_have_the_float32_loss(method: str, folder: Path, tmp_pa
         config = settings(folder, str(folder / "target"), method, out=str(tmp_path), optimizer__precision=precision)
         found[precision] = float(build_trainer(config).step()["loss"])
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
+@pytest.mark.usefixtures("other_precision")
+def test_the_demos_script_trains_a_head(tmp_path: Path) -> None:
+    """Its rehearsal for one head and a short text. Its commands run here, because each process imports torch."""
+    recorder, text, work = tmp_path / "eyas", tmp_path / "text", tmp_path / "work"
+    recorder.write_text(f"#!/bin/sh\nprintf '%s\\037' \"$@\" >> '{tmp_path}/commands'; echo >> '{tmp_path}/commands'\n")
+    recorder.chmod(0o755)
+    text.mkdir()
+    (text / "text.py").write_text("".join(f"def add{number}(a, b):\n    return a + b\n\n\n" for number in range(30)))
+    given = {"ENTRIES": "2", "STEPS": "2", "WORK": f"{work}", "TEXT": f"{text}", "EYAS": f"{recorder}"}
+    subprocess.run(["sh", "examples/demo_model/train.sh", "medusa"], env=os.environ | given, check=True)
+    commands = [line.split("\037")[:-1] for line in (tmp_path / "commands").read_text().splitlines()]
+    assert [command[:2] for command in commands] == [["train", name] for name in ("regenerate", "prepare", "run")]
+    for command in commands:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert "step 2, tau" in done.output
+    assert {path.name for path in (work / "medusa" / "best").iterdir()} >= {"config.json", "model.safetensors", "README.md"}
 
 
 def test_features_of_another_run_are_not_used(folder: Path, tmp_path: Path) -> None:

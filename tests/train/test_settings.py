@@ -78,6 +78,18 @@ def test_a_warm_start_keeps_its_head(method: str, key: str, value: Any, found: s
         build_trainer(settings(folder, target, method, out=out, draft_model=str(tmp_path / "head"), **{key: value}))
 
 
+def test_what_a_warm_start_keeps_of_the_defaults_is_said(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A setting that is given as its default cannot be seen, so it is named with what the head has in its place."""
+    target, out = str(folder / "target"), str(tmp_path)
+    build_trainer(settings(folder, target, out=out)).write_head("head")
+    assert not caplog.messages
+    build_trainer(settings(folder, target, out=out, draft_model=str(tmp_path / "head"), head={"block_size": 7}))
+    (message,) = caplog.messages
+    assert message.endswith("in place of the defaults: head.block_size 4, not 7; head.markov_rank 8, not 256")
+
+
 def test_a_prefix_layer_is_not_dropped(folder: Path) -> None:
     target = str(folder / "target")
     with pytest.raises(ConfigError, match="prefix-mlp, whose prefix layer is not trained"):
