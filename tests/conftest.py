@@ -5,6 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while modules are imported, nor later what they have made: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Let garbage collections pass over what imports have made, and quicken Triton's interpreter, if tests may use it."""
-    gc.freeze()
+    """Quicken Triton's interpreter, if tests may use it."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
         from tests.interpreter import patch_once_a_launch
 

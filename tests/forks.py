@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,11 +35,12 @@ MAX_BYTES = 1 << 20
 NUM_STREAMS = 3
 PR_SET_CHILD_SUBREAPER = 36
 SERVICES = ("eyas.services.router", "eyas.services.verifier", "eyas.services.draft")
-STARTERS = ("eyas.services.local",)  # they start services themselves
-MODULES = (*SERVICES, *STARTERS, "eyas.cli")
+STARTERS = ("eyas.services.local", "eyas.cli")  # they may start services themselves
+MODULES = (*SERVICES, *STARTERS)
 PRELOAD = (
     *(f"{name}.__main__" for name in SERVICES),
     *STARTERS,
+    "eyas.services.serve",
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
     *(["eyas.models.cpu_kernels"] if find_spec("numba") else ()),
@@ -171,6 +173,7 @@ def become(request: Mapping[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # an import has asked for it: TMPDIR may be another now
     sys.path[:1] = request["path"]
     sys.argv = [request["module"], *request["arguments"]]
     try:

@@ -33,10 +33,10 @@ def steered(
     logits, output = logits.clone(), tokens[num_prompt:]
     for token, bias in params.logit_bias:
         logits[token] += bias
-    for token in set(tokens):
+    for token in set(tokens) if params.repetition_penalty != 1 else ():
         weaken = logits[token] > 0
         logits[token] = logits[token] / params.repetition_penalty if weaken else logits[token] * params.repetition_penalty
-    for token in set(output):
+    for token in set(output) if params.frequency_penalty or params.presence_penalty else ():
         logits[token] = logits[token] - params.frequency_penalty * output.count(token) - params.presence_penalty
     for word in params.bad_token_ids:
         if tokens[len(tokens) - len(word) + 1 :] == list(word[:-1]) and len(tokens) >= len(word) - 1:
@@ -58,8 +58,9 @@ def target_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:
             break
         nucleus.append(token)
         reached += probs[token]
-    nucleus = [token for token in nucleus if probs[token] >= params.min_p * max(probs)]
-    return [probs[token] if token in set(nucleus) else 0.0 for token in range(len(probs))]
+    least = params.min_p * max(probs)
+    chosen = {token for token in nucleus if probs[token] >= least}
+    return [prob if token in chosen else 0.0 for token, prob in enumerate(probs)]
 
 
 def draft_scores(

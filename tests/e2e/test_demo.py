@@ -69,7 +69,7 @@ def until_closed(ports: list[int]) -> None:
 
 def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     options = ("--num-prompts", "2", "--max-tokens", "24", "--set", "verifier.draft_client.draft_timeout_s=30")
-    with local(tmp_path, "demo", *options, start=subprocess.Popen) as process:
+    with local(tmp_path, "demo", *options) as process:
         output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
     assert "yes, 2 of 2" in output

@@ -20,6 +20,7 @@ import pytest
 from eyas.errors import ConfigError
 from eyas.services.cluster import assign, free_port
 from eyas.services.serve import plan, share_cores
+from tests.forks import Popen
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -56,7 +57,7 @@ def serving(command: list[str], folder: Path, env: Mapping[str, str], *options: 
     """Run `eyas serve` in `folder` until it says that it serves; stop it at the end."""
     http, grpc = free_port(), free_port()
     command = [*command, "serve", TARGET, "--port", f"{http}", "--grpc-port", f"{grpc}", *options]
-    process = subprocess.Popen(
+    process = Popen(
         command, cwd=folder, env={**env, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
@@ -158,9 +159,9 @@ def test_an_sdist_holds_the_services(wheel: Path) -> None:
 
 
 def child_pids(pid: int, service: str) -> list[int]:
+    """The children that write to the service's log."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    name = f"eyas.services.{service}".encode()
-    return [int(child) for child in children if name in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [int(child) for child in children if Path(f"/proc/{child}/fd/1").readlink().name == f"{service}.log"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")

@@ -121,7 +121,7 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) 
     for name, drafter in drafters.items():
         own = replace(config, draft_budget="adaptive") if name == "random" else config
         engine = assemble_engine(target, fuser, own, tree, drafter)
-        params = SamplingParams(40, temperature, ignore_eos=True)
+        params = SamplingParams(24, temperature, ignore_eos=True)
         for seed, length in enumerate((3, 50, 17)):
             prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
             engine.submit(Request(f"{seed}", tuple(prompt), replace(params, seed=seed)))

@@ -12,6 +12,7 @@ from eyas import LLM, SamplingParams
 from eyas.cli import app
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
+from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import WiringReport, WiringScore, observe, validate_head
 from eyas.models.target import TargetModel, load_target
@@ -49,18 +50,22 @@ WRONG: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path) -> None:
+def test_a_wrong_config_is_corrected(
+    wrong: str, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the text is enough to see it."""
+    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
     head = with_config(tmp_path / "head", **WRONG[wrong])
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
     report = validate_head(target, head, TARGET, "float32", "cpu")
     assert report.best.wiring == RIGHT
     assert not report.failed
-    assert 1000 <= report.num_tokens <= 2000
 
 
 def test_a_right_config_is_kept(target: TargetModel) -> None:
     report = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
     assert report.config_is_right
+    assert 1000 <= report.num_tokens <= 2000
     assert report.best.wiring == RIGHT
     assert report.best.first > 2 * report.chance
     assert "as its config says" in str(report)
