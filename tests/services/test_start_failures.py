@@ -1,12 +1,14 @@
 """A service that cannot start exits with status 2 and one line without a traceback."""
 
 import socket
+import sys
 from pathlib import Path
+from subprocess import STDOUT
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.chaos.services import start
+from tests.forks import Popen
 from tests.tiny import DEMO, write_head
 
 CONFIGS = Path("examples/configs/local")
@@ -15,10 +17,10 @@ CONFIGS = Path("examples/configs/local")
 def last_words(log: Path, service: str, *settings: str) -> str:
     """The line with which a service that cannot start ends its log."""
     words = [f"--config={CONFIGS / service}.yaml", *(f"--set={setting}" for setting in settings)]
-    process = start(service, words, log)
-    process.join(100)
+    with log.open("wb") as file:
+        status = Popen([sys.executable, "-m", f"eyas.services.{service}", *words], stdout=file, stderr=STDOUT).wait(250)
     output = log.read_text()
-    assert process.exitcode == 2, output
+    assert status == 2, output
     assert "Traceback" not in output
     line = output.splitlines()[-1]
     assert line.startswith("error: "), output

@@ -1,4 +1,4 @@
-"""Clients that send one request after the other, and record the outputs."""
+"""Clients that send requests without a pause, and record the outputs."""
 
 import threading
 import time
@@ -12,7 +12,6 @@ from tests.e2e.client import Generated, generate
 
 NUM_CLIENTS = 3
 AFTER = 3  # requests of each client between two steps of a test
-PAUSE_S = 0.1  # between two requests of a client: a service that stops for seconds need not keep all cores busy
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Load:
             time.sleep(0.02)
 
     def _ask_on(self) -> None:
-        while not self._stopping.wait(PAUSE_S):
+        while not self._stopping.is_set():
             try:
                 self.outs.append(generate(self.endpoint(), self.prompt, self.sampling))
             except (EyasError, AssertionError) as error:
