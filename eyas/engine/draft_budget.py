@@ -32,13 +32,14 @@ log = logging.getLogger(__name__)
 class StepTimes(NamedTuple):
     """Seconds of a step.
 
-    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: of all else since the
-    end of the step before; None if nothing was to be done then.
+    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: since the end of the
+    step before; None if nothing was to be done then. host: of all else in the step.
     """
 
     wait: float
     verify: float
     between: float | None = None
+    host: float = 0.0
 
 
 class DraftBudget(Protocol):
@@ -87,17 +88,15 @@ class FixedDraftBudget:
 class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
-    What trees would be worth is learned from scouts, a few sequences that have the largest ones: in the first steps, and
-    later as often as it costs about SCOUT_SHARE of the time. Scouts are as many as are drafted in about the same time as
-    one. If the drafter has to catch up with them, they have trees in the next step too: only the second draft in a row says
-    what waiting costs.
+    Scouts, a few sequences, have the largest trees in the first steps, and later as often as costs about SCOUT_SHARE of the
+    time. They are as many as are drafted in about the time of one. If the drafter has to catch up with them, they have trees
+    in the next step too: only the second draft in a row says what waiting costs.
 
-    Trees that lost time against plain decoding leave a debt, in seconds. Without trees the debt falls by RETRY_SHARE of the
-    time. A debt of several steps stops all drafting until a third as much is paid, or until drafting seems to pay for
-    another number of sequences. While no size is worth its cost, there is a trial whenever there is no debt, as a drafter
-    may have become better: scouts have TRIAL_TREES in a row, unless these lose more than TRIAL_DEBT plain steps. At least
-    PLAIN_STEPS follow. The first FREE_TRIALS leave no more debt, unless they lose COLD_START_S or FREE_STEPS: a drafter
-    apart may have to load and to catch up.
+    Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
+    A debt of several steps stops drafting until a third is paid, or until drafting seems to pay for another number of
+    sequences. While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row,
+    unless these lose more than TRIAL_DEBT plain steps, and at least PLAIN_STEPS follow. The first FREE_TRIALS leave no more
+    debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
@@ -108,9 +107,11 @@ class AdaptiveDraftBudget:
     SCOUT_SHARE, SCOUT_INTERVALS = 0.01, (4, 64)  # the last: fewest and most drafting steps from one with scouts to the next
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
     MARGIN, FIRST_MARGIN = 1.02, 1.06
-    AS_GOOD = 0.97  # of the best rate: the largest of such sizes is chosen, as its trees say the most
+    AS_GOOD = 0.97  # of the best rate: the largest of such sizes is chosen, as its trees say the most, and stays whole
+    # Estimates from so few sequences are less certain: the largest trees stay unless others, or none, are better by more.
+    FEW, AS_GOOD_OF_FEW, DOUBT = 4, 0.9, 0.02
+    OBSERVE_STEPS = 4  # of few sequences, or without trees, from one that is learned from to the next: they are short
     PLAN_STEPS, MAX_PLAIN_STEPS = 12, 64  # that a choice of trees holds for, and of none, unless the sequences are others
-    PLAIN_INTERVAL = 4  # plain steps from one that is measured to the next: they are short
     FEW_TREES = 8  # whose nodes compete with the seconds of other steps, not only among each other
     CUT_STEP = 6  # nodes of recent trees from one number of verified nodes that is considered to the next
     SPEED_RATE = 0.1  # weight of a step in tokens_per_s, and in the time between steps
@@ -133,10 +134,11 @@ class AdaptiveDraftBudget:
         self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
         self._catch_up_s = 0.0  # that this trial has waited for
         self._plan: _Plan | None = None
-        self._between_s = 0.0
+        self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
+        self._num_others = 0  # how often these were measured
         self._most, self._bias = 1, 1.0  # the latter: accepted nodes relative to those expected
-        self._expected = 0.0  # accepted nodes of the trees that were pruned last
-        self._whole: dict[int, tuple[DraftTree, DraftTree]] = {}  # by identity of a pruned tree
+        self._expected: float | None = None  # accepted nodes of the trees that were pruned last
+        self._drafted: Seq[DraftTree] = ()  # the trees that came and could be pruned
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
         most = min(most, self._tree.num_draft_tokens)
@@ -150,12 +152,13 @@ class AdaptiveDraftBudget:
         return self._sizes
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        if not trees:
-            return []
+        self._drafted = trees
+        if not trees or (self._plan and not self._plan.cuts and not self._scouts):
+            return list(trees)
         nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
         order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows, size = num_plain + len(trees), max(self._sizes.values(), default=NO_TREE)
-        fixed_s = self._draft.at(len(trees), size) + self._between_s
+        fixed_s = self._draft.at(len(trees), size) + sum(self._others_s)
         seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + fixed_s
         gained = num_rows + np.cumsum(np.append(0.0, nodes[order]))
         if self.tokens_per_s and len(trees) == num_rows <= self.FEW_TREES:  # a good tree need not make up for others at once
@@ -168,53 +171,61 @@ class AdaptiveDraftBudget:
             is_kept[: trees[0].num_drafted] = True
         parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
         self._expected = float(nodes[is_kept].sum())
-        pruned = [
+        return [
             tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
             for tree, part in zip(trees, parts, strict=True)
         ]
-        self._whole = {id(part): (part, tree) for part, tree in zip(pruned, trees, strict=True)}
-        return pruned
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
         if not batch:
             return
-        wait_s, verify_s, between_s = times
+        wait_s, verify_s, between_s, host_s = times
         requested = [size for size in self._sizes.values() if size.depth]
         draft_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
         if between_s is not None:
-            wait_s = self._with_hidden(wait_s, between_s, draft_s) if self._is_apart and self._between_s else wait_s
-            most_s = CostModel.MAX_SURPRISE * self._between_s
-            self._between_s += self.SPEED_RATE * (min(between_s, most_s or between_s) - self._between_s)
+            wait_s = self._with_hidden(wait_s, between_s, draft_s) if self._is_apart and self._num_others else wait_s
+            self._observe_others(between_s, host_s)
         decode_only = all(scheduled.tree is not None for scheduled in batch)
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
         self._num_steps += 1
-        if decode_only and (requested or self._num_steps % self.PLAIN_INTERVAL == 0):
+        is_settled = self._is_settled(len(batch)) if requested else True
+        learns = bool(not is_settled or self._scouts or self._num_steps % self.OBSERVE_STEPS == 0)
+        if decode_only and learns:
             self._verify.observe(num_rows, verify_s)
         if not requested:
-            self._pay(self.RETRY_SHARE * (wait_s + verify_s))
+            self._pay(self.RETRY_SHARE * (wait_s + verify_s + sum(self._others_s)))
             return
-        if self._is_timed:
+        if self._is_timed and learns:
             self._draft.observe(len(requested), max(requested), wait_s)
-        num_drafted = self._observe_trees(batch, outputs)
+        num_drafted = self._observe_trees(batch, outputs, learns)
         if not decode_only:
             return
         num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
-        speed = num_drafted / max(wait_s + verify_s + self._between_s, 1e-9) / len(requested)
+        speed = num_drafted / max(wait_s + verify_s + sum(self._others_s), 1e-9) / len(requested)
         self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
         self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
+
+    def _observe_others(self, between_s: float, host_s: float) -> None:
+        """Of the first times the least counts, as a longer one may hide a draft; then a mean."""
+        self._num_others += 1
+        most, rate = CostModel.MAX_SURPRISE, 0.0 if self._num_others <= DraftCosts.NUM_FIRST else self.SPEED_RATE
+        self._others_s = tuple(
+            known + rate * (min(own, most * known or own) - known) if rate else min(own, known or own)
+            for known, own in zip(self._others_s, (between_s, host_s), strict=True)
+        )
 
     def _with_hidden(self, wait_s: float, between_s: float, draft_s: float) -> float:
         """The wait for a drafter apart after a usual time between the steps: a longer one hid a part of its work.
 
         draft_s: what the draft is expected to take, 0 if unknown.
         """
-        hidden_s = max(between_s - self._between_s, 0.0)
+        hidden_s = max(between_s - self._others_s[0], 0.0)
         if draft_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, perhaps for long
             return min(wait_s + hidden_s, max(draft_s, wait_s))
         return wait_s + hidden_s
 
     def _most_wait(self, draft_s: float) -> float:
-        """Seconds of waiting that count as a loss. While all draft, a drafter catches up once, and that does not count."""
+        """Seconds of waiting that count as a loss: a drafter that catches up once costs nothing."""
         return draft_s * (CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP if self._is_trial else 1.0)
 
     def _account(self, num_tokens: int, batch: int, num_rows: int, lost_s: float) -> None:
@@ -232,7 +243,7 @@ class AdaptiveDraftBudget:
 
     def _step_s(self, num_rows: float) -> float:
         """Expected seconds of a step, without its draft."""
-        return self._verify.seconds(num_rows) + self._between_s
+        return self._verify.seconds(num_rows) + sum(self._others_s)
 
     def _pay(self, seconds: float) -> None:
         """Lower the debt; negative seconds raise it."""
@@ -280,6 +291,10 @@ class AdaptiveDraftBudget:
         is_unpaid = self._debt_s > 0 and self._is_load_of_debt(num_rows)
         return plan is not None and is_unpaid and (self._is_stopped or not plan.size.depth)
 
+    def _is_settled(self, num_rows: int) -> bool:
+        """Whether few sequences lose little. Their steps are short, so that estimates are worked on more seldom."""
+        return num_rows <= self.FEW and self._debt_s <= self.TRIAL_DEBT * self._step_s(num_rows)
+
     def _is_load_of_debt(self, num_rows: int) -> bool:
         """Whether the debt was made by about as many sequences; else it says nothing about them."""
         return 2 / 3 < num_rows / self._debt_rows < 1.5
@@ -316,13 +331,17 @@ class AdaptiveDraftBudget:
     def _planned(self, num_drafting: int, most: int, num_plain: int) -> _Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
         plan, num_rows, known_size = self._plan, num_drafting + num_plain, min(self._recent.known_size, most)
-        most_steps = self.PLAN_STEPS if plan and plan.size.depth else self.MAX_PLAIN_STEPS
+        is_few, most_steps = (
+            num_rows <= self.FEW,
+            self.PLAN_STEPS * (self.OBSERVE_STEPS if self._is_settled(num_rows) else 1),
+        )
+        most_steps = most_steps if plan and plan.size.depth else self.MAX_PLAIN_STEPS
         if plan and plan.known_size == known_size and plan.age < most_steps and 0.9 < plan.num_rows / num_rows < 1.1:
             self._plan = plan._replace(age=plan.age + 1)
             return plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
-            self._plan = _Plan(NO_TREE, known_size, num_rows, 0.0)
+            self._plan = _Plan(NO_TREE, known_size, num_rows, 0.0, True)
             return self._plan
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in levels_of if depth < nodes]
@@ -332,49 +351,46 @@ class AdaptiveDraftBudget:
         some = slice((len(chances) - 1) % self.CUT_STEP, None, self.CUT_STEP) if self._prunes else slice(-1, None)
         rows, accepted = rows[:, some], accepted[:, some]
         draft_s = np.array([[self._draft.at(num_drafting, size)] for size in sizes])
-        rates = (num_rows + accepted) / (self._verify.at(num_rows + rows) + draft_s + self._between_s)
+        rates = (num_rows + accepted) / (self._verify.at(num_rows + rows) + draft_s + sum(self._others_s))
         best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
-        first = int(np.argmax(rates.max(axis=1) >= self.AS_GOOD * best_rate))
-        best = first, int(np.argmax(rates[first]))
-        is_drafting = sum(size.depth > 0 for size in self._sizes.values()) > len(self._sizes) / 2
-        margin = self.MARGIN if is_drafting else self.FIRST_MARGIN
-        size = sizes[first] if best_rate > margin * plain else NO_TREE
+        is_drafting = not self._is_stopped and (bool(plan.size.depth) if plan else is_few)
+        least_rate = plain * ((self.MARGIN if is_drafting else self.FIRST_MARGIN) - (self.DOUBT if is_few else 0.0))
+        as_good = self.AS_GOOD_OF_FEW if is_few else self.AS_GOOD
+        good_rate = min(max(as_good * best_rate, least_rate), best_rate)
+        first = int(np.argmax(rates.max(axis=1) >= good_rate))
+        cuts = not is_few or bool(rates[first, -1] < good_rate)
+        best = first, int(np.argmax(rates[first])) if cuts else -1
+        size = sizes[first] if best_rate > least_rate else NO_TREE
         if not plan or bool(plan.size.depth) != bool(size.depth):
             what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", best_rate / plain
-            log.info(
-                "%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra={"rate_limited": True}
-            )
+            limited = {"rate_limited": True}
+            log.info("%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra=limited)
         expected = float(accepted[best]) / num_drafting / self._bias
-        share = (
-            1 - self._scouts_rate(num_rows, rows[0, -1] / num_drafting, accepted[0, -1] / num_drafting, sizes[0]) / best_rate
-        )
+        one_s = self._step_s(num_rows + rows[0, -1] / num_drafting) + self._draft.at(1, sizes[0])  # of a step with a scout
+        share = 1 - (num_rows + accepted[0, -1] / num_drafting) / one_s / best_rate
         interval = int(min(max(share / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
-        self._plan = _Plan(size, known_size, num_rows, expected, interval)
+        self._plan = _Plan(size, known_size, num_rows, expected, cuts, interval)
         return self._plan
 
-    def _scouts_rate(self, num_rows: int, rows: float, accepted: float, full: TreeSize) -> float:
-        """Tokens per second of a step in which one sequence has the largest tree. rows, accepted: of that tree."""
-        return (num_rows + accepted) / (self._step_s(num_rows + rows) + self._draft.at(1, full))
-
-    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> int:
+    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], learns: bool) -> int:
         """Learn from the trees of a step. Returns the tokens that their sequences have got."""
-        self._survival.forget()
-        trees, paths, num_tokens, whole = list[DraftTree](), list[tuple[int, ...]](), 0, self._whole
-        self._whole = {}
+        trees, paths, num_tokens, size = list[DraftTree](), list[tuple[int, ...]](), 0, max(self._sizes.values())
         for scheduled, output in zip(batch, outputs, strict=True):
-            size = self._sizes.get(scheduled.sequence.request.id, NO_TREE)
-            if size.depth and scheduled.tree is not None and output.accepted is not None:
+            is_drafting = self._sizes.get(scheduled.sequence.request.id, NO_TREE).depth > 0
+            if is_drafting and scheduled.tree is not None and output.accepted is not None:
                 trees.append(scheduled.tree)
                 paths.append(output.accepted.path)
                 num_tokens += len(output.accepted.tokens)
-                if size == self._full(self._most):
-                    _, tree = whole.get(id(scheduled.tree), (None, scheduled.tree))
-                    self._recent.observe(tree, self._most)
-        self._prunes = bool(whole) or not any(tree.num_drafted for tree in trees)
-        if trees:
-            self._survival.observe(trees, paths)
-        expected, self._expected = self._expected, 0.0
-        if not expected and self._plan and self._plan.size == max(self._sizes.values()):  # trees that are not pruned
+        self._prunes = bool(self._drafted) or not any(tree.num_drafted for tree in trees)
+        drafted, self._drafted = self._drafted or trees, ()
+        expected, self._expected = self._expected, None
+        if not learns:
+            return num_tokens
+        self._survival.forget()
+        self._survival.observe(trees, paths)
+        for tree in drafted if size == self._full(self._most) else ():
+            self._recent.observe(tree, self._most)
+        if expected is None and self._plan and self._plan.size == size:  # trees that are not pruned
             expected = self._plan.accepted * len(trees)
         if trees and expected:
             bias = (num_tokens - len(trees)) / expected  # of one tree anything up to its depth: only the mean has a limit
@@ -385,18 +401,19 @@ class AdaptiveDraftBudget:
 class _Plan(NamedTuple):
     """A choice.
 
-    known_size: most nodes it could have. accepted: nodes expected of a tree. scout_interval: steps from scouts to scouts.
-    age: steps it was used for.
+    known_size: most nodes it could have. accepted: nodes expected of a tree. cuts: whether nodes are left out.
+    scout_interval: steps from scouts to scouts. age: steps it was used for.
     """
 
     size: TreeSize
     known_size: int
     num_rows: int
     accepted: float
+    cuts: bool
     scout_interval: int = 1
     age: int = 0
 
 
 def _steps(first: int, last: int) -> list[int]:
-    """Sizes worth a comparison from the largest down: all small ones, then about three for each doubling."""
-    return sorted({last, *(n for n in (*range(1, 7), 8, 10, 12, 16, 20, 24, 32, 48, 64) if first <= n < last)}, reverse=True)
+    """Sizes worth a comparison from the largest down: all small ones, then two for each doubling."""
+    return sorted({last, *(n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64) if first <= n < last)}, reverse=True)

@@ -116,6 +116,7 @@ class DraftCosts:
     RELAXING = 0.95  # what a retry multiplies all seconds by: a drafter that was slow may be fast again
     # Relative errors: of tables that were measured before, of those that were not, what rounds add, and of a measurement.
     MEASURED, UNKNOWN, DRIFT, NOISE = 0.3, 1.0, 0.02, 0.2
+    FIRST_SHARE = 2 / 3  # with less, shallow trees seem to pay before a round has shown what its levels cost
     NUM_FIRST = 6  # measurements of an empty table: their least counts, as a drafter apart loads and connects at first
 
     def __init__(self, first: CostModel, level: CostModel, top_k: int) -> None:
@@ -129,11 +130,11 @@ class DraftCosts:
         return sum(self._parts(num_trees, size))
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
-        """Correct the tables by a measurement. Into empty ones it goes in equal parts."""
+        """Correct the tables by a measurement. Into empty ones it goes in parts, FIRST_SHARE of it for the first level."""
         rows, further = self._rows(num_trees, size), size.depth - 1
         if not self._first.sizes:
-            self._first.observe(num_trees, seconds / 2 if further else seconds)
-            self._level.observe(rows, seconds / 2 / max(further, 1))
+            self._first.observe(num_trees, self.FIRST_SHARE * seconds if further else seconds)
+            self._level.observe(rows, (1 - self.FIRST_SHARE) * seconds / max(further, 1))
             self._first_size = size
         one, more = self._parts(num_trees, size)
         total = one + more

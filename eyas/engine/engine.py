@@ -131,8 +131,8 @@ class Engine:
             meanwhile()
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        between = None if self._ended is None else started - self._ended + verified - pass_s
-        self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between))
+        between = None if self._ended is None else started - self._ended
+        self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between, verified - pass_s))
         num_rows = sum(len(scheduled.slots) for scheduled in batch)
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted)

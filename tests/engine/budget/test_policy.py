@@ -9,7 +9,7 @@ from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
 from eyas.engine.draft_costs import CostModel, DraftCosts, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.strategies import trees
@@ -272,3 +272,61 @@ def test_trials_cost_less_than_two_percent(seed: int) -> None:
     budget = simulation.budget()
     simulation.sizes(budget, 1000, seed)
     assert simulation.seconds_per_token(budget, 2000, seed + 10) < simulation.expected_seconds_per_token(1) / 0.98
+
+
+def test_few_sequences_have_the_largest_trees_unless_others_are_clearly_better() -> None:
+    simulation = Simulation(row=0.24, draft=0.2)
+    best = min(range(1, NODES), key=simulation.expected_seconds_per_token)
+    share = simulation.expected_seconds_per_token(best) / simulation.expected_seconds_per_token(NODES)
+    assert 0.92 < share < 0.965
+    assert usual(simulation.sizes(simulation.budget(), 300)[100:]) == NODES
+
+
+def test_cut_whole_trees_say_nothing_of_their_nodes() -> None:
+    """Where all drafted nodes are left out, none of them was expected to be accepted, and none is missed."""
+    budget = Simulation(row=0.01, draft=0.1, batch=8).budget()
+    names = [f"{number}" for number in range(8)]
+    budget._sizes, budget._bias = dict.fromkeys(names, TreeSize(3, 2)), 1.0
+    budget._verify = trained_budget(10.0)._verify
+    pruned = budget.prune([UNLIKELY] * 8)
+    assert all(tree.num_drafted == 0 for tree in pruned)
+    sequences = [Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64)) for name in names]
+    batch = [ScheduledSequence(own, np.arange(1), 1, tree) for own, tree in zip(sequences, pruned, strict=True)]
+    budget.observe(batch, [VerifyOutput(Accepted((0,), (0,)))] * 8, StepTimes(0.1, 1.0))
+    assert budget._bias == 1.0
+
+
+def test_the_least_of_the_first_times_between_steps_counts() -> None:
+    budget, sequence = Simulation().budget(), Sequence(Request("0", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
+    batch, outputs = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))], [VerifyOutput(None, error="NaN")]
+    for between_s in (8.0, 9.0, 0.5, 7.0):
+        budget.observe(batch, outputs, StepTimes(0.0, 1.0, between_s, 0.25))
+    assert budget._step_s(1) == pytest.approx(1.0 + 0.5 + 0.25)
+
+
+def test_host_work_in_a_step_hides_no_draft() -> None:
+    """Commits and schedules come after the trees: while they last, the engine waits for no draft."""
+    budget = Simulation(draft=0.5).budget(remote=True)
+    budget._observe_others(0.1, 0.2)
+    assert budget._with_hidden(0.5, 0.1, 0.0) == 0.5
+    assert budget._with_hidden(0.5, 0.3, 0.0) == pytest.approx(0.7)
+
+
+def test_time_between_plain_steps_pays_a_debt_too() -> None:
+    budget, sequence = Simulation().budget(), Sequence(Request("0", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
+    batch, outputs = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))], [VerifyOutput(None, error="NaN")]
+    budget._debt_s = 1.0
+    budget.observe(batch, outputs, StepTimes(0.0, 1.0, 2.0, 3.0))
+    assert budget._debt_s == pytest.approx(1.0 - RETRY_SHARE * (1.0 + 2.0 + 3.0))
+
+
+def test_scouts_among_many_that_draft_end_no_drafting() -> None:
+    """A choice after a step of scouts needs what going on needs, not what beginning needs."""
+    simulation = Simulation(row=0.013, draft=0.2, right=0.6, batch=16)
+    budget = simulation.budget()
+    simulation.sizes(budget, 100)
+    assert budget._plan is not None
+    budget._plan = budget._plan._replace(size=TreeSize(4, 3), age=1000)
+    budget._sizes = dict.fromkeys([f"{number}" for number in range(16)], TreeSize(1, 0))
+    budget.MARGIN, budget.FIRST_MARGIN = 0.0, 9.0  # type: ignore[misc]
+    assert budget._planned(16, NODES, 0).size.depth
