@@ -7,6 +7,7 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -289,8 +290,8 @@ class LevelGrowth:
 
     def reach(self) -> list[float]:
         """See TreeGrowth."""
-        spans = zip(self._scores, self.firsts, self._counts, strict=True)
-        return [float(np.exp(np.sort(own[first:end])[-self.frontiers.shape[1] :]).sum()) for own, first, end in spans]
+        spans, top_k = zip(self._scores, self.firsts.tolist(), self._counts.tolist(), strict=True), self.frontiers.shape[1]
+        return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
 
     def trees(self, roots: Sequence[int]) -> list[DraftTree]:
         """The trees below the roots, the target's ids."""

@@ -89,14 +89,13 @@ class AdaptiveDraftBudget:
     """The size with the most tokens per second, for all sequences.
 
     Scouts, a few sequences, have the largest trees in the first steps, and later as often as costs about SCOUT_SHARE of the
-    time. They are as many as are drafted in about the time of one. If the drafter has to catch up with them, they have trees
-    in the next step too: only the second draft in a row says what waiting costs.
+    time. They are as many as are drafted in about the time of one, and draft twice in a row if the drafter has to catch up.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
-    A debt of several steps stops drafting until a third is paid, or until drafting seems to pay for another number of
-    sequences. While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row,
-    unless these lose more than TRIAL_DEBT plain steps, and at least PLAIN_STEPS follow. The first FREE_TRIALS leave no more
-    debt, unless they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
+    A debt of several steps stops drafting until a third is paid, or until it seems to pay for another number of sequences.
+    While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row, unless
+    these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first FREE_TRIALS leave no more debt, unless
+    they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
@@ -203,7 +202,9 @@ class AdaptiveDraftBudget:
         num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
         speed = num_drafted / max(wait_s + verify_s + sum(self._others_s), 1e-9) / len(requested)
         self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
-        self._account(num_tokens, len(batch), num_rows, min(wait_s, self._most_wait(draft_s) or wait_s))
+        # while all draft, a drafter catches up once, and that does not count as a loss
+        most = CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP if self._is_trial else 1.0
+        self._account(num_tokens, len(batch), num_rows, min(wait_s, most * draft_s or wait_s))
 
     def _observe_others(self, between_s: float, host_s: float) -> None:
         """Of the first times the least counts, as a longer one may hide a draft; then a mean."""
@@ -223,10 +224,6 @@ class AdaptiveDraftBudget:
         if draft_s and wait_s < self.HIDDEN_SHARE * hidden_s:  # the trees were there, perhaps for long
             return min(wait_s + hidden_s, max(draft_s, wait_s))
         return wait_s + hidden_s
-
-    def _most_wait(self, draft_s: float) -> float:
-        """Seconds of waiting that count as a loss: a drafter that catches up once costs nothing."""
-        return draft_s * (CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP if self._is_trial else 1.0)
 
     def _account(self, num_tokens: int, batch: int, num_rows: int, lost_s: float) -> None:
         """Add what a step with trees lost against plain decoding to the debt, or subtract what it gained."""
@@ -331,11 +328,8 @@ class AdaptiveDraftBudget:
     def _planned(self, num_drafting: int, most: int, num_plain: int) -> _Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
         plan, num_rows, known_size = self._plan, num_drafting + num_plain, min(self._recent.known_size, most)
-        is_few, most_steps = (
-            num_rows <= self.FEW,
-            self.PLAN_STEPS * (self.OBSERVE_STEPS if self._is_settled(num_rows) else 1),
-        )
-        most_steps = most_steps if plan and plan.size.depth else self.MAX_PLAIN_STEPS
+        is_few, steps = num_rows <= self.FEW, self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
+        most_steps = self.PLAN_STEPS * steps if plan and plan.size.depth else self.MAX_PLAIN_STEPS
         if plan and plan.known_size == known_size and plan.age < most_steps and 0.9 < plan.num_rows / num_rows < 1.1:
             self._plan = plan._replace(age=plan.age + 1)
             return plan

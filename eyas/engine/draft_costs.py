@@ -38,7 +38,8 @@ class CostModel:
 
     # A measurement counts as this multiple of the expected seconds at most: a pause of the machine is not a cost of size.
     MAX_SURPRISE = 3.0
-    # Weight of a measurement at sizes far from its own, relative to its own: machines slow down for all sizes together.
+    # Weight of a measurement at sizes far from its own, relative to its own: machines slow down for all sizes together. It
+    # is 1 for sizes that were measured at start alone, where nothing else ran.
     FAR_WEIGHT = 0.5
     FIRST_SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # of an empty table, once it is not empty
     LEAST_S = 1e-6
@@ -81,6 +82,8 @@ class CostModel:
             self._seconds.insert(at, own_s)
             self._weights.clear()
         ratio = min(max(seconds, self.LEAST_S) / self.seconds(size), self.MAX_SURPRISE)
+        if size not in self._counts:
+            self._weights.clear()
         self._counts[size] = count = self._counts.get(size, 1) + 1
         self.scale(size, ratio ** max(self._rate, 1 / count))
 
@@ -88,7 +91,8 @@ class CostModel:
         """Multiply the seconds, most near a size."""
         if (weights := self._weights.get(size)) is None:
             near = [float(np.interp(size, self.sizes, unit)) for unit in np.eye(len(self.sizes))]
-            weights = self._weights[size] = [self.FAR_WEIGHT + (1 - self.FAR_WEIGHT) * own for own in near]
+            far = [self.FAR_WEIGHT if not self._counts or own in self._counts else 1.0 for own in self.sizes]
+            weights = self._weights[size] = [own + weight * (1 - own) for own, weight in zip(near, far, strict=True)]
         self._set([own * ratio**weight for own, weight in zip(self._seconds, weights, strict=True)])
 
     def relax(self, factor: float) -> None:

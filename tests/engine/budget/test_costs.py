@@ -122,3 +122,16 @@ def test_a_drafter_apart_is_known_by_its_fastest_first_rounds() -> None:
     for seconds in (60.0, 13.0, 5.0, 8.0):
         table.observe(1, TreeSize(16, 5), seconds)
     assert table.at(1, TreeSize(16, 5)) == pytest.approx(5)
+
+
+def test_sizes_timed_at_start_alone_follow_those_of_steps() -> None:
+    """At start nothing else ran: what steps take longer, they take longer for all sizes, until those are measured too."""
+    table = CostModel((1.0, 4.0, 16.0), (1.0, 2.0, 4.0), rate=0.1)
+    for _ in range(60):
+        table.observe(16, 8.0)
+    assert table.seconds(1) == pytest.approx(2, rel=0.05)
+    for _ in range(60):
+        table.observe(1, 1.5)
+        table.observe(16, 8.0)
+    assert table.seconds(1) == pytest.approx(1.5, rel=0.1)
+    assert table.seconds(16) == pytest.approx(8, rel=0.1)

@@ -274,7 +274,7 @@ def test_trials_cost_less_than_two_percent(seed: int) -> None:
     assert simulation.seconds_per_token(budget, 2000, seed + 10) < simulation.expected_seconds_per_token(1) / 0.98
 
 
-def test_few_sequences_have_the_largest_trees_unless_others_are_clearly_better() -> None:
+def test_few_sequences_keep_the_largest_trees() -> None:
     simulation = Simulation(row=0.24, draft=0.2)
     best = min(range(1, NODES), key=simulation.expected_seconds_per_token)
     share = simulation.expected_seconds_per_token(best) / simulation.expected_seconds_per_token(NODES)
@@ -282,8 +282,7 @@ def test_few_sequences_have_the_largest_trees_unless_others_are_clearly_better()
     assert usual(simulation.sizes(simulation.budget(), 300)[100:]) == NODES
 
 
-def test_cut_whole_trees_say_nothing_of_their_nodes() -> None:
-    """Where all drafted nodes are left out, none of them was expected to be accepted, and none is missed."""
+def test_nodes_that_are_left_out_are_not_expected() -> None:
     budget = Simulation(row=0.01, draft=0.1, batch=8).budget()
     names = [f"{number}" for number in range(8)]
     budget._sizes, budget._bias = dict.fromkeys(names, TreeSize(3, 2)), 1.0
@@ -320,7 +319,7 @@ def test_time_between_plain_steps_pays_a_debt_too() -> None:
     assert budget._debt_s == pytest.approx(1.0 - RETRY_SHARE * (1.0 + 2.0 + 3.0))
 
 
-def test_scouts_among_many_that_draft_end_no_drafting() -> None:
+def test_a_step_of_scouts_ends_no_drafting() -> None:
     """A choice after a step of scouts needs what going on needs, not what beginning needs."""
     simulation = Simulation(row=0.013, draft=0.2, right=0.6, batch=16)
     budget = simulation.budget()
@@ -330,3 +329,21 @@ def test_scouts_among_many_that_draft_end_no_drafting() -> None:
     budget._sizes = dict.fromkeys([f"{number}" for number in range(16)], TreeSize(1, 0))
     budget.MARGIN, budget.FIRST_MARGIN = 0.0, 9.0  # type: ignore[misc]
     assert budget._planned(16, NODES, 0).size.depth
+
+
+def test_few_sequences_are_learned_from_in_one_step_of_four() -> None:
+    """While they gain. What drafts lose is learned at once."""
+    simulation = Simulation(row=0.01, draft=0.1, right=0.9)
+    budget = simulation.budget()
+    simulation.sizes(budget, 40)
+    assert num_learned(simulation, budget, 20) == 5
+    simulation.right, budget._debt_s = 0.0, 10.0
+    assert num_learned(simulation, budget, 10) == 10
+
+
+def num_learned(simulation: Simulation, budget: AdaptiveDraftBudget, steps: int) -> int:
+    """Trees that are learned from in the next steps."""
+    before = DraftTree.chain(range(NODES))
+    budget._recent._trees.extend([(before, NODES)] * budget._recent.NUM_TREES)
+    simulation.sizes(budget, steps)
+    return sum(tree is not before for tree, _ in budget._recent._trees)
