@@ -94,8 +94,8 @@ class AdaptiveDraftBudget:
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
     A debt of several steps stops drafting until a third is paid, or until it seems to pay for another number of sequences.
     While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row, unless
-    these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first FREE_TRIALS leave no more debt, unless
-    they lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
+    these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first FREE_TRIALS leave none, unless they
+    lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
