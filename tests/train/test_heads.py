@@ -66,7 +66,7 @@ def test_dspark_overfits_20_sequences_at_all_depths(tmp_path: Path) -> None:
         "optimizer__batch_size": 20, "optimizer__max_steps": 50, "head__num_hidden_layers": 2,
         "head__intermediate_size": 256, "head__target_layer_ids": [0, 1, 2], "eval__num_prompts": 20, "eval__top_k": 1,
         "eval__max_tokens": sampling.max_tokens, "eval__num_draft_tokens": depths + 1, "eval__temperatures": [0.0],
-        "head__block_size": depths,
+        "head__block_size": depths, "loss__chunk_rows": 0,
     }  # fmt: skip
     trainer = build_trainer(settings(tmp_path, target, **changes))
     assert len(trainer.windows) == 20
