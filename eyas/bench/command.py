@@ -57,7 +57,7 @@ def offline(
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
     draft_budget: Annotated[
-        str, typer.Option(help="adaptive: the fastest size; fixed: always the largest trees.")
+        str, typer.Option(help="adaptive: the fastest size; fixed: always the largest trees; auto: adaptive on GPUs.")
     ] = "adaptive",
     dtype: DtypeName = "auto",
     device: Device = "auto",

@@ -176,7 +176,7 @@ def one_of(choices: object, **settings: str) -> None:
     """Check that all settings are among the values of a Literal type."""
     allowed = get_args(choices)
     for name, value in settings.items():
-        require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(filter(None, allowed))}")
 
 
 def valid_port(port: int) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 
 import numpy as np
+import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
@@ -114,7 +115,7 @@ def assemble_engine(
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
-    if drafter is None or engine.draft_budget == "fixed":
+    if drafter is None or not is_adaptive(engine, target.device):
         return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
     verify = measure_verify(runner, engine, tree, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
@@ -122,6 +123,13 @@ def assemble_engine(
     log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
     budget = AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter))
     return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
+
+
+def is_adaptive(engine: EngineConfig, device: torch.device) -> bool:
+    """Whether the size of trees follows costs and acceptance: see `EngineConfig.draft_budget`."""
+    if engine.draft_budget == "auto":
+        return device.type != "cpu" and engine.acceptance == "match"
+    return engine.draft_budget == "adaptive"
 
 
 def gather_ranks(rank: RankInfo, target: str, dtype: str, max_model_len: int = 0) -> TargetWorkers:

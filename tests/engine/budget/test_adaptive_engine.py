@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.engine.build import assemble_engine
+from eyas.engine.build import assemble_engine, is_adaptive
 from eyas.engine.draft_budget import AdaptiveDraftBudget, DraftBudget, FixedDraftBudget
 from eyas.engine.draft_costs import CostModel, DraftCosts, TreeSize
 from eyas.engine.draft_manager import DraftManager
@@ -139,12 +140,26 @@ def test_the_budget_sees_requests_without_trees(tiny_target: str, expected: dict
     assert {decoding for decoding, _ in budget.calls} == {("0",), ()}
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"acceptance": "rejection"}, "cuda", False),
+        ({"acceptance": "rejection", "draft_budget": "adaptive"}, "cpu", True),
+        ({"draft_budget": "fixed"}, "cuda", False),
+    ],
+)
+def test_gpus_have_adaptive_trees_by_default(settings: dict[str, Any], device: str, expected: bool) -> None:
+    assert is_adaptive(EngineConfig(**settings), torch.device(device)) is expected
+
+
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:
     config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     engine = assemble_engine(load_target(tiny_target), None, config, TREE, RandomDrafter(48))
     assert isinstance(engine._budget, AdaptiveDraftBudget)
     assert run(engine) == expected
-    with pytest.raises(ConfigError, match="budget is 'on'; it must be one of fixed, adaptive"):
+    with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
 
 
