@@ -52,6 +52,7 @@ class CostModel:
         self._at_start = tuple(self.sizes), tuple(self._seconds)
         self._rate = rate
         self._counts: dict[float, int] = {}  # measurements of each size, and one at start
+        self._measured: set[float] = set()  # sizes of the table that lie next to one measured since the start
         self._weights: dict[float, list[float]] = {}  # of a measurement of a size, in the seconds of each size of the table
 
     def at(self, size: npt.ArrayLike) -> Floats:
@@ -76,13 +77,14 @@ class CostModel:
             self.sizes = list(self.FIRST_SIZES)
             self._set([seconds] * len(self.sizes))
             return
-        if size not in self._weights and min(abs(math.log(own / size)) for own in self.sizes) > self.SPACING:
+        if size not in self._weights and abs(math.log(self._nearest(size) / size)) > self.SPACING:
             at, own_s = bisect_right(self.sizes, size), self.seconds(size)
             self.sizes.insert(at, float(size))
             self._seconds.insert(at, own_s)
             self._weights.clear()
         ratio = min(max(seconds, self.LEAST_S) / self.seconds(size), self.MAX_SURPRISE)
-        if size not in self._counts:
+        if size not in self._counts and (nearest := self._nearest(size)) not in self._measured:
+            self._measured.add(nearest)
             self._weights.clear()
         self._counts[size] = count = self._counts.get(size, 1) + 1
         self.scale(size, ratio ** max(self._rate, 1 / count))
@@ -91,7 +93,7 @@ class CostModel:
         """Multiply the seconds, most near a size."""
         if (weights := self._weights.get(size)) is None:
             near = [float(np.interp(size, self.sizes, unit)) for unit in np.eye(len(self.sizes))]
-            far = [self.FAR_WEIGHT if not self._counts or own in self._counts else 1.0 for own in self.sizes]
+            far = [self.FAR_WEIGHT if not self._measured or own in self._measured else 1.0 for own in self.sizes]
             weights = self._weights[size] = [own + weight * (1 - own) for own, weight in zip(near, far, strict=True)]
         self._set([own * ratio**weight for own, weight in zip(self._seconds, weights, strict=True)])
 
@@ -103,6 +105,10 @@ class CostModel:
 
     def _set(self, seconds: Seq[float]) -> None:
         self._seconds = list(itertools.accumulate((max(float(own), self.LEAST_S) for own in seconds), max))
+
+    def _nearest(self, size: float) -> float:
+        """The size of the table that is next to `size`, by ratios."""
+        return min(self.sizes, key=lambda own: abs(math.log(own / size)))
 
     def _slope(self, left: int) -> float:
         """Seconds per size between a size of the table and the next one."""

@@ -1,5 +1,6 @@
 """The estimates of the adaptive budget: tables of measured times, and how often nodes are accepted."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -135,3 +136,15 @@ def test_sizes_timed_at_start_alone_follow_those_of_steps() -> None:
         table.observe(16, 8.0)
     assert table.seconds(1) == pytest.approx(1.5, rel=0.1)
     assert table.seconds(16) == pytest.approx(8, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [16, 17])
+def test_a_step_measures_the_next_size_of_the_table(size: int) -> None:
+    """So what another size takes longer counts less there: 17 rows measure the 16 of the table."""
+    table = CostModel((1.0, 4.0, 16.0), (1.0, 2.0, 4.0), rate=0.5)
+    for _ in range(9):
+        table.observe(size, 8.0)
+    before = table.seconds(1), table.seconds(16)
+    table.observe(1, 2 * before[0])
+    far, near = math.log(table.seconds(16) / before[1]), math.log(table.seconds(1) / before[0])
+    assert far == pytest.approx(CostModel.FAR_WEIGHT * near)
