@@ -66,7 +66,8 @@ def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
 
     Returns a float64 array of each tensor's shape. Whole numbers must lie within 2**53.
     """
-    flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    filled = [tensor.flatten().double() for tensor in tensors if tensor.numel()] or [tensors[0].flatten().double()]
+    flat = (torch.cat(filled) if len(filled) > 1 else filled[0]).cpu().numpy()
     ends = accumulate(tensor.numel() for tensor in tensors)
     return [flat[end - tensor.numel() : end].reshape(tensor.shape) for end, tensor in zip(ends, tensors, strict=True)]
 

@@ -10,11 +10,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter, lt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from eyas.errors import InvalidTree
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 MASS_TOLERANCE = 1e-4
 WORD = (1 << 64) - 1
@@ -117,9 +123,16 @@ class DraftTree:
             families.setdefault(parent, []).append(node)
         return families
 
+    @cached_property
+    def guesses(self) -> dict[tuple[int, int], int]:
+        """By node and token, the first child that guesses it."""
+        return dict(
+            zip(zip(self.parents[:0:-1], self.tokens[:0:-1], strict=True), range(len(self.tokens) - 1, 0, -1), strict=True)
+        )
+
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that guesses `token`, or None."""
-        return next((child for child in self.families.get(node, ()) if self.tokens[child] == token), None)
+        return self.guesses.get((node, token))
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root to `node`, both included."""
@@ -169,7 +182,7 @@ class DraftTree:
             sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
 
-    def ancestor_mask(self) -> npt.NDArray[np.bool_]:
+    def ancestor_mask(self) -> Bools:
         """mask[i, j] is true where node j lies on the path from the root to node i, i itself included; [N, N]."""
         seen = [1]  # of each node, the nodes on its path as the bits of a number
         for node, parent in enumerate(self.parents[1:], 1):
@@ -184,23 +197,30 @@ class DraftTree:
         root: the token that must stand at node 0; max_nodes counts the root.
         Raises InvalidTree saying which rule is broken.
         """
-        if not len(self.tokens) == len(self.parents) == len(self.log_probs):
-            raise InvalidTree(f"{len(self.tokens)} tokens, {len(self.parents)} parents, {len(self.log_probs)} scores")
-        if not 1 <= len(self) <= max_nodes:
-            raise InvalidTree(f"{len(self)} nodes where 1 to {max_nodes} are allowed")
-        if self.tokens[0] != root or self.parents[0] != 0:
-            raise InvalidTree(f"root is token {self.tokens[0]} with parent {self.parents[0]}, expected {root} and 0")
-        for node in range(1, len(self)):
-            if not 0 <= self.parents[node] < node:
-                raise InvalidTree(f"node {node} has parent {self.parents[node]}, which does not come before it")
-            if not 0 <= self.tokens[node] < vocab_size:
-                raise InvalidTree(f"node {node} has token {self.tokens[node]}, outside [0, {vocab_size})")
-        if self.depth > max_depth:
+        tokens, parents, num_nodes = self.tokens, self.parents, len(self.tokens)
+        if not num_nodes == len(parents) == len(self.log_probs):
+            raise InvalidTree(f"{num_nodes} tokens, {len(parents)} parents, {len(self.log_probs)} scores")
+        if not 1 <= num_nodes <= max_nodes:
+            raise InvalidTree(f"{num_nodes} nodes where 1 to {max_nodes} are allowed")
+        if tokens[0] != root or parents[0] != 0:
+            raise InvalidTree(f"root is token {tokens[0]} with parent {parents[0]}, expected {root} and 0")
+        comes_before = min(parents) >= 0 and all(map(lt, parents[1:], range(1, num_nodes)))
+        if not comes_before or min(tokens) < 0 or max(tokens) >= vocab_size:
+            self._name_fault(vocab_size)
+        if max(self.depths) > max_depth:
             raise InvalidTree(f"depth {self.depth} where {max_depth} is allowed")
         if self.sources and len(self.sources) != len(self):
             raise InvalidTree(f"sources of {len(self.sources)} nodes in a tree of {len(self)}")
         if self.sampled is not None:
             self._validate_sampled(self.sampled, vocab_size)
+
+    def _name_fault(self, vocab_size: int) -> None:
+        """Raises InvalidTree for the first node whose parent or token is out of range."""
+        for node in range(1, len(self)):
+            if not 0 <= self.parents[node] < node:
+                raise InvalidTree(f"node {node} has parent {self.parents[node]}, which does not come before it")
+            if not 0 <= self.tokens[node] < vocab_size:
+                raise InvalidTree(f"node {node} has token {self.tokens[node]}, outside [0, {vocab_size})")
 
     def _validate_sampled(self, sampled: SampledProposal, vocab_size: int) -> None:
         if sampled.draft_probs.keys() != self.families.keys():
@@ -216,3 +236,44 @@ class DraftTree:
                 )
             if not sampled.replacement and len(set(tokens)) < len(tokens):
                 raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")
+
+
+class PackedTrees(NamedTuple):
+    """The nodes of several trees, one tree after the other, [R].
+
+    tokens, depths: as those of DraftTree. words: which nodes of its own tree each node sees, as bits [R, W], the first node
+    in the lowest bit.
+    """
+
+    tokens: Ints
+    depths: Ints
+    words: npt.NDArray[np.uint64]
+
+    @property
+    def visible(self) -> Bools:
+        """The rows of each `DraftTree.ancestor_mask`, with 64 W columns for all trees, [R, 64 W]."""
+        return np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+
+
+def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
+    """Pack at least one tree. In each turn a node sees what the node sees that lies twice as far above it.
+
+    Example of a chain of four: node 3 sees itself; then also node 2; then also what node 1 sees, that is 1 and 0.
+    """
+    counts = [len(tree.tokens) for tree in trees]
+    num_rows, sizes = sum(counts), np.array(counts, dtype=np.int64)
+    rows, roots = np.arange(num_rows), np.repeat(sizes.cumsum() - sizes, sizes)
+    tokens, above, depths = (
+        np.fromiter(chain.from_iterable(map(attrgetter(name), trees)), np.int64, num_rows)
+        for name in ("tokens", "parents", "depths")
+    )
+    own = rows - roots
+    above += roots
+    words = np.zeros((num_rows, -(-max(counts) // 64)), dtype="<u8")
+    words[rows, own >> 6] = np.left_shift(np.uint64(1), (own & 63).astype(np.uint64))
+    while True:
+        words |= words[above]
+        if np.array_equal(above, roots):
+            break
+        above = above[above]
+    return PackedTrees(tokens, depths, words)

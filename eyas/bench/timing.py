@@ -24,7 +24,7 @@ from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.engine.runner import ModelRunner, segment_of
+from eyas.engine.runner import ModelRunner, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
@@ -300,7 +300,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
-    return lambda: tokens_of(runner.forward([segment_of(work) for work in works]), draws)
+    return lambda: tokens_of(runner.forward(tree_segments(works)), draws)
 
 
 def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:

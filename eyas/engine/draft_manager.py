@@ -6,20 +6,24 @@ import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.config import AcceptanceRule
-from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
-from eyas.request import Request
+from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
 from eyas.tree import DraftTree
+
+# What contexts are copied from, see `changed`.
+NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +98,15 @@ class DraftManager:
             return
         requested = [s for s in sequences if budgets[s.request.id].wants_tree or s.prefilling]
         if requested:
-            features = self._features(requested) if drafter.needs.features else [None] * len(requested)
+            features = self._features(requested) if drafter.needs.features else repeat(None)
+            samples = self.needs_samples
             contexts = [
-                self._context(
-                    s, budgets[s.request.id], rows, allowed.get(s.request.id, b""), logit_biases.get(s.request.id, ())
-                )
-                for s, rows in zip(requested, features, strict=True)
+                self._context(s, budgets[s.request.id], rows, s.samples if samples else ())
+                for s, rows in zip(requested, features, strict=False)
             ]
+            for i, sequence in enumerate(requested if allowed or logit_biases else ()):
+                masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
+                contexts[i] = changed(contexts[i], allowed=masks, logit_biases=biases)
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
 
@@ -132,30 +138,26 @@ class DraftManager:
         return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
 
     def _context(
-        self,
-        sequence: Sequence,
-        budget: TreeBudget,
-        features: Tensor | None,
-        allowed: bytes,
-        logit_biases: tuple[KnownLogitBias, ...],
+        self, sequence: Sequence, budget: TreeBudget, features: Tensor | None, samples: tuple[int, ...]
     ) -> DraftContext:
-        start, key = sequence.drafted, sequence.request.noise_key
-        proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
-        return Commit(
-            session=sequence.request.id,
+        request, start = sequence.request, sequence.drafted
+        context = changed(
+            NO_COMMIT,
+            session=request.id,
             epoch=sequence.epoch,
             start_position=start,
             tokens=tuple(sequence.tokens[start : sequence.num_draftable]),
             features=features,
-            noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
+            noise=request.noise_key,
             budget=budget,
-            samples=sequence.samples if self.needs_samples and proposal == "deterministic" else (),
-            proposal=proposal,
-            wants_sources=sequence.request.return_verify_steps,
-            tenant_key=sequence.request.tenant_key,
-            allowed=allowed,
-            logit_biases=logit_biases,
+            samples=samples,
+            wants_sources=request.return_verify_steps,
+            tenant_key=request.tenant_key,
         )
+        if self._rule == "rejection" and request.noise_key.temperature > 0:
+            noise = replace(context.noise, seed=draft_seed(context.noise.seed))
+            return changed(context, noise=noise, samples=(), proposal="sampled")
+        return context
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:
         if draft is None:
@@ -172,7 +174,7 @@ class DraftManager:
         try:
             vocab_size = self._runner.target.vocab_size
             tree.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
-            if tree.num_drafted and (tree.sampled is not None) != (context.proposal == "sampled"):
+            if (tree.sampled is not None) != (context.proposal == "sampled") and tree.num_drafted:
                 kind = "deterministic" if tree.sampled is None else "sampled"
                 raise InvalidTree(f"a {kind} proposal where a {context.proposal} one was requested")
         except InvalidTree as error:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget, StepTimes
 from eyas.engine.draft_costs import NO_TREE
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
-from eyas.engine.runner import ModelRunner, segment_of
+from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
@@ -120,7 +120,10 @@ class Engine:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             began = self._clock()
-            output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
+            if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
+                output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
+            else:
+                output = self._runner.forward(tree_segments(batch, draws_on_ranks))
             outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
             pass_s = self._clock() - began
             outputs = _without_samples(outputs, batch, drafts)
@@ -133,7 +136,7 @@ class Engine:
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         between = None if self._ended is None else started - self._ended
         self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between, verified - pass_s))
-        num_rows = sum(len(scheduled.slots) for scheduled in batch)
+        num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted)
 
@@ -221,14 +224,15 @@ class Engine:
         running = self._scheduler.running
         ready = self._draft_manager.ready(running)
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
-        num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
+        num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
         speed = self._budget.tokens_per_s
         budgets = {s.request.id: self._scheduler.tree_budget(s, *sizes.get(s.request.id, NO_TREE), speed) for s in ready}
         self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
-        wanting = {s.request.id: s.tokens for s in ready if budgets[s.request.id].wants_tree}
-        biases = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ready if s.request.id in wanting}
-        self._draft_manager.request(ready, budgets, self._grammars.root_masks(wanting), biases)
+        wanting = [s for s in ready if budgets[s.request.id].wants_tree]
+        biases = {s.request.id: found for s in wanting if (found := self._rules.known_biases(s.request, s.tokens))}
+        followed = {s.request.id: s.tokens for s in wanting} if self._grammars.outputs else {}
+        self._draft_manager.request(ready, budgets, self._grammars.root_masks(followed), biases)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
         """The replies without the nodes that cost more than they yield.
@@ -238,12 +242,13 @@ class Engine:
         """
         if self._draft_manager.needs_samples:
             return drafts
-        with_trees = {i: reply.tree for i, reply in enumerate(drafts) if reply.tree and not reply.tree.sampled}
-        num_decoding = sum(not sequence.prefilling for sequence in self._scheduler.running)
+        found = [(i, reply.tree) for i, reply in enumerate(drafts) if reply.tree is not None]
+        with_trees = {i: tree for i, tree in found if tree.sampled is None}
+        num_decoding = sum([not sequence.prefilling for sequence in self._scheduler.running])
         pruned = self._budget.prune(list(with_trees.values()), max(num_decoding - len(with_trees), 0))
         for i, tree in zip(with_trees, pruned, strict=True):
             if tree is not with_trees[i]:
-                drafts[i] = replace(drafts[i], tree=tree, is_edited=True)
+                drafts[i] = drafts[i]._replace(tree=tree, is_edited=True)
         return drafts
 
     def _release(self, chunks: Seq[Chunk]) -> None:
@@ -266,4 +271,4 @@ def _without_samples(
     if not edited:
         return list(outputs)
     ids = [scheduled.sequence.request.id for scheduled in batch]
-    return [replace(output, samples=()) if id_ in edited else output for id_, output in zip(ids, outputs, strict=True)]
+    return [output._replace(samples=()) if id_ in edited else output for id_, output in zip(ids, outputs, strict=True)]

@@ -88,7 +88,7 @@ class GrammarManager:
             request_id = reply.sequence.request.id
             if request_id in trees:
                 tree = found.get(request_id) or DraftTree.root_only(reply.sequence.tokens[-1])
-                reply = replace(reply, tree=tree, is_edited=tree is not reply.tree)
+                reply = reply._replace(tree=tree, is_edited=tree is not reply.tree)
             pruned.append(reply)
         return pruned
 

@@ -18,13 +18,14 @@ from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.emulation import EmulatedBackend
 from eyas.models.fused import MAX_KERNEL_ROWS, is_batch_invariant
 from eyas.models.heads.layers import FeatureFuser
-from eyas.models.inputs import Segment, pack
+from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.models.workers import TargetWorkers
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import upload
+from eyas.tree import pack_trees
 
 
 class ModelRunner:
@@ -112,7 +113,7 @@ class BatchInvariantRunner(ModelRunner):
     def _run_block(self, block: Segment) -> Tensor:
         """Logits of the block's wanted rows; either all rows go through the output head or none."""
         count = len(block.tokens) if len(block.logits_indices) else 0
-        whole = replace(block, logits_indices=np.arange(count))
+        whole = block._replace(logits_indices=np.arange(count))
         packed = replace(pack([whole], self.target.device), attend=batch_invariant_attend)
         out = self.target.forward(packed, self.kv_cache)
         self._store_features(packed.slots, out)
@@ -144,4 +145,21 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
         visible=tree.ancestor_mask() if tree is not None else None,
         logits_indices=np.arange(num_rows - num_logits, num_rows),
         noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) else None,
+    )
+
+
+def tree_segments(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -> TreeSegments:
+    """`segment_of` of sequences that all have trees. Their rows are laid out at once, and no segment is made before somebody
+    reads it."""
+    trees = [scheduled.tree for scheduled in batch if scheduled.tree is not None]
+    assert len(trees) == len(batch) > 0, "not for prompts"
+    packed, counts = pack_trees(trees), np.array([len(tree.tokens) for tree in trees])
+    drawn = [draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) for scheduled in batch]
+    return TreeSegments(
+        packed,
+        counts,
+        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], counts),
+        slots=np.concatenate([scheduled.slots for scheduled in batch]),
+        prefixes=[scheduled.sequence.slots[: scheduled.sequence.computed] for scheduled in batch],
+        noise_keys=[s.sequence.request.noise_key if yes else None for s, yes in zip(batch, drawn, strict=True)],
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
+from eyas.draft_protocol import TreeBudget, changed
 from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
@@ -35,6 +35,7 @@ PROMPT_COST, OUTPUT_COST = 1, 2
 _NUM_ADMISSIONS = 32
 
 _key = attrgetter("key")
+_CHUNK = Chunk("")
 
 
 class WaitingQueue:
@@ -214,12 +215,13 @@ class Scheduler:
         self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | {
             sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None
         }
-        self._step_slots = self.cache.take(sum(num_rows for _, num_rows, _ in allocations))
-        ends = itertools.accumulate(num_rows for _, num_rows, _ in allocations)
-        return tuple(
-            ScheduledSequence(sequence, self._step_slots[end - num_rows : end], sequence.computed, tree)
+        ends = list(itertools.accumulate([num_rows for _, num_rows, _ in allocations]))
+        slots = self._step_slots = self.cache.take(sum(ends[-1:]))
+        scheduled = [
+            ScheduledSequence(sequence, slots[end - num_rows : end], sequence.computed, tree)
             for (sequence, num_rows, tree), end in zip(allocations, ends, strict=True)
-        )
+        ]
+        return tuple(scheduled)
 
     def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
@@ -239,14 +241,15 @@ class Scheduler:
         return chunks
 
     def tree_budget(
-        self, sequence: Sequence, nodes: int = sys.maxsize, depth: int = sys.maxsize, tokens_per_s: float = 0.0
+        self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
     ) -> TreeBudget:
         """The largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a prompt.
 
-        tokens_per_s: see TreeBudget.
+        nodes: at most `max_tree_nodes`; 0 stands for these. tokens_per_s: see TreeBudget.
         """
         depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1, depth)
-        most = min(nodes, self.max_tree_nodes, sequence.request.num_draft_tokens or nodes)
+        nodes = nodes or self.max_tree_nodes
+        most = min(nodes, sequence.request.num_draft_tokens or nodes)
         return TreeBudget(most, depth, tokens_per_s) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     @property
@@ -347,27 +350,28 @@ class Scheduler:
         sequence, tree = scheduled.sequence, scheduled.tree
         if tree is None:
             sequence.share(self.cache, self._max_cacheable)
-        num_cached, prompt_logprobs = 0, list[TokenLogprob]()
+        of_first: dict[str, object] = {}
         if sequence.num_emitted == 0:
-            num_cached = sequence.num_cached or 0
+            sequence.end_ids = sequence.request.sampling.end_ids(self._eos_ids)
+            of_first["num_cached"] = sequence.num_cached or 0
             if sequence.request.sampling.prompt_logprobs is not None:  # the first token has none
-                prompt_logprobs = [TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs]
-        tokens, reason = cut_at_end(sequence, accepted.tokens, self._eos_ids)
+                of_first["prompt_logprobs"] = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
+        tokens, reason = cut_at_end(sequence, accepted.tokens)
         sequence.tokens.extend(tokens)
         self.waiting.served[sequence.request.tenant] += OUTPUT_COST * len(tokens)
         sequence.prefilling = False
         num_drafted = min(len(tokens), len(accepted.tokens) - 1)
         if reason is not None:
             self._drop(sequence)
-        return Chunk(
-            sequence.request.id,
-            tokens,
+        return changed(
+            _CHUNK,
+            request_id=sequence.request.id,
+            token_ids=tokens,
             is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
-            verify_step=_verify_step(sequence.request, tree, accepted, num_drafted) if tree else None,
+            verify_step=None if tree is None else _verify_step(sequence.request, tree, accepted, num_drafted),
             finish_reason=reason,
             logprobs=logprobs[: len(tokens)],
-            prompt_logprobs=tuple(prompt_logprobs),
-            num_cached=num_cached,
+            **of_first,
         )
 
     def _drop(self, sequence: Sequence, keeps: bool = True) -> None:
@@ -390,7 +394,7 @@ def _verify_step(request: Request, tree: DraftTree, accepted: Accepted, num_acce
     if request.return_verify_steps:
         path = accepted.path[1 : 1 + num_accepted]
         details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
-    return VerifyStep(tree.num_drafted, tree.depth, num_accepted, tree.grown_ahead, details)
+    return VerifyStep(len(tree.tokens) - 1, max(tree.depths), num_accepted, tree.grown_ahead, details)
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:
@@ -479,14 +483,12 @@ def allocate_rows(
     return allocations
 
 
-def cut_at_end(
-    sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]
-) -> tuple[tuple[int, ...], FinishReason | None]:
+def cut_at_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
     """The tokens up to the first stop token, that one included, or up to the sequence's length limit; and why the sequence
     ends with them, None if it goes on."""
-    end_ids = sequence.request.sampling.end_ids(eos_ids)
-    tokens = tokens[: sequence.num_remaining]
-    for index, token in enumerate(tokens):
-        if token in end_ids:
-            return tokens[: index + 1], "stop"
-    return tokens, "length" if len(tokens) == sequence.num_remaining else None
+    num_remaining = sequence.num_remaining
+    tokens = tokens[:num_remaining]
+    if not sequence.end_ids.isdisjoint(tokens):
+        index = next(index for index, token in enumerate(tokens) if token in sequence.end_ids)
+        return tokens[: index + 1], "stop"
+    return tokens, "length" if len(tokens) == num_remaining else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Sequence:
     key: place among the tenant's requests; it changes only when the request is admitted before more urgent ones.
     tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
     slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
+    end_ids: tokens that end its output, known once it has some.
     prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
     prefilling: whether more than the last token lacks KV.
     cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
@@ -44,6 +46,7 @@ class Sequence:
     key: QueueKey
     tokens: list[int]
     slots: Slots
+    end_ids: frozenset[int] = frozenset()
     computed: int = 0
     prefix: CachedPrefix | None = None
     prefilling: bool = True
@@ -121,8 +124,7 @@ class ScheduledSequence:
         return LogitRows(sequence.request, sequence.tokens, tree, positions, prompt_tokens)
 
 
-@dataclass(frozen=True)
-class DraftReply:
+class DraftReply(NamedTuple):
     """What became of a sequence's draft request. tree: None without a usable answer.
 
     drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on. is_edited: whether the

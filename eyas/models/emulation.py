@@ -23,7 +23,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config.device_costs import DeviceCosts, PassKind
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
-from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, Segment, prefixes_of
 from eyas.models.target import TargetOutput
 
 T = TypeVar("T")
@@ -217,7 +217,7 @@ class EmulatedBackend:
         self._context = 0
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        self._context = sum(len(segment.prefix) for segment in segments)
+        self._context = sum(map(len, prefixes_of(segments)))
         return self.backend.pack(segments)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
+from eyas.tree import PackedTrees
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows of one sequence in a forward pass.
 
     tokens, positions, slots: token id, absolute position and KV slot of each row, [n].
@@ -50,6 +50,82 @@ class Segment:
             logits_indices=self.logits_indices[inside] - start,
             noise_key=self.noise_key,
         )
+
+
+class SegmentRows(NamedTuple):
+    """What all segments of a pass hold, one segment after the other.
+
+    tokens, positions, slots: of the rows, [R]. logits_indices: packed rows whose logits are computed. counts: rows of each
+    segment, [B].
+    """
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    logits_indices: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> SegmentRows:
+        """The rows of at least one segment."""
+        if isinstance(segments, TreeSegments):
+            return segments.rows
+        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
+        tokens, positions, slots = (
+            np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")
+        )
+        wanted = np.concatenate([s.logits_indices for s in segments])
+        starts = np.repeat(counts.cumsum() - counts, [len(s.logits_indices) for s in segments])
+        return cls(tokens, positions, slots, wanted + starts, counts)
+
+
+class TreeSegments(Sequence[Segment]):
+    """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
+
+    rows: of all segments. prefixes: of each. words: see PackedTrees.
+    """
+
+    def __init__(
+        self,
+        trees: PackedTrees,
+        counts: Ints,
+        positions: Ints,
+        slots: Ints,
+        prefixes: Sequence[Ints],
+        noise_keys: Sequence[NoiseKey | None],
+    ) -> None:
+        """counts: rows of each tree, [B]. positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
+        self.rows = SegmentRows(trees.tokens, positions, slots, np.arange(len(slots)), counts)
+        self.prefixes = prefixes
+        self.words = trees.words
+        self._trees, self._noise_keys = trees, noise_keys
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        return self._segments[index]
+
+    @cached_property
+    def _segments(self) -> list[Segment]:
+        (tokens, positions, slots, rows, counts), visible, segments = self.rows, self._trees.visible, list[Segment]()
+        ends = np.cumsum(counts).tolist()
+        for start, end, prefix, key in zip([0, *ends[:-1]], ends, self.prefixes, self._noise_keys, strict=True):
+            own, count = slice(start, end), end - start
+            wanted = rows[:count]
+            segments.append(Segment(tokens[own], positions[own], slots[own], prefix, visible[own, :count], wanted, key))
+        return segments
+
+
+def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
+    """The prefix of each segment."""
+    return segments.prefixes if isinstance(segments, TreeSegments) else [segment.prefix for segment in segments]
 
 
 @dataclass

@@ -6,7 +6,6 @@ Legend: R rows, H query heads, J key-value heads, D head width, S slots, K keys,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,8 +128,7 @@ def _filled(segment: Segment, rows: int, scratch: int) -> Segment:
     more = (0, rows - count)
     visible = np.eye(rows, dtype=np.bool_)
     visible[:count, :count] = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-    return replace(
-        segment,
+    return segment._replace(
         tokens=np.pad(segment.tokens, more, constant_values=segment.tokens[0]),
         positions=np.pad(segment.positions, more, constant_values=segment.positions[0]),
         slots=np.pad(segment.slots, more, constant_values=scratch),

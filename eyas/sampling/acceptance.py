@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class LogitRows:
+class LogitRows(NamedTuple):
     """The rows of one request in a step's logits: those that `prompt_logprobs` asks for, then one for each node of the tree.
 
     tokens: committed tokens, prompt and output so far.
@@ -64,16 +63,14 @@ class StepOutput:
     is_drawn: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """path: nodes whose KV stays, the root first. tokens: the accepted drafted tokens, then the bonus token."""
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class VerifyOutput:
+class VerifyOutput(NamedTuple):
     """What a step gives one request.
 
     accepted: None inside a prompt. samples: the target's sample at every node of the tree. logprobs: of each accepted
@@ -91,10 +88,10 @@ class VerifyOutput:
 
 def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:
     """Apply the rule `match`. sampled[i]: the target's sample at node i."""
-    path = [0]
-    while (child := tree.child(path[-1], sampled[path[-1]])) is not None:
-        path.append(child)
-    return Accepted(tuple(path), tuple(sampled[node] for node in path))
+    guesses, node, path = tree.guesses, 0, [0]
+    while (child := guesses.get((node, sampled[node]))) is not None:
+        path.append(node := child)
+    return Accepted(tuple(path), tuple([sampled[node] for node in path]))
 
 
 def walk(tree: DraftTree, passed: Sequence[bool], drawn: Sequence[int]) -> Accepted:

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.request import NoiseKey
-from eyas.sampling.noise import row_keys
-from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, has_filters
+from eyas.sampling.noise import row_keys, signed
+from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
 from eyas.tensors import Ints, upload
 
 BLOCK = 2048
@@ -48,7 +48,8 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     Temperature 0 takes the likeliest token, above it argmin noise / probs as `exponential_race`. Two launches.
     """
     rows, vocab_size = logits.shape
-    blocks, is_filtered = triton.cdiv(vocab_size, BLOCK), any(has_filters(draw.key) for draw in draws)
+    draws = Draws.of(draws)
+    blocks, is_filtered = triton.cdiv(vocab_size, BLOCK), any(map(has_filters, draws.keys))
     words, listed = upload(_words(draws), logits.device), LISTED if is_filtered else 0
     found = torch.empty((6 if listed else 3, rows, blocks), dtype=torch.int32, device=logits.device)
     lists = torch.empty((rows, blocks, listed), dtype=torch.int64, device=logits.device)
@@ -104,11 +105,14 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
 
 def _words(draws: Sequence[Draw]) -> Ints:
     """What the rows' draws depend on, int64 [5, N]: keys of the noise, temperatures, top-k, top-p, min-p; reals as bits."""
-    keys = [draw.key for draw in draws]
-    reals = np.array([(key.temperature, key.top_p, key.min_p) for key in keys], dtype=np.float64).reshape(-1, 3).T
-    temperature, top_p, min_p = np.ascontiguousarray(reals).view(np.int64)
-    noise = row_keys([key.seed for key in keys], [draw.position for draw in draws])
-    return np.stack([noise, temperature, np.array([key.top_k for key in keys], dtype=np.int64), top_p, min_p])
+    draws = Draws.of(draws)
+    keys = draws.keys
+    words = np.empty((5, len(draws)), dtype=np.int64)
+    words[0] = row_keys(draws.by_row([signed(key.seed) for key in keys], np.int64), draws.positions)
+    words[2] = draws.by_row([key.top_k for key in keys], np.int64)
+    for word, name in ((1, "temperature"), (3, "top_p"), (4, "min_p")):
+        words[word].view(np.float64)[:] = draws.by_row([getattr(key, name) for key in keys], np.float64)
+    return words
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,9 @@ def compute_logprobs(batch: Seq[LogitRows], logits: Tensor, samples: Tensor, ver
     prompt tokens, then L rows for each request that asked for its output.
     """
     device = logits.device
+    asking = [rows for rows in batch if rows.prompt_tokens or rows.request.sampling.logprobs is not None]
+    if not asking:
+        return torch.zeros(0, 1, dtype=torch.float64, device=device)
     wanted = [upload(_prompt_rows(rows, start), device) for rows, start in _with_starts(batch) if rows.prompt_tokens]
     if any(map(_reports_output, batch)):
         wanted.append(_path_rows(batch, samples, verdicts))
@@ -76,7 +79,8 @@ def read_logprobs(
 
 def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
     """The rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
-    if not any(rows.prompt_tokens for rows in batch):
+    asking = [rows for rows in batch if rows.prompt_tokens]
+    if not asking:
         return logits
     firsts = [(rows, start + len(rows.prompt_tokens)) for rows, start in _with_starts(batch)]
     wanted = [row for rows, first in firsts for row in range(first, first + len(rows.positions))]

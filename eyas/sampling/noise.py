@@ -43,10 +43,10 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
     return _uniform(_bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices))
 
 
-def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> Ints:
-    """What the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]."""
-    z = np.array([signed(seed) for seed in seeds], dtype=np.int64).view(np.uint64) + np.uint64(GOLDEN % 2**64)
-    z = _mixed(_mixed(z) + np.array(positions, dtype=np.int64).view(np.uint64) * np.uint64(GOLDEN % 2**64))
+def row_keys(seeds: Ints, positions: Ints) -> Ints:
+    """What the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]. seeds: `signed`."""
+    z = seeds.view(np.uint64) + np.uint64(GOLDEN % 2**64)
+    z = _mixed(_mixed(z) + positions.view(np.uint64) * np.uint64(GOLDEN % 2**64))
     return z.view(np.int64)
 
 

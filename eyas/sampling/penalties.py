@@ -37,7 +37,7 @@ class LogitRules:
     def __init__(self, eos_ids: frozenset[int]) -> None:
         """eos_ids: the model's end-of-sequence tokens."""
         self._eos_ids = eos_ids
-        self._rules: dict[str, _RequestRules] = {}
+        self._rules: dict[str, _RequestRules | None] = {}  # None for requests that ask for nothing
 
     def applied(self, logits: Tensor, batch: Seq[LogitRows], masks: TokenMasks | None = None) -> Tensor:
         """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are.
@@ -84,11 +84,12 @@ class LogitRules:
         start = 0
         for rows in batch:
             request = rows.request
-            if rows.tree is not None and has_rules(request.sampling):
-                if request.id not in self._rules:
-                    self._rules[request.id] = self._prepared(request, logits)
+            if request.id not in self._rules:
+                self._rules[request.id] = self._prepared(request, logits) if has_rules(request.sampling) else None
+            rules = self._rules[request.id]
+            if rows.tree is not None and rules is not None:
                 must_end, positions = masks.must_end(request.id) if masks else None, np.array(rows.positions)
-                yield _Part(request, rows.tokens, rows.tree, positions, self._rules[request.id], start, must_end)
+                yield _Part(request, rows.tokens, rows.tree, positions, rules, start, must_end)
             start += len(rows.positions)
 
     def _prepared(self, request: Request, logits: Tensor) -> _RequestRules:

@@ -6,17 +6,17 @@ Legend: N rows, V vocabulary, k candidates. Softmax and comparisons are float32;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise, signed
-from eyas.tensors import runs_compiled, upload
+from eyas.tensors import Ints, runs_compiled, upload
 
 MIN_TEMPERATURE = 1e-6
 # Scores of a row up to which sorting is faster than torch.topk over packed integers.
@@ -29,12 +29,46 @@ MAX_BELOW = 80.0
 MASS_BITS = 40
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What a row's draw depends on: the request's noise key and the absolute position of the token."""
 
     key: NoiseKey
     position: int
+
+
+class Draws(Sequence[Draw]):
+    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys."""
+
+    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int], positions: Ints) -> None:
+        """keys: of each run of rows, [K]. counts: its rows, [K]. positions: of all rows, [N]."""
+        self.keys, self.positions = keys, positions
+        self._owners = np.repeat(np.arange(len(keys)), counts)
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> Draws:
+        """The same draws."""
+        if isinstance(draws, Draws):
+            return draws
+        return cls([key for key, _ in draws], [1] * len(draws), np.array([at for _, at in draws], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, row: int) -> Draw: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Draws: ...
+
+    def __getitem__(self, row: int | slice) -> Draw | Draws:
+        if isinstance(row, slice):
+            owners = self._owners[row].tolist()
+            return Draws([self.keys[owner] for owner in owners], [1] * len(owners), self.positions[row])
+        return Draw(self.keys[self._owners[row]], int(self.positions[row]))
+
+    def by_row(self, values: Sequence[float], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """The value of each row's key [N], from one for each of `keys` [K]."""
+        return np.array(values, dtype)[self._owners]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -79,12 +113,12 @@ def is_readable(values: Tensor) -> bool:
 def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     from eyas.sampling.cpu_kernels import draw_rows
 
-    keys = [draw.key for draw in draws]
-    seeds, positions = np.array([(signed(draw.key.seed), draw.position) for draw in draws], np.int64).T.copy()
-    heats = np.array([max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys], np.float32)
-    tokens = torch.empty(len(draws), dtype=torch.int64)
-    draw_rows(logits.contiguous().numpy(), seeds, positions, heats, tokens.numpy())
-    filtered = [row for row, key in enumerate(keys) if has_filters(key)]
+    draws = Draws.of(draws)
+    keys, tokens = draws.keys, torch.empty(len(draws), dtype=torch.int64)
+    seeds = draws.by_row([signed(key.seed) for key in keys], np.int64)
+    heats = [max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys]
+    draw_rows(logits.contiguous().numpy(), seeds, draws.positions, draws.by_row(heats, np.float32), tokens.numpy())
+    filtered = np.flatnonzero(draws.by_row(list(map(has_filters, keys)), np.bool_)).tolist()
     if filtered:
         rows, drawn = torch.tensor(filtered), [draws[row] for row in filtered]
         tokens[rows] = draw_tokens(target_probs(logits[rows], drawn), drawn)

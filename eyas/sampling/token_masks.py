@@ -62,7 +62,7 @@ class TokenMasks:
         rows, masks, start = list[int](), list[TokenBits](), 0
         for request_rows in batch:
             start += len(request_rows.prompt_tokens)
-            tree = self.trees.get(request_rows.request.id) if request_rows.tree else None
+            tree = None if request_rows.tree is None else self.trees.get(request_rows.request.id)
             for node, mask in enumerate(tree.nodes if tree else ()):
                 if mask is not None:
                     rows.append(start + node)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, VerifyOutput, accept
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.penalties import LogitRules, has_rules
 from eyas.sampling.rejection import rejection_sample
-from eyas.sampling.sampler import Draw, has_filters, sample
+from eyas.sampling.sampler import Draw, Draws, has_filters, sample
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 
@@ -61,14 +64,16 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
 
 
 def _verify_tokens(batch: Sequence[LogitRows], tokens: Sequence[int], vocab_size: int) -> list[VerifyOutput]:
-    """The outputs of requests whose tokens are drawn, by the rule `match`."""
+    """The outputs of requests that ask for nothing but the tokens that are drawn, by the rule `match`."""
     outputs, end = [], 0
     for rows in batch:
         start, end = end, end + len(rows.positions)
-        accepted = accept(rows.tree, tokens[start:end]) if rows.tree else None
-        is_unusable = accepted is not None and accepted.tokens[-1] >= vocab_size
-        samples = () if is_unusable else tuple(tokens[start:end])
-        outputs.append(VerifyOutput(accepted, samples, error=UNUSABLE_LOGITS if is_unusable else ""))
+        samples = tuple(tokens[start:end])
+        accepted = None if rows.tree is None else accept(rows.tree, samples)
+        if accepted is not None and accepted.tokens[-1] >= vocab_size:  # stands for logits that are NaN
+            outputs.append(VerifyOutput(accepted, error=UNUSABLE_LOGITS))
+        else:
+            outputs.append(VerifyOutput(accepted, samples))
     return outputs
 
 
@@ -83,18 +88,41 @@ def _verify_logits(
     """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
     ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
-    draws = [Draw(rows.request.noise_key, position) for rows in batch for position in rows.positions]
+    draws = _draws(batch)
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(batch, ruled, draws)
     others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
     meanwhile()
     for rows in batch:
-        if rows.tree:
-            rows.tree.families  # noqa: B018  the walk down the tree reads them
+        if rows.tree is not None:
+            rows.tree.guesses  # noqa: B018  the walk down the tree reads them
     on_host = download(tokens, verdicts.cells, logprobs, others)
-    samples: list[int] = on_host[0].astype(int).tolist()
+    samples, drawn_elsewhere = on_host[0].astype(int).tolist(), on_host[3].astype(int).tolist()
+    if not (masks.trees or masks.errors or verdicts.trees or len(on_host[2])):
+        return _verify_tokens(batch, samples, logits.shape[1]), drawn_elsewhere
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
+    return _verify_whole(batch, logits, masks, samples, rejected, on_host[2]), drawn_elsewhere
 
+
+def _draws(batch: Sequence[LogitRows]) -> Draws:
+    positions = [rows.positions for rows in batch]
+    at = np.array(list(chain.from_iterable(positions)), dtype=np.int64)
+    return Draws([rows.request.noise_key for rows in batch], list(map(len, positions)), at)
+
+
+def _verify_whole(
+    batch: Sequence[LogitRows],
+    logits: Tensor,
+    masks: TokenMasks,
+    samples: Sequence[int],
+    rejected: Mapping[int, Accepted],
+    logprobs: npt.NDArray[np.float64],
+) -> list[VerifyOutput]:
+    """The outputs of requests that may have masks, trees of the rule `rejection`, or log-probabilities.
+
+    samples: of all drawn rows. rejected: outcomes of that rule, by the drawn row of the root. logprobs: of
+    `compute_logprobs`.
+    """
     accepted: list[Accepted | None] = []
     sampled: list[tuple[int, ...]] = []
     row = 0
@@ -105,7 +133,7 @@ def _verify_logits(
         else:
             accepted.append(None)
         row += len(rows.positions)
-    reported = read_logprobs(batch, accepted, on_host[2])
+    reported = read_logprobs(batch, accepted, logprobs)
     outputs, start = [], 0
     for rows, of_request, own, (prompt, output) in zip(batch, accepted, sampled, reported, strict=True):
         end = start + len(rows.prompt_tokens) + len(rows.positions)
@@ -118,4 +146,4 @@ def _verify_logits(
         else:
             outputs.append(VerifyOutput(of_request, own, output, prompt))
         start = end
-    return outputs, on_host[3].astype(int).tolist()
+    return outputs

@@ -1,6 +1,7 @@
 """A step waits for the device once, whatever its requests ask for. Paths found on the device equal those of the host."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
-from eyas.drafters.base import DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import Tiling
@@ -23,9 +24,10 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.request import Request
 from eyas.sampling import verify
-from eyas.sampling.acceptance import accept
+from eyas.sampling.acceptance import LogitRows, accept
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.rejection import SiblingVerdicts
+from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
@@ -35,6 +37,8 @@ from tests.launches import FREE
 from tests.strategies import trees
 
 GREEDY = replace(PARAMS, temperature=0.0)
+# Calls of Python functions that each sequence may add to a step.
+MAX_CALLS = 45
 ASKED = (
     PARAMS,
     GREEDY,
@@ -64,6 +68,18 @@ def test_a_step_waits_for_the_device_once(name: str, rule: AcceptanceRule, tiny_
     noted = run(make_engine(drafter, tiny_target, tiny_head, rule))
     assert len(noted) > 10
     assert all(names == ["cpu"] for names in noted)
+
+
+class ChainDrafter(LocalDrafter):
+    """Trees that are chains of wrong guesses."""
+
+    needs = DrafterNeeds(features=True)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [DraftTree.chain((context.tokens[-1], *[2] * context.budget.max_depth)) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
 
 
 class Operations(TorchDispatchMode):
@@ -137,6 +153,49 @@ def test_little_stands_between_results_and_the_next_pass(
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
+def calls_of_a_step(engine: Engine, num_requests: int) -> int:
+    """The most calls of Python functions of a step in which all decode, without drafter and pass."""
+    counts, is_paused = [0], [False]
+
+    def count(frame: object, event: str, arg: object) -> None:
+        counts[-1] += event == "call" and not is_paused[0]
+
+    def unnoted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            is_paused[0] = True
+            result = work(*args)
+            is_paused[0] = False
+            return result
+
+        return run
+
+    drafter: Any = engine._draft_manager._drafter
+    drafter.propose, engine._runner.backend.forward = (  # type: ignore[method-assign]
+        unnoted(work) for work in (drafter.propose, engine._runner.backend.forward)
+    )
+    for i in range(num_requests):
+        engine.submit(Request(f"{i}", tuple(range(3, 10)), replace(GREEDY, seed=i, max_tokens=100)))
+    for _ in range(12):
+        counts.append(0)
+        sys.setprofile(count)
+        try:
+            engine.step()
+        finally:
+            sys.setprofile(None)
+    return max(counts[4:])
+
+
+def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -> None:
+    """The host's work grows with the calls that each sequence needs in each step."""
+    calls = []
+    for num_requests in (4, 12):
+        drafter = ChainDrafter()
+        engine = make_engine(drafter, tiny_target, tiny_head, "match")
+        engine._runner.backend = PackedForKernels(engine.target, [])
+        calls.append(calls_of_a_step(engine, num_requests))
+    assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
     drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()
@@ -163,6 +222,17 @@ def on_host(
     rows, emitted = download(*accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), verdicts))
     own = rows.astype(int) - np.array(starts)[:, None]
     return own.tolist(), emitted.astype(int).tolist()
+
+
+@given(st.lists(trees(vocab_size=4), min_size=1, max_size=4), st.data())
+def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data: st.DataObject) -> None:
+    """Token 4 stands for logits that are NaN, which end a request only on its path."""
+    total = sum(map(len, found))
+    tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
+    batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree)) for i, tree in enumerate(found)]
+    batch.insert(1, LogitRows(Request("prompt", (3, 4)), (3, 4), None, ()))
+    whole = verify._verify_whole(batch, torch.zeros(total, 4), TokenMasks(), tokens, {}, np.zeros((0, 1)))
+    assert verify._verify_tokens(batch, tokens, 4) == whole
 
 
 @settings(max_examples=40)

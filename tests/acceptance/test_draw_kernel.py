@@ -11,7 +11,7 @@ import torch
 
 from eyas.request import NoiseKey
 from eyas.sampling import sampler
-from eyas.sampling.noise import exponential_noise, row_keys
+from eyas.sampling.noise import exponential_noise, row_keys, signed
 from eyas.sampling.sampler import Draw, rank, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -145,9 +145,9 @@ def test_the_host_hashes_rows_as_the_device_does() -> None:
     """A token's noise is hashed from the row's key; the first 52 bits decide."""
     seeds, positions = [0, 1, 2**63, 2**64 - 1], [0, 2**62, 5, 2**63 - 1]
     with np.errstate(over="ignore"):
-        z = row_keys(seeds, positions).view(np.uint64)[:, None] + np.arange(1, 9, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        z = row_keys(np.array([signed(seed) for seed in seeds]), np.array(positions)).view(np.uint64)[:, None] + np.arange(
+            1, 9, dtype=np.uint64
+        ) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))

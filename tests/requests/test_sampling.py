@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from eyas.request import NoiseKey, SamplingParams
 from eyas.sampling.noise import exponential_noise
-from eyas.sampling.sampler import Draw, Filters, filtered_probs, rank, sample, target_probs
+from eyas.sampling.sampler import Draw, Draws, Filters, filtered_probs, rank, sample, target_probs
 from eyas.validation import MAX_SEED
 from tests import reference
 from tests.device_syncs import Waits
@@ -66,6 +67,15 @@ def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
     draws = [Draw(NoiseKey(1), 5), Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3), 9), Draw(NoiseKey(2, 1.3, 4, 0.8), 6)]
     alone = torch.cat([sample(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)])
     assert torch.equal(sample(logits, draws), alone)
+
+
+def test_draws_of_runs_of_rows_are_those_of_each_row() -> None:
+    keys, counts = [NoiseKey(2**64 - 1, 0.8), NoiseKey(3), NoiseKey(4, 1.3, 4, 0.8)], [3, 2, 2]
+    draws, owners = Draws(keys, counts, np.array([9, 10, 10, 4, 5, 70, 71])), [0, 0, 0, 1, 1, 2, 2]
+    assert list(draws) == [Draw(keys[i], at) for i, at in zip(owners, draws.positions.tolist(), strict=True)]
+    assert list(draws[2:4]) == list(draws)[2:4]
+    logits = torch.randn(7, 32, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(sample(logits, draws), sample(logits, list(draws)))
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:

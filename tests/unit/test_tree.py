@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
 from eyas.sampling.acceptance import accept
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, pack_trees
 from tests.strategies import trees
 
 
@@ -25,6 +25,17 @@ def test_ancestor_mask_rows_are_the_paths_to_the_root(tree: DraftTree) -> None:
 
 def test_the_mask_of_a_long_chain_is_causal() -> None:
     assert (DraftTree.chain(range(150)).ancestor_mask() == np.tri(150, dtype=np.bool_)).all()
+
+
+@given(st.lists(trees(max_nodes=80), min_size=1, max_size=4))
+def test_packed_trees_see_what_each_tree_sees(found: list[DraftTree]) -> None:
+    packed, end = pack_trees(found), 0
+    for tree in found:
+        start, end = end, end + len(tree)
+        assert tuple(packed.tokens[start:end]) == tree.tokens
+        assert tuple(packed.depths[start:end]) == tree.depths
+        assert (packed.visible[start:end, : len(tree)] == tree.ancestor_mask()).all()
+        assert not packed.visible[start:end, len(tree) :].any()
 
 
 @given(trees())

@@ -22,6 +22,7 @@ from eyas.models.cuda.metadata import (
     bucket_shape,
     build_words,
     count_logits,
+    count_rows,
     has_room,
     max_words,
     pack_with_metadata,
@@ -95,7 +96,7 @@ class GraphBackend:
         """Segments padded to a bucket if one holds them, and if they share no long prefix."""
         if shared_runs(segments, self._launched.tiling):
             return self._launched.pack(segments)
-        rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), count_logits(segments))
+        rows = choose_bucket(self._buckets, count_rows(segments), count_logits(segments))
         if rows is None or not has_room(self._shapes[rows], segments):
             return self._launched.pack(segments)
         return pack_with_metadata(segments, self._shapes[rows], self._launched.scratch, self._launched.target.device)

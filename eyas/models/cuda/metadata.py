@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, Segment
+from eyas.models.inputs import (
+    AttentionMetadata,
+    MetadataShape,
+    PackedInputs,
+    Segment,
+    SegmentRows,
+    TreeSegments,
+    prefixes_of,
+)
 from eyas.tensors import Bools, Ints, upload
 
 Words = npt.NDArray[np.int32]
@@ -40,6 +49,8 @@ Words = npt.NDArray[np.int32]
 TILE_WORDS = 10
 FIXED_TILE_WORDS = 12
 FOLLOWS = -1
+_NONE = np.zeros(0, dtype=np.int64)
+NO_ROWS = SegmentRows(_NONE, _NONE, _NONE, _NONE, _NONE)
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
 # Keys from which on a tile is cut into more parts than filling the device takes: others would wait for one long prefix.
@@ -92,7 +103,7 @@ class Tiling:
 
 def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
     """The shape of segments without padding. runs: those of `shared_runs`."""
-    counts = [len(s.tokens) for s in segments]
+    counts = segments.rows.counts.tolist() if isinstance(segments, TreeSegments) else [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     if tiling.fixed_part:
         needs = count_parts(segments, tile_rows, tiling.fixed_part)
@@ -101,7 +112,7 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[Shar
         )
     tile_rows = tiling.most_rows if runs else tile_rows
     shared = sum(-(-run.rows // tile_rows) for run in runs)
-    tiles = sum(-(-count // tile_rows) for count in counts) + shared
+    tiles = sum([-(-count // tile_rows) for count in counts]) + shared
     return replace(tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows), shared_tiles=shared)
 
 
@@ -119,8 +130,10 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
     nothing for parts at fixed positions."""
     if tiling.fixed_part:
         return []
+    prefixes = prefixes_of(segments)
+    if not any(starmap(_num_common, pairwise(prefixes))):
+        return []
     runs, first, spared = list[SharedRun](), 0, 0
-    prefixes = [segment.prefix for segment in segments]
     for end in range(1, len(segments) + 1):
         if end < len(segments) and _num_common(prefixes[first], prefixes[end]) > 0:
             continue
@@ -192,7 +205,12 @@ def max_words(shape: MetadataShape) -> int:
 
 def count_logits(segments: Sequence[Segment]) -> int:
     """Rows whose logits are asked for."""
-    return sum(len(s.logits_indices) for s in segments)
+    return count_rows(segments) if isinstance(segments, TreeSegments) else sum(len(s.logits_indices) for s in segments)
+
+
+def count_rows(segments: Sequence[Segment]) -> int:
+    """Rows of all segments."""
+    return len(segments.rows.slots) if isinstance(segments, TreeSegments) else sum(len(s.tokens) for s in segments)
 
 
 def pack_with_metadata(
@@ -214,16 +232,15 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
-    counts, lengths = _sizes([s.tokens for s in segments]), _sizes([s.prefix for s in segments])
-    starts, num_rows = counts.cumsum() - counts, int(counts.sum())
+    packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
+    counts, lengths = packed.counts, _sizes(prefixes)
+    starts, num_rows = counts.cumsum() - counts, len(packed.tokens)
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, segments, shape)
     sizes = lengths + _sizes(own.seen)
     at = _num_fixed_words(shape) + sizes.cumsum() - sizes
     if segments:
-        for row, name in enumerate(("tokens", "positions", "slots")):
-            np.concatenate([getattr(s, name) for s in segments], out=rows[row, :num_rows], casting="same_kind")
-        wanted = np.concatenate([s.logits_indices for s in segments])
-        rows[3, : len(wanted)] = wanted + np.repeat(starts, [len(s.logits_indices) for s in segments])
+        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = packed.tokens, packed.positions, packed.slots
+        rows[3, : len(packed.logits_indices)] = packed.logits_indices
         words, owner = own.tiles, own.owner
         words[:, 0] += starts[owner]
         words[:, 2] = starts[owner]
@@ -236,7 +253,7 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     firsts = np.arange(num_rows, shape.rows, shape.tile_rows)  # padding, which sees nothing
     padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
     padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
-    ragged = [part for segment, seen in zip(segments, own.seen, strict=True) for part in (segment.prefix, seen)]
+    ragged = [part for both in zip(prefixes, own.seen, strict=True) for part in both]
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 
@@ -286,12 +303,19 @@ def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape
 
 def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> list[Words]:
     """The mask of each segment, one bit for each pair of rows; each row begins a word. All become words at once."""
+    if isinstance(segments, TreeSegments):
+        words = segments.words.view("<i4")
+        if words.shape[1] > 1:
+            words = words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
+        ends, flat = (counts * strides).cumsum().tolist(), words.ravel()
+        return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     ends = (counts * strides).cumsum().tolist()
     places = list(zip([0, *ends], ends, strict=False))
     bits = np.zeros((sum(ends[-1:]), 32), dtype=np.bool_)
     for segment, (start, end), count, stride in zip(segments, places, counts.tolist(), strides.tolist(), strict=True):
         visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-        bits[start:end].reshape(count, 32 * stride)[:, : visible.shape[1]] = visible  # without columns: rows see nothing
+        own = bits[start:end] if stride == 1 else bits[start:end].reshape(count, 32 * stride)
+        own[:, : visible.shape[1]] = visible  # without columns: rows see nothing
     words = mask_words(bits).ravel()
     return [words[start:end] for start, end in places]
 

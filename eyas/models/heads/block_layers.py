@@ -7,7 +7,6 @@ vocabulary, D draft vocabulary, r rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class CompiledBackbone:
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = RowKeys.of([replace(block, visible=None) for block in blocks], len(embedded))
+            causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
         rows.start(cpu_kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)

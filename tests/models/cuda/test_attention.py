@@ -4,7 +4,6 @@ Where there is no GPU the kernel runs in triton's interpreter.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,7 +114,7 @@ def test_a_shared_prefix_is_read_for_several_segments(
     monkeypatch.setattr(metadata, "SHARED_KEYS", 20)
     monkeypatch.setattr(metadata, "SPARED_KEYS", 1)
     alone, *group, last = make_pass([(True, 3, 100), *[(True, 1 + n % 2, 95 + n) for n in range(6)], (False, 2, 3)])
-    group = [replace(s, prefix=np.concatenate([group[0].prefix[:90], s.prefix[90:]])) for s in group]
+    group = [s._replace(prefix=np.concatenate([group[0].prefix[:90], s.prefix[90:]])) for s in group]
     segments, heads = [alone, *group, last], Heads(4, 2, 16)
     tiling = Tiling(2, 2, 6, max_rows=16)
     runs = metadata.shared_runs(segments, tiling)

@@ -2,13 +2,20 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+import numpy as np
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.engine.runner import segment_of, tree_segments
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.models.cuda.graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
 from eyas.models.cuda.metadata import Tiling, bucket_shape, build_words, max_words, tight_shape
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, TreeSegments, pack
+from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
 from tests.models.cuda.random_passes import passes
+from tests.strategies import trees
 
 
 def test_buckets_are_few_and_end_with_the_most() -> None:
@@ -46,3 +53,31 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
     words = build_words(segments, bucket, scratch=0)
     assert len(words) <= max_words(bucket) + sum(len(s.prefix) for s in segments)
     assert tight_shape(segments, tiling).rows == rows
+
+
+def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
+    """A tree behind a prefix of some length, in slots of its own."""
+    prompt, slots = tuple(range(3, 5 + 7 * number)), np.arange(100 * number, 100 * (number + 1))
+    sequence = Sequence(Request(f"{number}", prompt, SamplingParams(seed=0)), QueueKey(0.0, number), list(prompt), slots)
+    sequence.computed = len(prompt) - 1
+    return ScheduledSequence(sequence, slots[::-1][: len(tree)], sequence.computed, tree)
+
+
+@settings(max_examples=50)
+@given(st.lists(trees(max_nodes=40), min_size=2, max_size=5), st.booleans())
+def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_on_ranks: bool) -> None:
+    """Each way has its own words, for masks and for parts at fixed positions, and its own inputs of a plain pass."""
+    batch = [scheduled(tree, number) for number, tree in enumerate(found)]
+    plain, ours = [segment_of(each, draws_on_ranks) for each in batch], tree_segments(batch, draws_on_ranks)
+    assert isinstance(ours, TreeSegments)
+    for tiling in (Tiling(2, 2, 16), Tiling(2, 2, 16, fixed_part=16, longest=64)):
+        shape = tight_shape(plain, tiling)
+        assert tight_shape(ours, tiling) == shape
+        assert np.array_equal(build_words(ours, shape, 0), build_words(plain, shape, 0))
+    for one, other in zip(plain, ours, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
+        assert one.noise_key == other.noise_key
+    one, other = pack(plain, torch.device("cpu")), pack(ours, torch.device("cpu"))
+    for name in ("tokens", "positions", "slots", "logits_indices"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert all(torch.equal(a.mask, b.mask) for a, b in zip(one.groups, other.groups, strict=True))

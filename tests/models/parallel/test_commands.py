@@ -28,7 +28,7 @@ def send(encoder: CommandEncoder, decoder: CommandDecoder, segments: list[Segmen
     command = decoder.decode(message)
     assert isinstance(command, list)
     for ours, theirs in zip(segments, command, strict=True):
-        for name, value in vars(ours).items():
+        for name, value in ours._asdict().items():
             np.testing.assert_array_equal(value, getattr(theirs, name))
             assert (value is None) == (getattr(theirs, name) is None)
     return len(message)
