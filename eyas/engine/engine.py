@@ -120,6 +120,7 @@ class Engine:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             began = self._clock()
+            # arrays of all trees pay from two trees on
             if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
                 output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             else:

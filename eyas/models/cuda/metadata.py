@@ -305,9 +305,8 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> lis
     """The mask of each segment, one bit for each pair of rows; each row begins a word. All become words at once."""
     if isinstance(segments, TreeSegments):
         words = segments.words.view("<i4")
-        if words.shape[1] > 1:
-            words = words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
-        ends, flat = (counts * strides).cumsum().tolist(), words.ravel()
+        flat = words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
+        ends = (counts * strides).cumsum().tolist()
         return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     ends = (counts * strides).cumsum().tolist()
     places = list(zip([0, *ends], ends, strict=False))
