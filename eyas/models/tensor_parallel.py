@@ -97,7 +97,7 @@ def load_shard(
     """A causal LM with this rank's part of the weights on `device`, and the exchanges between ranks.
 
     make_model: makes the architecture. None if parts of its weights cannot be read, because they have other names in the
-    files, other shapes, or are quantised. Raises CheckpointError as `shard_model`.
+    files, other shapes, are quantised, or some are buffers. Raises CheckpointError as `shard_model`.
     """
     found = weightless_model(make_model, files)
     if found is None:
@@ -123,7 +123,8 @@ def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple
     if LM_HEAD in names and LM_HEAD not in files and model.config.get_text_config().tie_word_embeddings:
         names[LM_HEAD] = _embedding_name(model)
     keeps_float32 = any(getattr(model, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
-    if quantisation(model.config) or keeps_float32:
+    has_buffers = bool(model.state_dict().keys() - names.keys())  # in the files, such as the scales of Gemma 4's layers
+    if quantisation(model.config) or keeps_float32 or has_buffers:
         return None
     if any(name not in files or files[name].shape != model.get_parameter(own).shape for own, name in names.items()):
         return None

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
@@ -33,11 +34,12 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target, read_model_config
-from eyas.models.tensor_parallel import Shard, load_shard, shard_model
+from eyas.models.tensor_parallel import Shard, load_shard, shard_model, weightless_model
 from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
+from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import fixed_config, write_head
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -245,6 +247,14 @@ def test_a_rank_reads_its_own_weights_only(rank: int, size: int, is_tied: bool, 
     for name, expected_buffer in whole.named_buffers():
         assert torch.equal(part.get_buffer(name), expected_buffer), name
     assert files.bytes_read <= sum(weight.nbytes for weight in own.values())
+
+
+def test_weights_that_are_buffers_are_not_left_out(tmp_path: Path) -> None:
+    """Gemma 4 stores a scale of each layer so. Parts are parameters only, so its weights are read as a whole."""
+    kind, settings = FAMILIES["gemma-4"]
+    write_model(tmp_path, config_of(kind, **settings))
+    make_model = partial(AutoModelForCausalLM.from_config, read_model_config(tmp_path))
+    assert weightless_model(make_model, WeightFiles(tmp_path, torch.float32, "cpu")) is None
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
