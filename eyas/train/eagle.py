@@ -186,11 +186,12 @@ def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, 
         behind: of each later step those that the rows see, in the rows' places.
     """
     step, width, groups = len(behind), query.shape[-1], query.shape[3]
-    marks = F.one_hot(ancestry.positions.clamp(max=step), step + 1)[:, :, None, :step].to(query.dtype)
+    padding = (0, -(width + step) % 8)  # GPU kernels with a mask that keep no scores need multiples of 8
+    marks = F.pad(F.one_hot(ancestry.positions.clamp(max=step), step + 1)[:, :, None, :step], padding).to(query.dtype)
     is_mark = (ancestry.positions < step)[..., None, None]
     marked = (torch.cat([_shift(x, step).masked_fill(is_mark, 0), marks.expand(*x.shape[:3], -1)], -1) for x in first)
     own = [torch.einsum("bljgd,bljd->bljg", query, k)[..., None].to(query.dtype) for k, _ in behind]
-    q = torch.cat([query, *own], -1).flatten(2, 3).transpose(1, 2)
+    q = F.pad(torch.cat([query, *own], -1), padding).flatten(2, 3).transpose(1, 2)
     k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in marked)
     mask = None if ancestry.mask is None else ancestry.mask.to(q.dtype)
     found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0)
