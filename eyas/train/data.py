@@ -290,6 +290,7 @@ def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON Lines file with their line numbers, or one with the text of any other file."""
+    number = 0
     try:
         if file.suffix not in (".jsonl", ".json"):
             yield 1, {"text": file.read_text(encoding="utf-8", errors="replace")}
@@ -299,12 +300,12 @@ def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     entry = json.loads(line)
                     if not isinstance(entry, dict):
-                        raise ConfigError(f"{file}, line {number}: expected an object, found a {type(entry).__name__}")
+                        raise ValueError(f"expected an object, found a {type(entry).__name__}")
                     yield number, entry
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot read {file}: {error}; give JSON Lines, one object on each line") from error
+        is_known = number and not isinstance(error, UnicodeError)  # text is decoded ahead of the lines
+        place, fault = f"{file}, line {number}" if is_known else file, getattr(error, "msg", error)
+        raise ConfigError(f"cannot read {place}: {fault}; give JSON Lines, one object on each line") from error
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,13 @@ def test_data_that_cannot_be_used_are_refused(entries: list[dict[str, Any]], mes
         prepare(TARGET, [write(tmp_path / "data.jsonl", *entries)], tmp_path / "out", 0.0, 64, 2, 0)
 
 
+@pytest.mark.parametrize(("line", "fault"), [('{"text": ', "Expecting value"), ("[]", "expected an object, found a list")])
+def test_a_line_that_is_no_object_is_named(line: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(f'{{"text": "a"}}\n\n{line}\n')
+    with pytest.raises(ConfigError, match=f"data.jsonl, line 3: {fault}; give JSON Lines"):
+        prepare(TARGET, [tmp_path / "data.jsonl"], tmp_path / "out", 0.0, 64, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
