@@ -42,7 +42,7 @@ from eyas.drafters.tree_growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, copied_together
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, may_be_copied
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -177,7 +177,7 @@ class BlockDrafter(NeuralDrafter[None]):
     def can_grow(self, session: str) -> bool:
         """Whether the session has what blocks grow from, and a pass may copy its prefix."""
         known = self.sessions.get(session)
-        return known is not None and len(known.slots) > 0 and bool(copied_together({session: len(known.slots)}))
+        return known is not None and len(known.slots) > 0 and may_be_copied(len(known.slots))
 
     @property
     def can_draft_ahead(self) -> bool:

@@ -35,7 +35,7 @@ from eyas.drafters.neural import (
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, copied_together
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, may_be_copied
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -124,9 +124,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from, and a pass may copy its prefix."""
         known = self.sessions.get(session)
-        if known is None or known.state is None or not len(known.slots):
-            return False
-        return bool(copied_together({session: len(known.slots)}))
+        return known is not None and known.state is not None and len(known.slots) > 0 and may_be_copied(len(known.slots))
 
     @torch.inference_mode()
     def root_candidates(self, contexts: Sequence[DraftContext], num_candidates: int) -> tuple[Tensor, Ranked]:

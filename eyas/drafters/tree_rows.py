@@ -33,10 +33,15 @@ from eyas.tensors import Bools, Ints, upload
 MAX_COPIED_TOKENS = 2**17
 
 
+def may_be_copied(num_tokens: int) -> bool:
+    """Whether one pass may copy prefixes of that many tokens, padding included."""
+    return num_tokens <= MAX_COPIED_TOKENS
+
+
 def copied_together(lengths: Mapping[str, int]) -> list[str]:
     """Sessions whose prefixes one pass may copy, shorter ones first: every copy is as long as the longest."""
     shortest_first = sorted(lengths, key=lengths.__getitem__)
-    return [name for count, name in enumerate(shortest_first, 1) if count * lengths[name] <= MAX_COPIED_TOKENS]
+    return [name for count, name in enumerate(shortest_first, 1) if may_be_copied(count * lengths[name])]
 
 
 @dataclass(frozen=True)
