@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
 from eyas.cli import app
+from eyas.drafters.registry import validate_draft_head
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
 from eyas.models.heads import validation
@@ -18,6 +19,7 @@ from eyas.models.heads.validation import WiringReport, WiringScore, observe, val
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
 from tests.tiny import DEMO, fixed_config, write_target
+from tests.tiny_block import tiny_peagle_head
 
 TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
 RIGHT = HeadWiring((2, 6, 9))
@@ -29,11 +31,11 @@ def target() -> TargetModel:
     return load_target(TARGET)
 
 
-def with_config(folder: Path, **changes: object) -> str:
-    """The demo head with other settings in its config."""
+def with_config(folder: Path, head: Path = HEAD, **changes: object) -> str:
+    """A demo head with other settings in its config."""
     folder.mkdir(parents=True)
-    folder.joinpath("config.json").write_text(json.dumps(read_config(HEAD) | changes))
-    folder.joinpath("model.safetensors").symlink_to((HEAD / "model.safetensors").resolve())
+    folder.joinpath("config.json").write_text(json.dumps(read_config(head) | changes))
+    folder.joinpath("model.safetensors").symlink_to((head / "model.safetensors").resolve())
     return str(folder)
 
 
@@ -60,6 +62,45 @@ def test_a_wrong_config_is_corrected(
     report = validate_head(target, head, TARGET, "float32", "cpu")
     assert report.best.wiring == RIGHT
     assert not report.failed
+
+
+OFF_BY_ONE: dict[str, dict[str, object]] = {
+    "EAGLE's key, counted as outputs": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]},
+    "speculators' key, counted as outputs, and the residual flipped": {
+        "speculators_model_type": "peagle", "eagle_aux_hidden_state_layer_ids": None,
+        "aux_hidden_state_layer_ids": [1, 5, 11], "norm_before_residual": True,
+    },
+    "eagle_config's, which begin with 1 and so are outputs": {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", OFF_BY_ONE)
+def test_layer_ids_of_a_peagle_head_are_not_guessed(
+    dialect: str, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of eagle_config are read as they are meant; validation corrects the others."""
+    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
+    head = with_config(tmp_path / "head", DEMO / "peagle", **OFF_BY_ONE[dialect])
+    report = validate_draft_head("peagle", target, head, TARGET, "float32", "cpu")
+    assert report is not None
+    assert report.best.wiring == HeadWiring((2, 6, 12))
+    assert report.config_is_right == dialect.startswith("eagle_config")
+    assert report.best.second > 1.5 * report.chance, "second guesses come from the mask rows"
+
+
+def test_a_peagle_head_without_layer_ids_is_judged_too(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
+    """Left out, they are EAGLE-3's usual ones and their neighbours; a head that fits none of these is refused by name."""
+    model = load_target(tiny_target)
+    source = Path(tiny_peagle_head(tiny_head))
+    head = with_config(tmp_path / "head", source, eagle_aux_hidden_state_layer_ids=None)
+    report = validate_draft_head("peagle", model, head, tiny_target, "float32", "cpu")
+    assert report is not None
+    tried = {score.wiring.aux_hidden_state_layers for score in report.scores}
+    assert tried == {(2, 2, 1), (1, 1, 0), (3, 3, 2)}
+    with pytest.raises(CheckpointError, match=rf"{head} hardly ever guesses.*with inputs of layers 2, 2, 1"):
+        report.require(head)
 
 
 def test_a_right_config_is_kept(target: TargetModel) -> None:
