@@ -2,7 +2,7 @@
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,17 @@ def tiny_target(folder: Path) -> str:
     return str(target)
 
 
-def write_ids(file: Path, count: int, length: int = 24, seed: int = 0) -> Path:
-    """Documents of random tokens without the reserved ones."""
+def write_ids(file: Path, count: int, lengths: Sequence[int] = (24,), seed: int = 0) -> Path:
+    """Documents of random tokens without the reserved ones, of these lengths in turn."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(3, 48, (count, length), generator=generator).tolist()
-    file.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
+    rows = torch.randint(3, 48, (count, max(lengths)), generator=generator).tolist()
+    cut = [row[: lengths[number % len(lengths)]] for number, row in enumerate(rows)]
+    file.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in cut))
     return file
 
 
-def prepared(folder: Path, target: str, count: int = 20) -> Prepared:
-    file = write_ids(folder / "ids.jsonl", count)
+def prepared(folder: Path, target: str, count: int = 20, lengths: Sequence[int] = (24,)) -> Prepared:
+    file = write_ids(folder / "ids.jsonl", count, lengths)
     return prepare(target, [file], folder / "data", heldout=0.2, max_length=64, min_loss_tokens=2, seed=0)
 
 
