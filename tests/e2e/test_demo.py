@@ -27,12 +27,12 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def local(logs: Path, *arguments: str, start: type["subprocess.Popen[str]"] = Popen) -> Iterator["subprocess.Popen[str]"]:
-    """A process of `python -m eyas.services.local`. start: subprocess.Popen for one as people start it."""
+def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process of `python -m eyas.services.local`."""
     own = ("--port", str(free_port()), "--http-port", str(free_port())) if arguments[0] == "up" else ()
     command = [sys.executable, "-m", "eyas.services.local", *arguments, *own]
     environment = os.environ | {"TMPDIR": str(logs)}
-    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -124,8 +124,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")
-    start = subprocess.Popen if number is signal.SIGKILL else Popen
-    with local(tmp_path, "up", *LIGHT, start=start) as process:
+    with local(tmp_path, "up", *LIGHT) as process:
         ports = ports_of(process)
         assert all(map(is_open, ports))
         process.send_signal(number)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from eyas import SamplingParams
 from eyas.errors import ConfigError
 from eyas.services.cluster import assign, free_port
 from eyas.services.serve import plan, share_cores
+from tests.e2e.client import generate
 from tests.forks import Popen
 
 ROOT = Path(__file__).parents[2]
@@ -132,12 +135,12 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
         text = server.complete(TARGET)
         options = ("--temperature", "0", "--max-tokens", "8", "--json")
         command = [str(eyas), "generate", PROMPT, "--address", server.grpc, *options]
-        for _ in range(20):  # the verifier may find its drafter after its first requests
-            done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60)
-            *chunks, final = map(json.loads, done.stdout.splitlines())
-            assert "".join(chunk["text"] for chunk in chunks) == text
-            if final["stats"]["num_drafted"] > 0:
-                break
+        greedy = SamplingParams(max_tokens=8, temperature=0)
+        while not generate(server.grpc, PROMPT, greedy).stats.num_drafted:
+            time.sleep(0.1)  # the verifier may find its drafter after its first requests
+        done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60)
+        *chunks, final = map(json.loads, done.stdout.splitlines())
+        assert "".join(chunk["text"] for chunk in chunks) == text
         assert final["stats"]["num_drafted"] > 0
         server.process.send_signal(signal.SIGINT)
         server.process.wait(100)

@@ -38,17 +38,10 @@ def each(sampling: SamplingParams) -> list[SamplingParams]:
     return [replace(sampling, seed=100 + i, max_tokens=20 - i) for i in range(8)]
 
 
-@pytest.fixture(scope="module", params=["demo_cluster", "random_cluster"])
-def cluster(request: pytest.FixtureRequest) -> Cluster:
-    """The demo's cluster, and one with a draft head of random weights."""
-    found: Cluster = request.getfixturevalue(request.param)
-    return found
-
-
 @SAMPLINGS
-def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
+def test_one_request_equals_the_plain_loop(demo_cluster: Cluster, sampling: SamplingParams) -> None:
     for drafter in ("", NO_DRAFTER):
-        out = generate(cluster["router"].address, prompts()[3], sampling, drafter)
+        out = generate(demo_cluster["router"].address, prompts()[3], sampling, drafter)
         assert out.token_ids == expected(prompts()[3], sampling)
         assert (out.stats.num_drafted > 0) == (drafter == "")
 
@@ -61,37 +54,37 @@ STRUCTURED = {
 
 
 @pytest.mark.parametrize("kind", STRUCTURED)
-def test_structured_outputs_equal_plain_constrained_ones(cluster: Cluster, kind: str) -> None:
+def test_structured_outputs_equal_plain_constrained_ones(demo_cluster: Cluster, kind: str) -> None:
     for sampling in (GREEDY, SEEDED):
         asked = replace(sampling, max_tokens=60, ignore_eos=False, structured_outputs=STRUCTURED[kind])
-        out, plain = (generate(cluster["router"].address, prompts()[3], asked, drafter) for drafter in ("", NO_DRAFTER))
+        out, plain = (generate(demo_cluster["router"].address, prompts()[3], asked, drafter) for drafter in ("", NO_DRAFTER))
         assert out.token_ids == plain.token_ids
         assert out.stats.num_drafted > 0
         if plain.finish_reason == "stop" and kind == "json":
             assert isinstance(json.loads(plain.text)["a"], int)
 
 
-def test_a_schema_that_does_not_compile_is_refused(cluster: Cluster) -> None:
+def test_a_schema_that_does_not_compile_is_refused(demo_cluster: Cluster) -> None:
     asked = replace(GREEDY, structured_outputs=StructuredOutputs(json={"not": {"type": "string"}}))
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
-        generate(cluster["router"].address, prompts()[3], asked)
+        generate(demo_cluster["router"].address, prompts()[3], asked)
 
 
-def test_constraints_that_leave_no_token_are_refused(cluster: Cluster) -> None:
+def test_constraints_that_leave_no_token_are_refused(demo_cluster: Cluster) -> None:
     """Another verifier could not go on either, so none is tried."""
     asked = replace(GREEDY, structured_outputs=StructuredOutputs(choice=("~",)), bad_words=("~",))
     with pytest.raises(InvalidRequest, match="leaves no token to draw"):
-        generate(cluster["router"].address, prompts()[3], asked)
+        generate(demo_cluster["router"].address, prompts()[3], asked)
 
 
-def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) -> None:
+def test_random_requests_get_correct_results_and_statistics(demo_cluster: Cluster) -> None:
     prompt = prompts()[3]
     asked = replace(
         SEEDED, min_p=0.02, min_tokens=12, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=-0.3,
         logit_bias={300: 3.0}, bad_token_ids=((expected(prompt, SEEDED)[1],),), logprobs=2, prompt_logprobs=0, n=2,
     )  # fmt: skip
     for drafter in ("", NO_DRAFTER):
-        chunks = [chunk.chunk for chunk in generate(cluster["router"].address, prompt, asked, drafter).chunks]
+        chunks = [chunk.chunk for chunk in generate(demo_cluster["router"].address, prompt, asked, drafter).chunks]
         for index, alone in enumerate(asked.completions()):
             part = [chunk for chunk in chunks if chunk.index == index]
             tokens = [token for chunk in part for token in chunk.token_ids]
@@ -101,15 +94,16 @@ def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) ->
 
 
 @SAMPLINGS
-def test_eight_staggered_requests_equal_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
-    for drafter in ("", NO_DRAFTER):
-        outs = generate_staggered(cluster["router"].address, prompts(), each(sampling), drafter)
-        assert [out.token_ids for out in outs] == [expected(p, s) for p, s in zip(prompts(), each(sampling), strict=True)]
+def test_eight_staggered_requests_equal_the_plain_loop(demo_cluster: Cluster, sampling: SamplingParams) -> None:
+    outs = generate_staggered(demo_cluster["router"].address, prompts(), each(sampling))
+    assert [out.token_ids for out in outs] == [expected(p, s) for p, s in zip(prompts(), each(sampling), strict=True)]
 
 
-def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.FixtureRequest) -> None:
-    out = generate(cluster["router"].address, prompts()[0], replace(GREEDY, max_tokens=64))
-    assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "demo_cluster")
+def test_only_a_good_head_shortens_the_work(demo_cluster: Cluster, random_cluster: Cluster) -> None:
+    for cluster in (demo_cluster, random_cluster):
+        out = generate(cluster["router"].address, prompts()[0], replace(GREEDY, max_tokens=48))
+        assert out.token_ids == expected(prompts()[0], replace(GREEDY, max_tokens=48))
+        assert (out.stats.acceptance_length > 2.0) == (cluster is demo_cluster)
 
 
 def test_killing_the_draft_service_half_way_changes_nothing(random_cluster: Cluster) -> None:
