@@ -24,6 +24,9 @@ LONGEST = (
     "tests/services/test_start_failures.py", "tests/repo/test_imports.py", "tests/engine/",
 )  # fmt: skip
 
+# Names of folders whose files share processes: clusters, and the server that ranks are forks of.
+SHARING = ("/cluster", "/parallel")
+
 settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
 
@@ -107,12 +110,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run all files of a folder named `cluster` in one process, because they share a cluster; any other file by itself."""
+    """Run all files of a folder of SHARING in one process, because they share processes; any other file by itself."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class SharedClusters(LoadScopeScheduling):
+    class SharedProcesses(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, found, _ = nodeid.partition("/cluster/")
-            return folder if found else super()._split_scope(nodeid)
+            folder = nodeid.rpartition("/")[0]
+            return folder if folder.endswith(SHARING) else super()._split_scope(nodeid)
 
-    return SharedClusters(config, log)
+    return SharedProcesses(config, log)

@@ -27,7 +27,8 @@ CASES = (
     "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
     "dspark-ahead", "dflash-ahead", "dspark+prompt_lookup",
     "eagle1", "eagle2", "eagle3", "eagle3-normed", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead",
-    *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup-ahead", "eagle3+lookahead",
+    *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup-ahead",
+    "eagle3+lookahead",
 )  # fmt: skip
 # EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
 EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))

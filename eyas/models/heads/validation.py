@@ -6,7 +6,7 @@ K likeliest tokens of a distribution, R rows, H draft hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from math import sqrt
@@ -65,7 +65,7 @@ class WiringScore:
 
 @dataclass(frozen=True)
 class WiringReport:
-    """All scores, that of the config's own wiring first.
+    """All scores, that of the config's own wiring first. Those that it beat on the first window are of that window only.
 
     chance: how often the target's commonest token would be right. num_tokens: first guesses. is_block: of a block head.
     """
@@ -79,7 +79,8 @@ class WiringReport:
     def best(self) -> WiringScore:
         """The wiring that the config states, unless another is clearly better."""
         stated = self.scores[0]
-        top = max(self.scores, key=lambda score: score.accepted)
+        whole = [score for score in self.scores if len(score.overlaps) == len(stated.overlaps)]
+        top = max(whole, key=lambda score: score.accepted)
         return top if top.clearly_beats(stated) else stated
 
     @property
@@ -142,12 +143,16 @@ def validate_head(
     fuser = fuser.to(target.dtype)
     layers = sorted({layer for wiring in wirings for layer in wiring.aux_hidden_state_layers})
     windows = observe(target, target_folder, layers)
-    scores = [_score(loaded, fuser, wiring, windows) for wiring in wirings]
-    best = max(scores, key=lambda score: score.accepted).wiring
+
+    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
+        return _score(loaded, fuser, wiring, windows)
+
+    scores = _compared(wirings, windows, score)
     if kind != "eagle" and loaded.norm is not None:
+        best = max((found for found in scores if len(found.overlaps) == len(scores[0].overlaps)), key=lambda s: s.accepted)
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
-        others = [replace(best, output=output) for output in outputs if output != best.output]
-        scores += [_score(loaded, fuser, wiring, windows) for wiring in others]
+        others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
+        scores += _compared([best.wiring, *others], windows, score)[1:]
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
@@ -169,12 +174,26 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
     ]
     windows = observe(target, target_folder, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
     windows = [window for window in windows if len(window.tokens) > loaded.config.block_size + 1]
-    scores = []
-    for wiring in wirings:
+
+    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
         loaded.config = replace(loaded.config, wiring=wiring)
-        scores.append(_wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows]))
+        return _wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows])
+
+    scores = _compared(wirings, windows, score)
     tops = torch.cat([window.tops for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
+
+
+def _compared(
+    wirings: Sequence[HeadWiring], windows: Sequence[Window], score: Callable[[HeadWiring, Sequence[Window]], WiringScore]
+) -> list[WiringScore]:
+    """Score each wiring. Those that the first clearly beats on the first window are not tried on the others."""
+    stated, sample = score(wirings[0], windows), score(wirings[0], windows[:1])
+    found = [stated]
+    for wiring in wirings[1:]:
+        tried = score(wiring, windows[:1])
+        found.append(tried if sample.clearly_beats(tried) else score(wiring, windows))
+    return found
 
 
 def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:

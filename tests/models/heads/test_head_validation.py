@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
 from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
-from eyas.models.heads.validation import WiringReport, WiringScore, observe, validate_head
+from eyas.models.heads.validation import Window, WiringReport, WiringScore, _compared, observe, validate_head
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
 from tests.tiny import DEMO, fixed_config, write_target
@@ -187,3 +188,20 @@ def test_coincidence_does_not_overrule_the_config() -> None:
 
     assert report(0.001).best.wiring == RIGHT
     assert report(0.05).best.wiring == HeadWiring((1, 5, 8))
+
+
+def test_only_a_clearly_beaten_wiring_is_dropped_early() -> None:
+    """Those that are as good on the first window, or better, are tried on all of them."""
+    overlaps = {1: 0.5, 2: 0.1, 3: 0.49, 4: 0.9}
+    noise, tried = torch.rand(400, generator=torch.Generator().manual_seed(0)), list[tuple[int, int]]()
+
+    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
+        (layer,) = wiring.aux_hidden_state_layers
+        tried.append((layer, len(windows)))
+        return WiringScore(wiring, 0.4, 0.4, (overlaps[layer] + 0.5 * noise).roll(40 * layer).repeat(len(windows)))
+
+    windows = [Window(torch.zeros(1), torch.zeros(1), torch.zeros(1), {})] * 3
+    found = _compared([HeadWiring((layer,)) for layer in overlaps], windows, score)
+    assert [len(one.overlaps) for one in found] == [1200, 400, 1200, 1200]
+    assert WiringReport(tuple(found), 0.1, 1200).best is found[3]
+    assert tried.count((2, 3)) == 0

@@ -1,6 +1,7 @@
 """A tiny model on a local Ray, as examples/configs/ray/demo.yaml has the demo model but on free ports."""
 
 import asyncio
+import copy
 import json
 import os
 import secrets
@@ -28,14 +29,15 @@ from tests.telemetry.cluster.collector import Collector, collecting
 from tests.tiny import write_head, write_spelling_tokenizer, write_target
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
-# Ray's own way of saying: no reports, a token for its control plane as in the chart, news of the replicas at once, and
-# processes that get as much of a core as other tests.
+# What Ray calls: no reports, a token for its control plane as in the chart, news of the replicas soon, and processes
+# that get as much of a core as other tests.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "OMP_NUM_THREADS": "1",
@@ -43,7 +45,7 @@ ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_prestart_worker_first_driver": "0",
     "OTEL_METRICS_EXPORTER": "none",
-    "OTEL_BSP_SCHEDULE_DELAY": "200",
+    "OTEL_BSP_SCHEDULE_DELAY": "1000",
 }
 START_SECONDS = 400.0
 STOP_SECONDS = 30.0
@@ -57,7 +59,7 @@ POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
     "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},
     "draft": {
-        "look_back_period_s": 1.0, "num_cpus": 0.5, "max_replicas": 2,
+        "look_back_period_s": 1.0, "num_cpus": 0.5, "max_replicas": 1,
         "scaling": {"low": 0.1, "target": 0.11, "high": 0.12, "upscale_delay_s": 0.5, "downscale_delay_s": 3.0},
     },
 }  # fmt: skip
@@ -90,7 +92,7 @@ class RayApplication:
         while not condition():
             ended = self.driver.poll() is not None or time.monotonic() > deadline
             assert not ended, f"{what}: {self.states}\n{self.end_of_log()}"
-            time.sleep(0.2)  # each question keeps three processes busy for a while
+            time.sleep(0.5)  # each question keeps three processes busy for a while
 
     def verifiers(self) -> list[Lease]:
         """The leases of the verifiers."""
@@ -134,7 +136,11 @@ class RayApplication:
 
 @contextmanager
 def running_application(
-    folder: Path, model: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    model: Path,
+    command: str = "run",
+    deployments: Sequence[Mapping[str, Any]] = (),
+    max_drafters: int = 1,
 ) -> Iterator[RayApplication]:
     """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. model: of `write_model`.
     command: of `serve`. deployments: overrides of Serve's options, as its config files list them."""
@@ -142,6 +148,7 @@ def running_application(
     with running_redis(free_port()) as registry, collecting(traces) as collector:
         file, log = folder / "serve.yaml", folder / "driver.log"
         config = settings(model, registry, deployments)
+        config["applications"][0]["args"]["pools"]["draft"] |= {"max_replicas": max_drafters}
         file.write_text(yaml.safe_dump(config))
         driver = start([command, str(file), own], f"http://127.0.0.1:{traces}", log)
         ports = config["grpc_options"]["port"], config["http_options"]["port"]
@@ -199,7 +206,7 @@ def settings(model: Path, registry: str, deployments: Sequence[Mapping[str, Any]
     args["verifier"]["telemetry"] = {"step_span_ratio": 0.2}
     args["verifier"]["server"]["shutdown_delay_s"] = 0.5
     args["draft"]["server"]["shutdown_delay_s"] = 0.5
-    args["pools"] = POOLS
+    args["pools"] = copy.deepcopy(POOLS)
     return config
 
 

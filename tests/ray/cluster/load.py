@@ -90,20 +90,23 @@ class Outcome:
     failures: list[str]
 
 
-def scale_out_and_in(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
-    """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
+def scale_out_and_in(application: RayApplication, asked: Sequence[Asked], largest: Sequence[int] = (2, 1)) -> Outcome:
+    """Load until the pools have grown and serve, then one client that asks seldom, until they have shrunk and serve.
+
+    largest: replicas of WORKERS under load.
+    """
     with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [2, 2], 150, "the pools did not grow")
+            application.wait(lambda: application.running(*WORKERS) == [*largest], 250, "the pools did not grow")
             before = rush.num_answered
-            application.wait(lambda: rush.num_answered > before + 4, 150, "the grown pools do not serve")
+            application.wait(lambda: rush.num_answered > before + 4, 250, "the grown pools do not serve")
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS),
-            150,
+            250,
             "the pools did not shrink",
         )
         with Load(application.grpc, asked, num_clients=1) as last:
-            application.wait(lambda: last.num_answered, 150, "the shrunk pools do not serve")
+            application.wait(lambda: last.num_answered, 250, "the shrunk pools do not serve")
     return seen(rush, quiet, last)
 
 
@@ -113,9 +116,9 @@ def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
     with Load(application.grpc, asked, num_clients=3) as load:
         application.wait(lambda: load.num_answered > 3, 150, "no request is answered")
         application.redeploy(lambda args: args["verifier"]["engine"].update(max_num_seqs=3))
-        application.wait(lambda: replaced(application, old), 150, "the verifiers are not replaced")
+        application.wait(lambda: replaced(application, old), 250, "the verifiers are not replaced")
         before = load.num_answered
-        application.wait(lambda: load.num_answered > before + 4, 150, "the new verifiers do not serve")
+        application.wait(lambda: load.num_answered > before + 4, 250, "the new verifiers do not serve")
     return seen(load)
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.ray.cluster.application import RayApplication, running_application, write_model
@@ -31,11 +32,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder, "model"))
         asked, started = plainly(model, num_requests=16, max_tokens=64), time.monotonic()
-        with running_application(Path(folder), model) as application:
+        with running_application(Path(folder), model, max_drafters=2) as application:
             for number in range(NUM_CYCLES):
-                watch(f"cycle {number + 1}", application, scale_out_and_in)
+                watch(f"cycle {number + 1}", application, partial(scale_out_and_in, largest=(2, 2)))
         failures += trace_failures(application)
-        with running_application(Path(folder), model, "deploy", SURGE) as application:
+        with running_application(Path(folder), model, "deploy", SURGE, max_drafters=2) as application:
             watch("upgrade", application, upgrade)
         failures += trace_failures(application)
     sys.exit("\n".join(failures) or 0)
