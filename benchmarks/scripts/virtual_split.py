@@ -112,7 +112,8 @@ class VirtualDraftService:
 @dataclass(frozen=True)
 class Cell:
     """One setting. c: time of an EAGLE level, or of a layer's pass, in verify passes. prepared: share of steps without a
-    round trip. hits: share of steps with trees grown ahead."""
+    round trip. hits: share of steps with trees grown ahead. tau_hits: tokens of such a step. wait: seconds of a step for
+    its tree. So eta is tau over that of serial drafting, over 1 + wait."""
 
     head: str
     temperature: float
@@ -125,6 +126,8 @@ class Cell:
     tau: float = 0.0
     hits: float = 0.0
     prepared: float = 0.0
+    tau_hits: float = 0.0
+    wait: float = 0.0
     num_steps: int = 0
 
 
@@ -143,6 +146,7 @@ class Settings:
     ahead: DraftAheadConfig
     max_ahead: int
     minutes: float
+    modes: tuple[str, ...]
 
     def tokens_of(self, batch: int) -> int:
         """Tokens to decode of each prompt: fewer where the batch itself gives many steps."""
@@ -218,6 +222,12 @@ class Replayed:
         """Mean tokens of a verify step."""
         return sum(self.accepted) / len(self.accepted) + 1
 
+    @property
+    def tau_hits(self) -> float:
+        """The same of steps with trees grown ahead; 0 without any."""
+        accepted = [count for count, is_hit in zip(self.accepted, self.grown_ahead, strict=True) if is_hit]
+        return sum(accepted) / len(accepted) + 1 if accepted else 0.0
+
 
 class VirtualSplit:
     """Decodes prompts with one head. A verify pass takes a second, whatever its rows.
@@ -266,13 +276,14 @@ class VirtualSplit:
         return replace(
             cell, eta=rate / (free or found.tau), speedup=rate, tau=found.tau, num_steps=num_steps,
             hits=sum(found.grown_ahead) / num_steps, prepared=found.num_prepared / num_steps,
+            tau_hits=found.tau_hits, wait=found.seconds / num_steps - 1,
         )  # fmt: skip
 
     def serial(self, cell: Cell) -> Cell:
         """A cell of serial drafting with other times: each of its steps takes all passes and a round trip."""
         times, num_levels = costs(self.method, cell.c), self._tree.num_steps - 1
         step_s = 1 + 2 * cell.delay + times.seconds("draft_round", 1) + num_levels * times.seconds("draft_level", 1)
-        return replace(cell, eta=1 / step_s, speedup=cell.tau / step_s)
+        return replace(cell, eta=1 / step_s, speedup=cell.tau / step_s, wait=step_s - 1)
 
     def _service(self, cell: Cell, clock: VirtualClock) -> VirtualDraftService:
         s, own = self.settings, VirtualClock()
@@ -338,6 +349,7 @@ def main(
     ahead_top_k: Annotated[int, typer.Option(help="Rows of a session in a pass ahead.")] = 128,
     max_ahead: Annotated[int, typer.Option(help="Largest batch that drafts ahead; larger ones draft serially.")] = 64,
     minutes: Annotated[float, typer.Option(help="Cells that have not begun by then are left out.")] = 90.0,
+    mode: Annotated[list[str], typer.Option(help="ahead, auto; may be repeated.")] = ["ahead", "auto"],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure serial drafting, drafting ahead and choosing between them at every cost, delay, temperature and batch.
@@ -346,7 +358,7 @@ def main(
     """
     ahead = DraftAheadConfig(top_k=ahead_top_k)
     axes = tuple(head), tuple(c), tuple(delay), tuple(temperature), tuple(batch)
-    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead, minutes)
+    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead, minutes, tuple(mode))
     tasks = MethodsSettings(model=model, methods=(MethodSpec("eagle3"),), prompts=prompts, num_prompts=num_prompts)
     try:
         loaded = [task.token_ids for task in load_tasks(tasks)]
@@ -383,7 +395,8 @@ def measure(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -
                 cell = replace(serial, mode=mode)
                 if batch <= s.max_ahead:
                     empty = Cell(split.name, t, batch, c, delay, mode)
-                    cell = split.cell(own, empty, serial.tau) if time.monotonic() < deadline else empty
+                    is_due = mode in s.modes and time.monotonic() < deadline
+                    cell = split.cell(own, empty, serial.tau) if is_due else empty
                 cells.append(cell)
     return cells
 
@@ -420,23 +433,25 @@ def table(cells: Sequence[Cell]) -> Table:
     for serial, ahead, auto in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
         where = serial.head, f"{serial.temperature:g}", f"{serial.batch}", f"{serial.c:g}", f"{serial.delay:g}"
         ready = [
-            (f"{cell.eta:.3f}", f"{cell.tau:.2f}", f"{cell.hits:.2f}", f"{cell.prepared:.2f}")
+            (*(f"{x:.2f}" for x in (cell.tau, cell.tau_hits, cell.hits, cell.prepared, cell.wait)), f"{cell.eta:.3f}")
             if cell.num_steps
-            else ("-",) * 4
+            else ("-",) * 6
             for cell in (ahead, auto)
         ]
-        (eta, tau, hits, prepared), (eta_auto, _, hits_auto, _) = ready
-        found = f"{serial.eta:.3f}", eta, eta_auto, f"{serial.tau:.2f}", tau, hits, prepared, hits_auto
+        (*of_ahead, eta), (_, _, hits_auto, *_, eta_auto) = ready
+        found = f"{serial.eta:.3f}", eta, eta_auto, f"{serial.tau:.2f}", *of_ahead, hits_auto
         rows.append((*where, *found, f"{serial.num_steps}, {ahead.num_steps}, {auto.num_steps}"))
     note = (
         "eta: rate over that of free drafting, which is tau of serial drafting in one verify pass. c: an EAGLE level in "
         "verify passes; a one-pass head takes 2 c and its further levels a 24th of that each. hits: share of steps with "
-        "trees grown ahead; prepared: share of steps that waited for nothing, as the tree was there before the commit. "
+        "trees grown ahead, tau hits: of these; prepared: share of steps that waited for nothing, as the tree was there "
+        "before the commit; wait: passes that a step waits for its tree on average, so eta is tau over that of serial "
+        "drafting, over 1 + wait. "
         "auto: hits of the automatic mode. The first step of a request does not count. A pass takes as long for many "
-        "sessions as for one. steps: of each mode; few at batch 1. -: there was no time."
+        "sessions as for one. steps: of each mode; few at batch 1. -: not measured."
     )
     columns = ("head", "temperature", "batch", "c", "delay", "eta serial", "eta ahead", "eta auto")
-    more = "tau serial", "tau ahead", "hits", "prepared", "auto", "steps"
+    more = "tau serial", "tau ahead", "tau hits", "hits", "prepared", "wait", "auto", "steps"
     return Table("Efficiency in virtual time", (*columns, *more), tuple(rows), note)
 
 
