@@ -92,17 +92,18 @@ class AdaptiveDraftBudget:
     time. They are as many as are drafted in about the time of one, and draft twice in a row if the drafter has to catch up.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
-    A debt of several steps stops drafting until a third is paid, or until it seems to pay for another number of sequences.
+    A debt of several steps stops drafting until RESTART_DEBT is paid, or until it seems to pay for another number of
+    sequences. Then it may lose no more than that until it has gained: one bad text or slow stretch says little of the next.
     While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row, unless
     these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first FREE_TRIALS leave none, unless they
-    lose COLD_START_S or FREE_STEPS: a drafter apart may have to load and to catch up.
+    lose COLD_START_S or STOP_DEBT: a drafter apart may have to load and to catch up.
     """
 
     RETRY_SHARE, COLD_START_S = 0.01, 1.0
-    TRIAL_TREES, TRIAL_DEBT, FREE_TRIALS, FREE_STEPS, PLAIN_STEPS = 8, 4.0, 3, 32, 4
+    TRIAL_TREES, TRIAL_DEBT, FREE_TRIALS, PLAIN_STEPS = 8, 4.0, 3, 4
     MAX_SCOUTS, SCOUT_COST = 8, 1.2  # the last: of a round for scouts, relative to one for one sequence
     HIDDEN_SHARE = 0.2  # of the wait in the time that it hid: with less, trees had probably come before
-    STOP_DEBT = 24  # plain steps of one sequence after which drafting stops
+    STOP_DEBT, RESTART_DEBT = 24.0, 2.0  # plain steps of one sequence after which drafting stops: usually, and once it has
     SCOUT_SHARE, SCOUT_INTERVALS = 0.01, (4, 64)  # the last: fewest and most drafting steps from one with scouts to the next
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
     MARGIN, FIRST_MARGIN = 1.02, 1.06
@@ -115,7 +116,6 @@ class AdaptiveDraftBudget:
     CUT_STEP = 6  # nodes of recent trees from one number of verified nodes that is considered to the next
     SPEED_RATE = 0.1  # weight of a step in tokens_per_s, and in the time between steps
     GOOD_ACCEPTANCE = 0.9  # of a node whose parent is accepted: scouts are sent if that would pay
-    BIAS_TREES, MAX_BIAS = 64, 1.5  # trees that decide half of the bias
     MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
 
     def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts, is_apart: bool = False) -> None:
@@ -126,8 +126,8 @@ class AdaptiveDraftBudget:
         self._survival, self._recent = SurvivalModel(), RecentTrees()
         self._sizes: dict[str, TreeSize] = {}
         self._is_behind, self._is_timed, self._prunes = False, False, True
-        self._debt_s, self._is_stopped, self._debt_rows = 0.0, False, 1
-        self._free_s = max(self.COLD_START_S, self.FREE_STEPS * verify.seconds(1))
+        self._debt_s, self._is_stopped, self._debt_rows, self._stop_debt = 0.0, False, 1, self.STOP_DEBT
+        self._free_s = max(self.COLD_START_S, self.STOP_DEBT * verify.seconds(1))
         self._scouts: tuple[str, ...] = ()
         self._num_scouts = self._num_drafted = self._num_steps = 0
         self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
@@ -135,9 +135,8 @@ class AdaptiveDraftBudget:
         self._plan: _Plan | None = None
         self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
         self._num_others = 0  # how often these were measured
-        self._most, self._bias = 1, 1.0  # the latter: accepted nodes relative to those expected
-        self._expected: float | None = None  # accepted nodes of the trees that were pruned last
-        self._drafted: Seq[DraftTree] = ()  # the trees that came and could be pruned
+        self._most = 1
+        self._drafted: dict[int, tuple[DraftTree, DraftTree]] = {}  # by id, what is left of trees that came, and the trees
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
         most = min(most, self._tree.num_draft_tokens)
@@ -151,7 +150,11 @@ class AdaptiveDraftBudget:
         return self._sizes
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        self._drafted = trees
+        parts = self._pruned(trees, num_plain)
+        self._drafted = {id(part): (part, tree) for part, tree in zip(parts, trees, strict=True)}
+        return parts
+
+    def _pruned(self, trees: Seq[DraftTree], num_plain: int) -> list[DraftTree]:
         if not trees or (self._plan and not self._plan.cuts and not self._scouts):
             return list(trees)
         nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
@@ -169,7 +172,6 @@ class AdaptiveDraftBudget:
         if self._scouts:  # a whole tree shows whether what is left out would be accepted
             is_kept[: trees[0].num_drafted] = True
         parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
-        self._expected = float(nodes[is_kept].sum())
         return [
             tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
             for tree, part in zip(trees, parts, strict=True)
@@ -235,8 +237,11 @@ class AdaptiveDraftBudget:
         self._pay(gain_s + free_s)
         if self._is_trial and self._is_behind:
             self._catch_up_s += lost_s
-        if not self._is_stopped and self._debt_s > self._catch_up_s + plain_s * (1 + self.STOP_DEBT / batch**0.5):
-            self._is_stopped, self._debt_s = True, self._debt_s / 3  # texts differ: a bad stretch is no bad drafter
+        if not self._is_stopped and self._debt_s > self._catch_up_s + plain_s * (1 + self._stop_debt / batch**0.5):
+            self._is_stopped, self._stop_debt = True, self.RESTART_DEBT
+            self._debt_s = self._debt_s / 3 if self._is_trial else min(self._debt_s, self.RESTART_DEBT * plain_s)
+        elif gain_s > 0:
+            self._stop_debt = min(self._stop_debt + gain_s / plain_s, self.STOP_DEBT)
 
     def _step_s(self, num_rows: float) -> float:
         """Expected seconds of a step, without its draft."""
@@ -274,7 +279,7 @@ class AdaptiveDraftBudget:
             return {}
         else:
             self._draft.relax()
-            self._plan, self._bias = None, (1 + self._bias) / 2  # what drafting has begun on looked better than it was
+            self._plan = None
             if not self._could_pay(len(decoding), num_plain, full):
                 return {}
             self._is_trial, self._catch_up_s = True, 0.0
@@ -335,13 +340,13 @@ class AdaptiveDraftBudget:
             return plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
-            self._plan = _Plan(NO_TREE, known_size, num_rows, 0.0, True)
+            self._plan = _Plan(NO_TREE, known_size, num_rows, True)
             return self._plan
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in levels_of if depth < nodes]
         nodes, levels = np.array(sizes).T[:, :, None]
         shares = num_drafting * weights * ((places < nodes) & (depths <= levels))
-        rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1) * self._bias
+        rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1)
         some = slice((len(chances) - 1) % self.CUT_STEP, None, self.CUT_STEP) if self._prunes else slice(-1, None)
         rows, accepted = rows[:, some], accepted[:, some]
         draft_s = np.array([[self._draft.at(num_drafting, size)] for size in sizes])
@@ -353,56 +358,51 @@ class AdaptiveDraftBudget:
         good_rate = min(max(as_good * best_rate, least_rate), best_rate)
         first = int(np.argmax(rates.max(axis=1) >= good_rate))
         cuts = not is_few or bool(rates[first, -1] < good_rate)
-        best = first, int(np.argmax(rates[first])) if cuts else -1
         size = sizes[first] if best_rate > least_rate else NO_TREE
         if not plan or bool(plan.size.depth) != bool(size.depth):
             what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", best_rate / plain
             limited = {"rate_limited": True}
             log.info("%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra=limited)
-        expected = float(accepted[best]) / num_drafting / self._bias
+        if plan and plan.size.depth and not size.depth:
+            self._debt_s = min(self._debt_s, self.RESTART_DEBT * self._step_s(num_rows))
         one_s = self._step_s(num_rows + rows[0, -1] / num_drafting) + self._draft.at(1, sizes[0])  # of a step with a scout
         share = 1 - (num_rows + accepted[0, -1] / num_drafting) / one_s / best_rate
         interval = int(min(max(share / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
-        self._plan = _Plan(size, known_size, num_rows, expected, cuts, interval)
+        self._plan = _Plan(size, known_size, num_rows, cuts, interval)
         return self._plan
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], learns: bool) -> int:
         """Learn from the trees of a step. Returns the tokens that their sequences have got."""
-        trees, paths, num_tokens, size = list[DraftTree](), list[tuple[int, ...]](), 0, max(self._sizes.values())
+        trees, paths, num_tokens, full = list[DraftTree](), list[tuple[int, ...]](), 0, self._full(self._most)
+        drafted, self._drafted, is_full = self._drafted, {}, max(self._sizes.values()) == full
         for scheduled, output in zip(batch, outputs, strict=True):
-            is_drafting = self._sizes.get(scheduled.sequence.request.id, NO_TREE).depth > 0
-            if is_drafting and scheduled.tree is not None and output.accepted is not None:
-                trees.append(scheduled.tree)
-                paths.append(output.accepted.path)
-                num_tokens += len(output.accepted.tokens)
-        self._prunes = bool(self._drafted) or not any(tree.num_drafted for tree in trees)
-        drafted, self._drafted = self._drafted or trees, ()
-        expected, self._expected = self._expected, None
-        if not learns:
-            return num_tokens
-        self._survival.forget()
-        self._survival.observe(trees, paths)
-        for tree in drafted if size == self._full(self._most) else ():
-            self._recent.observe(tree, self._most)
-        if expected is None and self._plan and self._plan.size == size:  # trees that are not pruned
-            expected = self._plan.accepted * len(trees)
-        if trees and expected:
-            bias = (num_tokens - len(trees)) / expected  # of one tree anything up to its depth: only the mean has a limit
-            self._bias = min(self._bias + min(len(trees) / self.BIAS_TREES, 0.3) * (bias - self._bias), self.MAX_BIAS)
+            tree, request = scheduled.tree, scheduled.sequence.request
+            if tree is None or output.accepted is None or not self._sizes.get(request.id, NO_TREE).depth:
+                continue
+            trees.append(tree)
+            paths.append(output.accepted.path)
+            num_tokens += len(output.accepted.tokens)
+            _, whole = drafted.get(id(tree), (tree, tree if tree.sampled or not drafted else None))
+            most_levels = len(scheduled.sequence.slots) - scheduled.first - 2  # as the last of the tokens is no drafted one
+            if learns and is_full and whole and most_levels >= full.depth:
+                self._recent.observe(whole, min(request.num_draft_tokens or self._most, self._most))
+        self._prunes = bool(drafted) or not any(tree.num_drafted for tree in trees)
+        if learns:
+            self._survival.forget()
+            self._survival.observe(trees, paths)
         return num_tokens
 
 
 class _Plan(NamedTuple):
     """A choice.
 
-    known_size: most nodes it could have. accepted: nodes expected of a tree. cuts: whether nodes are left out.
+    known_size: most nodes it could have. cuts: whether nodes are left out.
     scout_interval: steps from scouts to scouts. age: steps it was used for.
     """
 
     size: TreeSize
     known_size: int
     num_rows: int
-    accepted: float
     cuts: bool
     scout_interval: int = 1
     age: int = 0

@@ -192,18 +192,21 @@ class SurvivalModel:
 
     The latter is learned by a node's own score, as means over the nodes verified lately, beginning with what scores claim.
     The own score is the log-probability below the parent. That of drafters with a network is calibrated, others only rank.
+    Sampled nodes have means of their own: these are accepted by what the target thinks of them relative to the drafter.
     """
 
     FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
-    PRIOR_NODES = 8.0  # nodes of each bin that the prior counts for
+    PRIOR_NODES = 2.0  # nodes of each bin that the prior counts for
+    SAMPLED_PRIOR = 0.5
     FEW_NODES = 128
     EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
 
     def __init__(self) -> None:
         uppers = np.append(self.EDGES[1:], 0.0)
-        self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
+        claimed: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
+        self._prior = np.concatenate([claimed, np.full(len(self.EDGES), self.SAMPLED_PRIOR)])
         self._edges: list[float] = self.EDGES.tolist()
-        self._verified, self._accepted = np.zeros(len(self.EDGES)), np.zeros(len(self.EDGES))
+        self._verified, self._accepted = np.zeros(len(self._prior)), np.zeros(len(self._prior))
 
     def forget(self) -> None:
         """Let earlier trees count a little less, once for each step with trees."""
@@ -213,28 +216,33 @@ class SurvivalModel:
     def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
         """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
         for tree, path in zip(trees, paths, strict=False):
-            accepted = set(path)
+            accepted, first = set(path), self._first(tree)
             for node, parent in enumerate(tree.parents):
                 if node and parent in accepted:
-                    number = bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent])) - 1
+                    number = first + bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent]))
                     self._verified[number] += 1
                     self._accepted[number] += node in accepted
 
     def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
         """Probability that each node of each tree is accepted, 1 for the root."""
         means: Floats = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
-        means = np.minimum.accumulate(means[::-1])[::-1]  # no worse score is likelier
+        ranked = means[: len(self.EDGES)]
+        ranked[:] = np.minimum.accumulate(ranked[::-1])[::-1]  # no worse score is likelier
         few = sum(map(len, trees)) <= self.FEW_NODES
         return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
+
+    def _first(self, tree: DraftTree) -> int:
+        """One less than the number of the first mean for a tree's nodes."""
+        return len(self._edges) - 1 if tree.sampled else -1
 
     def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
         """Node by node, which takes less time than arrays while there are few nodes."""
         survivals = []
         for tree in trees:
-            scores, survival = tree.log_probs, [1.0]
+            scores, survival, first = tree.log_probs, [1.0], self._first(tree)
             for node in range(1, len(tree)):
                 parent = tree.parents[node]
-                number = bisect_right(self._edges, _own(scores[node], scores[parent])) - 1
+                number = first + bisect_right(self._edges, _own(scores[node], scores[parent]))
                 survival.append(means[number] * survival[parent])
             survivals.append(np.array(survival))
         return survivals
@@ -246,7 +254,8 @@ class SurvivalModel:
         parents = starts + np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64)
         depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
         own = np.where(scores > -np.inf, scores - np.maximum(scores[parents], scores), -np.inf)
-        survival: Floats = np.where(depths > 0, means[np.searchsorted(self.EDGES, own, side="right") - 1], 1.0)
+        numbers = np.repeat([self._first(tree) for tree in trees], [len(tree) for tree in trees])
+        survival: Floats = np.where(depths > 0, means[numbers + np.searchsorted(self.EDGES, own, side="right")], 1.0)
         order, levels = np.argsort(depths, kind="stable"), np.cumsum(np.bincount(depths))
         for first, end in itertools.pairwise(levels):
             level = order[first:end]

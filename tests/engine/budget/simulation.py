@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,11 +14,12 @@ from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, SampledProposal
 
 NODES = 8
 CHAINS = TreeConfig(NODES, NODES - 1, 1)
 DEFAULTS = SamplingParams()  # one for all requests: they are checked whenever they are made
+SLOTS = np.zeros(1000, np.int64)  # room for more tokens than any tree has
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Simulation:
     tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
     available: whether the drafter answers. others: requests beside them that cannot have trees.
     gap: seconds between two steps, in which a drafter apart works too.
+    small: requests that ask for trees of two nodes at most. ending: requests with room for one more drafted token.
+    sampled: requests whose trees are drawn, and how likely each of their nodes is accepted.
     now, tokens: seconds that have passed and tokens that came out.
     """
 
@@ -41,6 +44,10 @@ class Simulation:
     behind: float = 0.0
     others: int = 0
     gap: float | None = None
+    small: int = 0
+    ending: int = 0
+    sampled: int = 0
+    sampled_right: float = 0.0
     num_missed: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
@@ -95,11 +102,17 @@ class Simulation:
 
     def _step(self, sizes: dict[str, TreeSize], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
         batch, outputs = [], list[VerifyOutput]()
-        for name, size in sizes.items():
-            tree = DraftTree.chain(range(min(size.nodes, size.depth + 1) if self.available else 1))
-            length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
+        for number, (name, size) in enumerate(sizes.items()):
+            is_small, is_ending, is_sampled = number < self.small, number < self.ending, number < self.sampled
+            most = 1 if not self.available else 2 if is_small or is_ending else NODES
+            tree = DraftTree.chain(range(min(size.nodes, size.depth + 1, most)))
+            if is_sampled:
+                tree = replace(tree, sampled=SampledProposal({}))
+            right = self.sampled_right if is_sampled else self.right
+            length = next((n for n in range(tree.num_drafted) if rng.random() >= right), tree.num_drafted)
             path = tuple(range(length + 1))
-            sequence = Sequence(Request(name, (1,), DEFAULTS), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
+            request = Request(name, (1,), DEFAULTS, num_draft_tokens=2 if is_small else 0)
+            sequence = Sequence(request, QueueKey(0.0, 0), [1], SLOTS[:4] if is_ending else SLOTS)
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), 1, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)

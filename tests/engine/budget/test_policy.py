@@ -1,5 +1,7 @@
 """The size of draft trees under made-up costs: it follows what nodes cost and what they yield."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,8 @@ from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
 from eyas.engine.draft_costs import CostModel, DraftCosts, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
-from eyas.sampling.acceptance import Accepted, VerifyOutput
-from eyas.tree import DraftTree
+from eyas.sampling.acceptance import VerifyOutput
+from eyas.tree import DraftTree, SampledProposal
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.strategies import trees
 
@@ -233,6 +235,29 @@ def test_survival_is_learned_below_accepted_parents_alone() -> None:
     assert survival.tolist() == pytest.approx([1, 1 / 3, 1 / 9, 1 / 27], abs=0.08)
 
 
+@pytest.mark.parametrize("ended", ["right", "draft"], ids=["bad text", "slow drafter"])
+@pytest.mark.parametrize("seed", range(2))
+def test_one_bad_stretch_stops_drafting_for_two_requests_at_most(ended: str, seed: int) -> None:
+    """Two of 128 tokens. What such stretches cost stays bounded too."""
+    simulation = Simulation(row=0.05, draft=0.5)
+    budget, usually = simulation.budget(), getattr(simulation, ended)
+    simulation.sizes(budget, 300, seed)
+    setattr(simulation, ended, {"right": 0.0, "draft": 10.0}[ended])
+    assert usual(simulation.sizes(budget, 80, seed)[-20:]) == 1
+    setattr(simulation, ended, usually)
+    assert usual(simulation.sizes(budget, 280, seed)[-24:]) > 4
+
+
+def test_bad_stretches_that_come_back_cost_little() -> None:
+    """Twenty good steps in two hundred: drafting begins too late each time, and may lose less from stop to stop."""
+    simulation = Simulation(row=0.05, draft=0.5)
+    budget = simulation.budget()
+    for part in range(20):
+        simulation.right = 0.9 if part % 2 else 0.0
+        simulation.sizes(budget, 20 if part % 2 else 180, part)
+    assert simulation.now / simulation.tokens <= simulation.expected_seconds_per_token(1) / 0.98
+
+
 def test_a_drafter_that_starts_slowly_is_not_given_up() -> None:
     """The first trees of a drafter apart take as long as 25 plain steps: it loads, or gets the prompt."""
     simulation = Simulation(fixed=0.01, draft=0.25)
@@ -255,15 +280,14 @@ def test_a_long_time_between_steps_hides_no_cost() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_expected_tokens_of_single_trees_come(seed: int) -> None:
-    """What single trees yield is far from the mean. With a limit for each of them the mean would be too low."""
+def test_what_single_trees_yield_is_estimated_without_bias(seed: int) -> None:
+    """It is far from the mean, and is seen in one step of four."""
     simulation = Simulation(row=0.02, draft=0.1)
-    budget = simulation.budget()
-    biases = []
+    budget, found = simulation.budget(), []
     for part in range(10):
         simulation.sizes(budget, 100, 100 * seed + part)
-        biases.append(budget._bias)
-    assert np.mean(biases) == pytest.approx(1, abs=0.07)
+        found.append(budget._survival.survival([DraftTree.chain(range(NODES))])[0].sum())
+    assert np.mean(found) == pytest.approx(sum(0.8**depth for depth in range(NODES)), rel=0.07)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -282,17 +306,33 @@ def test_few_sequences_keep_the_largest_trees() -> None:
     assert usual(simulation.sizes(simulation.budget(), 300)[100:]) == NODES
 
 
-def test_nodes_that_are_left_out_are_not_expected() -> None:
-    budget = Simulation(row=0.01, draft=0.1, batch=8).budget()
-    names = [f"{number}" for number in range(8)]
-    budget._sizes, budget._bias = dict.fromkeys(names, TreeSize(3, 2)), 1.0
-    budget._verify = trained_budget(10.0)._verify
-    pruned = budget.prune([UNLIKELY] * 8)
-    assert all(tree.num_drafted == 0 for tree in pruned)
-    sequences = [Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64)) for name in names]
-    batch = [ScheduledSequence(own, np.arange(1), 1, tree) for own, tree in zip(sequences, pruned, strict=True)]
-    budget.observe(batch, [VerifyOutput(Accepted((0,), (0,)))] * 8, StepTimes(0.1, 1.0))
-    assert budget._bias == 1.0
+@pytest.mark.parametrize("kind", ["small", "ending"])
+def test_trees_that_requests_keep_small_say_little_of_others(kind: str) -> None:
+    """Neither a request that asks for small trees nor the last tree before `max_tokens`."""
+    simulation = Simulation(row=0.1, draft=1.5, right=0.9, batch=8)
+    assert usual(simulation.sizes(simulation.budget(), 200)[-100:]) == NODES
+    setattr(simulation, kind, 5)
+    budget = simulation.budget()
+    assert usual(simulation.sizes(budget, 200)[-100:]) == NODES
+    whole = [tree for tree, most in budget._recent._trees if most == NODES]
+    assert len(whole) >= budget._recent.MIN_TREES
+    assert {len(tree) for tree in whole} == {NODES}
+
+
+def test_requests_that_all_ask_for_small_trees_get_them() -> None:
+    simulation = Simulation(row=0.01, draft=0.1, batch=4, small=4)
+    assert usual(simulation.sizes(simulation.budget(), 100)) == 2
+
+
+@pytest.mark.parametrize(("right", "sampled_right"), [(0.9, 0.3), (0.3, 0.9)])
+def test_drawn_nodes_are_estimated_apart_from_ranked_ones(right: float, sampled_right: float) -> None:
+    """The rule `rejection` accepts by the ratio of two probabilities, `match` only what the target has drawn."""
+    simulation = Simulation(row=0.01, right=right, batch=8, sampled=4, sampled_right=sampled_right)
+    budget, chain = simulation.budget(), DraftTree.chain(range(4))
+    simulation.sizes(budget, 150)
+    ranked, drawn = budget._survival.survival([chain, replace(chain, sampled=SampledProposal({}))])
+    assert ranked.tolist() == pytest.approx([right**depth for depth in range(4)], abs=0.1)
+    assert drawn.tolist() == pytest.approx([sampled_right**depth for depth in range(4)], abs=0.1)
 
 
 def test_the_least_of_the_first_times_between_steps_counts() -> None:
