@@ -1,5 +1,6 @@
 """Whether to draft ahead, decided by the tokens per second of sessions; and drafters that change between both ways."""
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.scripts.virtual_split import Cell, Settings, VirtualSplit
 from eyas.cache.prefix_cache import Slots
-from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig
+from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters import tree_rows
 from eyas.drafters.base import PreparedTrees
@@ -33,6 +35,7 @@ from tests.drafters.test_draft_ahead import (
     session,
     work,
 )
+from tests.tiny import DEMO
 
 NO_TREE = TreeBudget(1, 0)
 
@@ -245,3 +248,16 @@ def test_passes_ahead_copy_a_bounded_number_of_tokens(
     assert_equal_trees(last_of(plain, first)[2], trees[2])
     second = going_on(first[2], likeliest(trees[2]))
     assert_equal_trees(last_of(plain, [second])[0], last_of(ahead, [second])[0])
+
+
+@pytest.mark.parametrize(("head", "c"), [("eagle3-full", 0.1), ("dspark", 0.27)])
+def test_drafting_ahead_gains_tokens_per_virtual_second(head: str, c: float) -> None:
+    """Real trees of the demo's heads behind a wire, with a level of `c` verify passes; no time is measured."""
+    config = DraftAheadConfig(top_k=64)
+    settings = Settings(str(DEMO / "target"), (head,), (c,), (0.03,), (0.0,), (1,), 1, 32, config, 1, 0.0, ("ahead",))
+    prompt = json.loads((DEMO / "prompts.jsonl").read_text().splitlines()[0])["token_ids"]
+    split = VirtualSplit(settings, str(DEMO / head), [prompt])
+    recordings = split.record(0.0, 1)
+    serial, ahead = (split.cell(recordings, Cell(head, 0.0, 1, c, 0.03, mode), 0.0) for mode in ("serial", "ahead"))
+    assert ahead.speedup > 1.1 * serial.speedup
+    assert ahead.prepared > 0.4
