@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 # Folders and files that take the longest, some of them by waiting.
 LONGEST = (
-    "tests/ray/cluster/", "tests/e2e/cluster/", "tests/deploy/running/", "tests/acceptance/test_rejection_engine.py",
-    "tests/repo/test_readme.py", "tests/drafters/test_cuda_graph_trees.py", "tests/e2e/", "tests/models/cuda/",
-    "tests/models/parallel/", "tests/train/test_resume.py", "tests/bench/test_gpu.py", "tests/models/heads/",
+    "tests/ray/cluster/", "tests/e2e/", "tests/deploy/running/", "tests/models/parallel/", "tests/repo/test_readme.py",
+    "tests/acceptance/test_rejection_engine.py", "tests/drafters/test_cuda_graph_trees.py", "tests/models/cuda/",
+    "tests/train/test_resume.py", "tests/bench/test_gpu.py", "tests/models/heads/",
     "tests/services/test_verifier_ranks.py", "tests/chaos/", "tests/drafters/draft_model/", "tests/unit/test_ea_model.py",
     "tests/services/test_start_failures.py", "tests/repo/test_imports.py", "tests/engine/",
 )  # fmt: skip
 
-# Names of folders whose files share processes: clusters, and the server that ranks are forks of.
-SHARING = ("/cluster", "/parallel")
+# Names of folders whose files share processes: clusters, and the servers that services and ranks are forks of.
+SHARING = ("cluster", "e2e", "parallel", "running")
 
-settings.register_profile("eyas", derandomize=True, deadline=None)
+settings.register_profile("eyas", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("eyas")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -115,7 +115,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class SharedProcesses(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.rpartition("/")[0]
-            return folder if folder.endswith(SHARING) else super()._split_scope(nodeid)
+            folders = nodeid.split("/")[:-1]
+            ends = [number for number, name in enumerate(folders, 1) if name in SHARING]
+            return "/".join(folders[: ends[0]]) if ends else super()._split_scope(nodeid)
 
     return SharedProcesses(config, log)

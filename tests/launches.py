@@ -41,6 +41,8 @@ GATHERS = {"embedding", "index", "index_select", "gather"}
 READ_IN_PART = {"keys", "values", "words", "masks", "embedding", "reread"}
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+# Kinds of GPU for which all variants of layers' and sampling's kernels are compiled; for the others the commonest are.
+WHOLE = (80, 90)
 META = torch.device("meta")
 
 
@@ -299,16 +301,13 @@ def attention_calls(sm: int) -> None:
 
 
 def layer_calls(sm: int) -> None:
-    """The kernels of a fused layer: Llama 3.1 8B, Gemma 2 9B, and the widest rows in float32."""
+    """The kernels of a fused layer: Llama 3.1 8B; on two kinds of GPU Gemma 2 9B, and the widest rows in float32 too."""
     from eyas.models.cuda import layer_kernels
     from eyas.models.cuda.layer_kernels import WIDE_OUTPUTS
     from eyas.models.fused import HeadLayout, RMSNorm
 
-    for dtype, width, adds_one in (
-        (torch.bfloat16, 4096, False),
-        (torch.bfloat16, 3584, True),
-        (torch.float32, 16384, False),
-    ):
+    shapes = ((torch.bfloat16, 4096, False), (torch.bfloat16, 3584, True), (torch.float32, 16384, False))
+    for dtype, width, adds_one in shapes if sm in WHOLE else shapes[:1]:
         x = torch.zeros(1, 64, width, dtype=dtype, device=META)
         norm, head_norm = (RMSNorm(torch.zeros(n, dtype=dtype, device=META), 1e-5, adds_one) for n in (width, 128))
         layer_kernels.add_norm(x, x, norm, norm if adds_one else None)
@@ -338,8 +337,9 @@ def sampling_calls(sm: int) -> None:
     for key in keys[: 2 if sm == min(SHARED_KIB) else 1]:
         draw_rows(torch.zeros(64, 128256, device=META), [Draw(key, 0)] * 64)
     found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
-    best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
-    top_k(torch.zeros(10, 32000, device=META), 10)
+    if sm in WHOLE:
+        best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
+        top_k(torch.zeros(10, 32000, device=META), 10)
 
 
 def drafting_calls(sm: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,7 +238,6 @@ def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data
     assert verify._verify_tokens(batch, tokens, 4) == whole
 
 
-@settings(max_examples=40)
 @given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())
 def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject) -> None:
     """Some trees follow the rule `match`, the others `rejection`."""

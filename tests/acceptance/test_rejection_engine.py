@@ -160,9 +160,9 @@ def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chain", "siblings", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", ["siblings", "eagle3"])
 def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
-    """`chain` and `siblings` draft tokens that the grammar rejects, the others none below the root."""
+    """`siblings` drafts tokens that the grammar rejects, a head none below the root."""
     engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 300
     params = replace(PARAMS, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-z0-9]{3}"))
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed)) for seed in range(count)]
@@ -188,9 +188,10 @@ def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_request_gets_equal_output_alone_and_in_a_batch(name: str, tiny_target: str, tiny_head: str) -> None:
-    among = run(engine_of(name, tiny_target, tiny_head), requests(6))
+    asked = requests(5, replace(PARAMS, max_tokens=10))
+    among = run(engine_of(name, tiny_target, tiny_head), asked)
     engine = engine_of(name, tiny_target, tiny_head)
-    for request in requests(6)[::2]:
+    for request in asked[::2]:
         assert run(engine, [request])[request.id] == among[request.id]
 
 

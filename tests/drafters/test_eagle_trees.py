@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -187,7 +187,6 @@ def test_ties_never_orphan_a_node(nodes: int) -> None:
     assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(2, 20), st.integers(0, 4))
 def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(seed)

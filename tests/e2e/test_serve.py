@@ -27,8 +27,8 @@ from tests.forks import Popen
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
-TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
-PROMPT = "def main():"
+TARGET = str(DEMO / "target")
+PROMPT = "x = 1\nx = 1\nx = 1\n"  # prompt lookup finds its end again
 READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
@@ -120,13 +120,9 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     where = [str(eyas.parent / "python"), "-c", "import eyas.services.serve as s; print(s.__file__)"]
     module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
     assert Path(module).is_relative_to(eyas.parents[1])
-    settings = (
-        "verifier.draft_client.draft_timeout_s=30",
-        "verifier.validate_head=never",
-        "verifier.engine.draft_budget=fixed",
-    )
+    settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.engine.draft_budget=fixed")
     settings += ("verifier.threads=2", "draft.threads=2")  # so no kernel of numba is compiled
-    options = ("--draft-model", HEAD, *(word for setting in settings for word in ("--set", setting)))
+    options = ("--method", "prompt_lookup", *(word for setting in settings for word in ("--set", setting)))
     with serving([str(eyas)], tmp_path, env, *options) as server:
         assert set(server.ports) == {"draft", "verifier", "router"}
         with urllib.request.urlopen(f"{server.http}/", timeout=100) as page:

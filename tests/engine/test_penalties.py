@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -90,7 +90,6 @@ def acceptance_length(chunks: dict[str, list[Chunk]]) -> float:
     return stats.acceptance_length
 
 
-@settings(max_examples=60)
 @given(
     tree=st.none() | trees(max_nodes=12, vocab_size=6),
     before=st.lists(st.integers(0, 5), min_size=1, max_size=9),
@@ -125,7 +124,6 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
         assert torch.allclose(steered[size + node], expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60)
 @given(
     before=st.lists(st.integers(0, 5), min_size=1, max_size=9),
     num_prompt=st.integers(1, 9),

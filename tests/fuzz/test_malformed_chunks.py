@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.config import (
@@ -123,7 +123,6 @@ def test_malformed_chunks_are_a_failure_of_the_verifier(caplog: pytest.LogCaptur
         try:
             assert runner.run(status(stub)) == (grpc.StatusCode.OK, "")
 
-            @settings(max_examples=60)
             @given(st.lists(malformed(EXAMPLES, GenerateChunk.DESCRIPTOR), min_size=1, max_size=3))
             def check(drawn: list[bytes]) -> None:
                 chunks[:] = [*drawn, EXAMPLES[1]]

@@ -15,7 +15,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(actions, max_size=40), st.integers(0, 99), st.sampled_from([0, 1]), st.sampled_from([1, 6]))
 def test_any_trace_gives_right_tokens_and_loses_no_slot(
     trace: list[tuple[str, ...]], seed: int, cached: int, nodes: int

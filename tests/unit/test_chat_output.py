@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.call_formats import MARKS, Tools
@@ -281,14 +281,12 @@ def split_texts(draw: st.DrawFn) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @given(pieces=split_texts(), prompt=st.sampled_from(["", "<think>", "<think></think>", "[THINK]\n"]))
-@settings(max_examples=120, deadline=None)
 def test_a_message_does_not_depend_on_its_pieces(form: ChatFormat, pieces: list[str], prompt: str) -> None:
     assert read(form, pieces, prompt) == read(form, ["".join(pieces)], prompt) == read(form, list("".join(pieces)), prompt)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @given(text=texts())
-@settings(max_examples=120, deadline=None)
 def test_no_word_of_a_text_is_lost(form: ChatFormat, text: str) -> None:
     message = read(form, [text])
     found = message.content + message.reasoning + "".join(call.name + call.arguments for call in message.tool_calls)
@@ -297,7 +295,6 @@ def test_no_word_of_a_text_is_lost(form: ChatFormat, text: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @given(text=st.text(alphabet='ab \n{}[]"<>', max_size=60))
-@settings(max_examples=100, deadline=None)
 def test_text_without_markers_is_content(form: ChatFormat, text: str) -> None:
     message = read(form, [text], "<think></think>")
     assert message == ChatMessage(text)

@@ -1,4 +1,4 @@
-"""Clients that send requests without a pause, and record the outputs."""
+"""Clients that send one request after the other, and record the outputs."""
 
 import threading
 import time
@@ -10,8 +10,9 @@ from eyas.errors import EyasError
 from eyas.request import SamplingParams
 from tests.e2e.client import Generated, generate
 
-NUM_CLIENTS = 3
-AFTER = 3  # requests of each client between two steps of a test
+NUM_CLIENTS = 2
+AFTER = 2  # requests of each client between two steps of a test
+PAUSE_S = 0.1  # a load without pauses takes all of a processor while a service stops
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Load:
             time.sleep(0.02)
 
     def _ask_on(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.wait(PAUSE_S):
             try:
                 self.outs.append(generate(self.endpoint(), self.prompt, self.sampling))
             except (EyasError, AssertionError) as error:

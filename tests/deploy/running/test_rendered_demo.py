@@ -53,7 +53,7 @@ def test_every_service_is_scraped_where_the_monitor_looks(node: Node) -> None:
 
 
 def test_each_service_rolls_under_load_without_a_failed_request(node: Node) -> None:
-    """A rolling restart: a second pod of each, then the first one stopped, with clients that never pause."""
+    """A rolling restart: a second pod of each, then the first one stopped, with clients that go on asking."""
     plain = generate(node.endpoint(ROUTER, "grpc"), PROMPT, SHORT, NO_DRAFTER).token_ids
     load = Load(lambda: node.endpoint(ROUTER, "grpc"), PROMPT, SHORT)
     old = dict(node.pods)
