@@ -31,7 +31,7 @@ from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import RandomDrafter
-from tests.methods import CASES, Case
+from tests.methods import KINDS_OF_DRAFTS, Case
 from tests.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -129,7 +129,7 @@ def text_of(target: str, tokens: tuple[int, ...]) -> str:
     return load_tokenizer(target).decode(tokens)
 
 
-@pytest.mark.parametrize("name", [*CASES, "random"])
+@pytest.mark.parametrize("name", [*KINDS_OF_DRAFTS, "random"])
 def test_every_method_equals_plain_constrained_decoding(name: str, target: str, tiny_head: str) -> None:
     """Greedy and sampled requests in one batch, more than run at once, up to their 18th token."""
     kinds = {

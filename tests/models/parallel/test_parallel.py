@@ -86,9 +86,7 @@ def shared(size: int, target: str, head: str) -> Iterator[Shared]:
         fuser = load_fuser(head, target)
         yield Shared(
             ranks,
-            load_target(
-                target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, shard=Shard(0, size) if size > 1 else None
-            ),
+            load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, shard=Shard(0, size)),
             fuser,
         )
     finally:
@@ -128,13 +126,13 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     return assemble_engine(parts.model, parts.fuser, config, TREE, drafters[drafter](), parts.ranks)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sharded_targets_equal_the_plain_loop(size: int, target: str, head: str) -> None:
+@pytest.mark.parametrize(("size", "drafters"), [(2, ("eagle3", "random", "none")), (4, ("eagle3",))])
+def test_sharded_targets_equal_the_plain_loop(size: int, drafters: tuple[str, ...], target: str, head: str) -> None:
     expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:
         assert parts.model.kv_shapes == [(max(1, 2 // size), 4)] * 4
         assert (parts.model.shared_vocabulary is not None) == (size == 2)
-        for drafter in ("eagle3", "random", "none"):
+        for drafter in drafters:
             assert run(engine_of(parts, target, head, drafter)) == expected, drafter
         check_features(parts, target)
 
@@ -193,8 +191,8 @@ def test_an_llm_over_two_processes_equals_one_process() -> None:
     results = []
     for size in (1, 2):
         config = EngineConfig(max_kv_tokens=512, tensor_parallel_size=size)
-        llm = LLM("models/demo/target", "models/demo/eagle3", engine=config)
-        results.append(llm.generate(["def main():", "import "], SamplingParams(24, 0.8, seed=5)))
+        llm = LLM("models/demo/target", "models/demo/eagle3", engine=config, validate_head="never")
+        results.append(llm.generate(["def main():", "import "], SamplingParams(12, 0.8, seed=5)))
         llm.close()
     assert [r.outputs[0].token_ids for r in results[0]] == [r.outputs[0].token_ids for r in results[1]]
 

@@ -12,7 +12,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests import reference
 from tests.engine.test_equality import TREE, case_of
-from tests.methods import CASES
+from tests.methods import KINDS_OF_DRAFTS
 from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import build_engine, fixed_config
 
@@ -22,7 +22,7 @@ SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, tem
 PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", KINDS_OF_DRAFTS)
 def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
     case = case_of(name, tiny_target, tiny_head)
     drafter, fuser = case.drafter(TREE), case.fuser()
