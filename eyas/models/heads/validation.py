@@ -147,12 +147,13 @@ def validate_head(
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
         return _score(loaded, fuser, wiring, windows)
 
-    scores = _compared(wirings, windows, score)
+    scores = [score(wirings[0], windows)]
+    scores += _compared(scores[0], wirings[1:], windows, score)
     if kind != "eagle" and loaded.norm is not None:
         best = max((found for found in scores if len(found.overlaps) == len(scores[0].overlaps)), key=lambda s: s.accepted)
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
         others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
-        scores += _compared([best.wiring, *others], windows, score)[1:]
+        scores += _compared(best, others, windows, score)
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
@@ -179,21 +180,22 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
         loaded.config = replace(loaded.config, wiring=wiring)
         return _wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows])
 
-    scores = _compared(wirings, windows, score)
+    scores = [score(wirings[0], windows)]
+    scores += _compared(scores[0], wirings[1:], windows, score)
     tops = torch.cat([window.tops for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
 
 
 def _compared(
-    wirings: Sequence[HeadWiring], windows: Sequence[Window], score: Callable[[HeadWiring, Sequence[Window]], WiringScore]
+    best: WiringScore,
+    others: Sequence[HeadWiring],
+    windows: Sequence[Window],
+    score: Callable[[HeadWiring, Sequence[Window]], WiringScore],
 ) -> list[WiringScore]:
-    """Score each wiring. Those that the first clearly beats on the first window are not tried on the others."""
-    stated, sample = score(wirings[0], windows), score(wirings[0], windows[:1])
-    found = [stated]
-    for wiring in wirings[1:]:
-        tried = score(wiring, windows[:1])
-        found.append(tried if sample.clearly_beats(tried) else score(wiring, windows))
-    return found
+    """Score the other wirings. Those that `best` clearly beats on the first window are not tried on the others."""
+    sample = score(best.wiring, windows[:1]) if others else best
+    tried = [score(wiring, windows[:1]) for wiring in others]
+    return [one if sample.clearly_beats(one) else score(one.wiring, windows) for one in tried]
 
 
 def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:

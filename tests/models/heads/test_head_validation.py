@@ -201,7 +201,9 @@ def test_only_a_clearly_beaten_wiring_is_dropped_early() -> None:
         return WiringScore(wiring, 0.4, 0.4, (overlaps[layer] + 0.5 * noise).roll(40 * layer).repeat(len(windows)))
 
     windows = [Window(torch.zeros(1), torch.zeros(1), torch.zeros(1), {})] * 3
-    found = _compared([HeadWiring((layer,)) for layer in overlaps], windows, score)
+    stated, *others = (HeadWiring((layer,)) for layer in overlaps)
+    best = score(stated, windows)
+    found = [best, *_compared(best, others, windows, score)]
     assert [len(one.overlaps) for one in found] == [1200, 400, 1200, 1200]
     assert WiringReport(tuple(found), 0.1, 1200).best is found[3]
     assert tried.count((2, 3)) == 0

@@ -97,7 +97,7 @@ def scale_out_and_in(application: RayApplication, asked: Sequence[Asked], larges
     """
     with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [*largest], 250, "the pools did not grow")
+            application.wait(lambda: application.running(*WORKERS) == [*largest], 400, "the pools did not grow")
             before = rush.num_answered
             application.wait(lambda: rush.num_answered > before + 4, 250, "the grown pools do not serve")
         application.wait(

@@ -25,7 +25,7 @@ from tests.telemetry.cluster.collector import Received
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 TRACED = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 CALLER = "00f067aa0ba902b7"
