@@ -35,7 +35,7 @@ from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser,
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights, document_mask, layer_sizes
+from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
 
 # Keys and values of every step, [N, L - 1, J, d] each.
@@ -163,11 +163,8 @@ class Ancestry:
 
     @classmethod
     def of(cls, documents: Tensor, positions: Tensor) -> Ancestry:
-        mask = None
-        if bool((documents > 0).any()):
-            mask = torch.zeros_like(documents[:, None, :, None], dtype=torch.float32)
-            mask = mask.masked_fill(~document_mask(documents)[:, None], -torch.inf)
-        return cls(documents, positions, mask)
+        is_packed = bool((documents > 0).any())
+        return cls(documents, positions, additive_document_mask(documents, torch.float32) if is_packed else None)
 
 
 def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
@@ -193,7 +190,7 @@ def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, 
     own = [torch.einsum("bljgd,bljd->bljg", query, k)[..., None].to(query.dtype) for k, _ in behind]
     q = F.pad(torch.cat([query, *own], -1), padding).flatten(2, 3).transpose(1, 2)
     k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in marked)
-    mask = None if ancestry.mask is None else ancestry.mask.to(q.dtype)
+    mask = ancestry.mask
     found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0)
     found = found.transpose(1, 2).view(*query.shape[:4], -1)
     out = found[..., :width]

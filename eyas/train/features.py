@@ -141,7 +141,7 @@ class OnlineTarget:
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
         device, batch = batch.tokens.device, batch.to(self._device)
-        mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
+        mask = additive_document_mask(batch.documents, self._model.dtype) if batch.is_packed else None
         found = self._decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False)
         final = found.last_hidden_state
         kept = {**self._kept, FINAL_NORM_OUTPUT: final}
@@ -218,6 +218,18 @@ def document_mask(documents: Tensor) -> Tensor:
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return causal & (documents[:, :, None] == documents[:, None])
+
+
+def additive_document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """`document_mask` as 0 and minus infinity, [N, 1, L, L]. dtype: under autocast its own is taken.
+
+    All layers and steps share it, also in what they keep for the backward pass; a bool mask is converted by each of them.
+    """
+    place = documents.device.type
+    if torch.is_autocast_enabled(place):
+        dtype = torch.get_autocast_dtype(place)
+    mask = torch.zeros((), dtype=dtype, device=documents.device)
+    return torch.where(document_mask(documents)[:, None], mask, -torch.inf)
 
 
 @dataclass(frozen=True)

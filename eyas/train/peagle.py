@@ -26,7 +26,7 @@ from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.eagle import EagleParts, eagle_tensors, make_eagle_parts
-from eyas.train.features import TargetStates, TargetWeights, document_mask
+from eyas.train.features import TargetStates, TargetWeights, additive_document_mask
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
 
 LEAST_KEPT = 0.2  # of the pairs, at any depth
@@ -126,7 +126,7 @@ class PEagleTrainer(nn.Module):
         def attend(layer: int, rows: Projected) -> Tensor:
             query, key, value = (x.view(*base.shape, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
             keys, values = torch.cat([context[2 * layer], key], 1), torch.cat([context[2 * layer + 1], value], 1)
-            return _attend(query, keys, values, mask)
+            return _attend(query, keys, values, mask[:, None])
 
         assert c.mask_token_id is not None
         feature = self.fuser(self.mask_hidden.view(1, -1)).expand(base.numel(), -1)
@@ -148,7 +148,7 @@ class Pairs:
     """Attention among the pairs of a pass, [N, P] of them; keeps keys and values of each layer for the rows behind them."""
 
     def __init__(self, documents: Tensor) -> None:
-        self.documents, self._mask = documents, document_mask(documents)
+        self.documents, self._mask = documents, additive_document_mask(documents, torch.float32)
         self.flat: list[Tensor] = []
 
     def __call__(self, layer: int, rows: Projected) -> Tensor:
@@ -159,9 +159,9 @@ class Pairs:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """query [N, R, heads, d], key and value [N, K, kv heads, d], mask bool [N, R, K] to [N * R, heads, d]."""
+    """query [N, R, heads, d], key and value [N, K, kv heads, d], mask [N, 1, R, K] to [N * R, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    attended = F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True)
+    attended = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     return attended.transpose(1, 2).flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from eyas.train.data import Batch
 from eyas.train.methods import TRAINEES, build_trainer
@@ -45,3 +46,21 @@ def test_a_document_sees_and_predicts_itself_alone(method: str, folder: Path, tm
     for alone, among in zip(*states, strict=True):
         torch.testing.assert_close(among, alone, rtol=1e-4, atol=1e-5)
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+def test_steps_keep_one_mask_of_a_packed_window(folder: Path, tmp_path: Path) -> None:
+    """In bfloat16 too, where a mask made for each step would be the largest thing that a long window keeps."""
+    config = settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path / "run"), loss__ttt_steps=3)
+    trainer, (_, packed), masks = build_trainer(config), batches(), []
+    states = trainer.source.states(packed)
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.shape[-2:] == (DOCUMENTS * LENGTH - 1,) * 2:
+            masks.append(saved)
+        return saved
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        trainer.trainee(packed, states, 0, "kl")
+    assert {mask.dtype for mask in masks} == {torch.bfloat16}
+    assert len(masks) == 3
+    assert len({mask.data_ptr() for mask in masks}) == 1
