@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
+from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import check_device, resolve_placement
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
@@ -94,6 +96,7 @@ def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Ev
 
 
 def _accelerator(config: TrainConfig) -> Any:
+    import_transformers()  # before accelerate, which imports torchao too
     try:
         from accelerate import Accelerator, DistributedDataParallelKwargs
         from accelerate.utils import is_tensorboard_available, is_trackio_available
@@ -115,5 +118,7 @@ def _accelerator(config: TrainConfig) -> Any:
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    if not accelerator.is_main_process:  # the first process warns for all
+        logging.getLogger("eyas").setLevel(logging.ERROR)
     accelerator.init_trackers(Path(config.out).name)
     return accelerator

@@ -21,6 +21,7 @@ from eyas.train.config import TrainConfig
 from eyas.train.data import Windows
 from eyas.train.methods import build_trainer
 from tests.forks import Popen
+from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
 STEPS = 6
@@ -193,7 +194,12 @@ def uneven_steps(config: TrainConfig) -> int:
 
 
 def test_a_dry_run_gives_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
-    first, second = run_on_two_processes(write_settings(folder, tmp_path / "run", optimizer__batch_size=1), "--dry-run")
+    """The first process speaks for both, in warnings too."""
+    warm = {"draft_model": tiny_block_head("dspark", str(folder / "target")), "head": {}}
+    file = write_settings(folder, tmp_path / "run", optimizer__batch_size=1, **warm)
+    first, second = run_on_two_processes(file, "--dry-run")
+    assert "keeps its own settings in place of the defaults" in first
+    assert "keeps its own settings" not in second
     assert re.search(r"memory, .*: \d.\d\d GiB on cpu \(process 0\); \d.\d\d GiB on cpu \(process 1\)\n", first), first
     assert "memory" not in second
 
