@@ -227,10 +227,15 @@ def _conclude(trainer: Trainer) -> None:
 
 
 def _estimate(trainer: Trainer) -> str:
-    """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`."""
+    """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`.
+
+    On the disk are that head, `last`, `best` and one that is being written.
+    """
     import time
 
     from accelerate.utils import gather_object
+
+    from eyas.train.trainer import KEPT_CHECKPOINTS
 
     out, accelerator = Path(trainer.config.out), trainer.accelerator
     if accelerator.is_main_process:
@@ -247,6 +252,7 @@ def _estimate(trainer: Trainer) -> str:
         evaluation = f"{time.monotonic() - began:.1f} s each"
     trained = list(trainer.trained.values())
     count = sum(parameter.numel() for parameter in trained)
+    checkpoints = (KEPT_CHECKPOINTS + 1) * 12 * count  # an older one stays until the new one is whole
     head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
     own = ", ".join(f"{size / 2**30:.2f} GiB on {place}" for place, size in _peak_memory().items())
     memory = gather_object([f"{own} (process {accelerator.process_index})" if accelerator.num_processes > 1 else own])
@@ -256,7 +262,7 @@ def _estimate(trainer: Trainer) -> str:
         f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
         f"evaluation: {evaluation}\n"
         f"memory, evaluation included: {'; '.join(memory)}\n"
-        f"disk: {2 * head / 2**20:.0f} MiB of heads, {2 * 12 * count / 2**20:.0f} MiB of checkpoints"
+        f"disk: {4 * head / 2**20:.2f} MiB of heads, {checkpoints / 2**20:.2f} MiB of checkpoints, at most"
     )
 
 

@@ -251,7 +251,9 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
         found = {canonical_name(name, old.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
         if not config.head.draft_vocab_size and "d2t" in found:
             draft_ids = torch.arange(len(found["d2t"])) + found["d2t"].long()
-        c = EagleHeadConfig(**{**vars(old), "draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config)})
+        depth = config.loss.num_depths if old.kind == "peagle" else 0
+        own = {"draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config), "depth": depth}
+        c = EagleHeadConfig(**{**vars(old), **own})
         tensors = _random_tensors(c, target, draft_ids) | _widened(found, target, draft_ids)
     length = get_setting(int, target.config, "max_position_embeddings", target.folder)
     embedding = tensors.pop("embed_tokens.weight", target.embedding)
@@ -312,6 +314,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
         input_norms="each" if normed else "none",
         fc_bias=is_first,
         mask_token_id=mask_token_id(config, t) if is_parallel else None,
+        depth=config.loss.num_depths if is_parallel else 0,
     )
 
 

@@ -88,6 +88,7 @@ def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[
 
 def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = config_json(c)
+    settings.pop("speculators_config", None)
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     parallel = ("mask_token_id", "parallel_drafting") if c.kind == "peagle" else ()
     kept = {key: settings.pop(key) for key in (*own, *parallel, "eagle_aux_hidden_state_layer_ids")}
@@ -100,7 +101,7 @@ def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) 
         "speculators_config": {
             "algorithm": c.kind,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.depth or 5}],
             "verifier": {"name_or_path": model, "architectures": read_config(resolve(model)).get("architectures")},
         },
         "transformer_layer_config": settings,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -103,7 +104,8 @@ def test_an_eagle_head_in_each_layout_is_the_same_head(method: str, layout: str,
     one, two = (load_head(str(tmp_path / name), target, kind=kind) for name in ("head", "out"))
     if method != "eagle1":
         assert LAYOUT_MARKS.get(layout, "speculators_config") in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (one.config.wiring, one.config.mask_token_id) == (two.config.wiring, two.config.mask_token_id)
+    assert one.config == two.config
+    assert one.config.depth == (trainer.config.loss.num_depths if method == "peagle" else 0)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
@@ -242,9 +244,13 @@ def test_a_dry_run_and_a_run_leave_a_head_card_and_plot(folder: Path, tmp_path: 
     assert dry.exit_code == 0, dry.output
     assert all(f"{what}:" in dry.output for what in ("time", "evaluation", "memory, evaluation included", "disk"))
     load_block_head(str(out / "dry-run"), config.model)
+    heads, checkpoints = (float(figure) * 2**20 for figure in re.findall(r"(\d+\.\d+) MiB", dry.output))
     done = CliRunner().invoke(app, ["train", "run", "--config", str(file), "--set", "loss.num_anchors=4"])
     assert done.exit_code == 0, done.output
     assert "tau" in (out / "best" / "README.md").read_text()
+    (saved,) = (out / "checkpoints").iterdir()
+    assert checkpoints == pytest.approx(3 * saved.stat().st_size, rel=0.5), "most of this small file is its index"
+    assert heads == pytest.approx(4 * (out / "last" / "model.safetensors").stat().st_size, rel=0.1)
     assert (out / "training.png").stat().st_size > 0
     assert json.loads((out / "log.jsonl").read_text().splitlines()[0])["step"] == 1
 

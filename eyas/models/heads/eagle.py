@@ -410,4 +410,5 @@ def config_json(c: EagleHeadConfig) -> dict[str, Any]:
     }
     if c.kind == "peagle":
         settings |= {"architectures": ["PEagleDraftModel"], "parallel_drafting": True, "mask_token_id": c.mask_token_id}
+        settings["speculators_config"] = {"proposal_methods": [{"speculative_tokens": c.depth}]}
     return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

@@ -51,7 +51,7 @@ class EagleHeadConfig(BackboneSizes):
     """Sizes of an EAGLE head and its layers.
 
     kind: "eagle" for EAGLE-1 and -2, "peagle" for P-EAGLE, which is EAGLE-3 with parallel rows.
-    mask_token_id: whose embedding these rows have.
+    mask_token_id: whose embedding these rows have. depth: levels that they draft; 0 for other kinds.
     input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
     *_bias: which projections have one.
     """
@@ -65,6 +65,7 @@ class EagleHeadConfig(BackboneSizes):
     qkv_bias: bool = False
     out_bias: bool = False
     mask_token_id: int | None = None
+    depth: int = 0
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -193,6 +194,7 @@ def read_head_config(
         or any(get_setting(bool, head, key, source, False) for key in ("attention_bias", "qkv_bias")),
         out_bias=any(name.endswith("o_proj.bias") for name in names),
         mask_token_id=_mask_token_id(head, vocab_size, source) if kind == "peagle" else None,
+        depth=trained_depth(raw) if kind == "peagle" else 0,
     )
     _check(config, head, target, folder)
     return config
