@@ -208,6 +208,19 @@ def test_stored_features_train_as_the_target_does(precision: str, folder: Path, 
         assert found == (expected if precision == "bf16" else pytest.approx(expected, rel=5e-3))
 
 
+@pytest.mark.parametrize("method", ["eagle1", "eagle3.1", "peagle", "hydra", "draft_model"])
+def test_each_kind_of_head_learns_from_stored_features(method: str, folder: Path, tmp_path: Path) -> None:
+    """As from the target in the same process, but for the 8 bits of what is stored."""
+    target, out = str(folder / "target"), tmp_path / "features"
+    online = build_trainer(settings(folder, target, method, out=str(tmp_path / "a")))
+    layers = online.trainee.aux_hidden_state_layers
+    assert isinstance(layers, tuple)
+    store_features(online.source, online.windows, layers, 32, out, list)
+    stored = build_trainer(settings(folder, target, method, out=str(tmp_path / "b"), data__features=str(out)))
+    assert isinstance(stored.source, StoredFeatures)
+    assert float(stored.step()["loss"]) == pytest.approx(float(online.step()["loss"]), rel=5e-3)
+
+
 @pytest.mark.usefixtures("other_precision")
 @pytest.mark.parametrize("method", ["dspark", "eagle3", "peagle"])
 def test_bfloat16_passes_have_the_float32_loss(method: str, folder: Path, tmp_path: Path) -> None:
