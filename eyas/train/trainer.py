@@ -90,7 +90,7 @@ class Trainer:
             while self.progress.step < self.config.optimizer.max_steps:
                 metrics = self._timed_step()
                 step = self.progress.step
-                if step % self.config.log_every == 0 or step == 1:
+                if step % self.config.log_every == 0 or step in (1, self.config.optimizer.max_steps):
                     record = self._log(metrics)
                     show(loss=record["loss"], rate=record["tokens_per_second"])
                 if self.config.eval.every and step % self.config.eval.every == 0:
