@@ -217,6 +217,7 @@ OUTPUTS = {
     "eagle3": r"lm_head\.weight", "peagle": r"lm_head\.weight", "dspark": r"markov_head\.markov_w2\.weight",
     "dspark-rnn": r"markov_head\.markov_w2\.weight", "dspark-reduced": r"lm_head\.weight", "medusa": r"\d\.2\.weight",
     "hydra": r"hydra_lm_head\.\d\.weight", "sps": r"lm_head\.weight",
+    "dflash2": r"candidate_selector\.successor_codebook",
 }  # fmt: skip
 
 
