@@ -189,10 +189,8 @@ def generate(
             chunks = _load(source, options.params).chunks(prompt, sampling)
         else:
             if draft_model or method not in ("", "none"):
-                raise ConfigError(
-                    "without a MODEL before it the PROMPT goes to a router, whose verifiers choose how to draft; name the "
-                    "MODEL, or leave out --draft-model, and --method but none"
-                )
+                why = "a PROMPT without a MODEL goes to a router, whose verifiers choose how to draft"
+                raise ConfigError(f"{why}; name a MODEL, or leave out --draft-model, and --method but none")
             drafter = NO_DRAFTER if method else ""
             call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model, drafter=drafter)
             chunks = _client(address or ROUTER, options.params).chunks(call)
