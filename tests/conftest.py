@@ -115,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class SharedProcesses(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folders = nodeid.split("/")[:-1]
+            folders = nodeid.partition("::")[0].split("/")[:-1]
             ends = [number for number, name in enumerate(folders, 1) if name in SHARING]
             return "/".join(folders[: ends[0]]) if ends else super()._split_scope(nodeid)
 
