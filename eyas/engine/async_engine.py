@@ -233,7 +233,7 @@ class AsyncEngine:
             chunks = self._step()
             self._step_started = None
             self._announce_at = self._announce_at or time.monotonic() + ANNOUNCE_SECONDS
-            self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
+            self._live.difference_update(self._engine.report.ended)
             self._unsent = self._engine.report, chunks
             if not self._engine.can_overlap:
                 self._send()
@@ -268,9 +268,10 @@ class AsyncEngine:
             if not self._live:
                 raise
             log.exception("a step failed, and with it %d requests", len(self._live))
-            for request_id in self._live:
+            failed, self._live = self._live, set()
+            for request_id in failed:
                 self._engine.cancel(request_id)
-            return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
+            return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in failed]
 
     def _submit(self, request: Request, matchers: OutputMatchers | None, stream: _Unread) -> None:
         try:

@@ -20,7 +20,7 @@ from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PackedTrees, TreeLimits, pack_valid_trees
 
 # What contexts are copied from, see `changed`.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
@@ -32,7 +32,11 @@ class DraftManager:
     """Requests drafts at the end of a step and collects them at the start of the next, so that the drafter works meanwhile.
 
     A sequence without an answer has no tree: a failed drafter is no error.
+
+    packed: the trees that `collect` returned last, if there are several, all valid and none is sampled.
     """
+
+    packed: PackedTrees | None = None
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
         """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
@@ -49,6 +53,7 @@ class DraftManager:
         self._pending: Pending = list
         self._ended: list[str] = []
         self._rejected: list[str] = []  # sessions with invalid answers
+        self._templates: dict[str, DraftContext] = {}  # by request id, what all contexts of a session have
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
         """Let a drafter in this process prune its trees by grammars while they grow."""
@@ -82,8 +87,8 @@ class DraftManager:
 
     def request(
         self,
-        sequences: Iterable[Sequence],
-        budgets: Mapping[str, TreeBudget],
+        sequences: Seq[Sequence],
+        budgets: Seq[TreeBudget],
         allowed: Mapping[str, bytes],
         logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
     ) -> None:
@@ -91,19 +96,23 @@ class DraftManager:
 
         A decoding sequence without a tree budget is not sent to the drafter until it has one.
 
-        budgets: by request id. allowed, logit_biases: by request id, see Commit; absent where there are none.
+        budgets: of each sequence. allowed, logit_biases: by request id, see Commit; absent where there are none.
         """
         drafter = self._drafter
         if drafter is None:
             return
-        requested = [s for s in sequences if budgets[s.request.id].wants_tree or s.prefilling]
-        if requested:
+        wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
+        if wanted:
+            requested = [sequence for sequence, _ in wanted]
             features = self._features(requested) if drafter.needs.features else repeat(None)
-            samples = self.needs_samples
             contexts = [
-                self._context(s, budgets[s.request.id], rows, s.samples if samples else ())
-                for s, rows in zip(requested, features, strict=False)
+                self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
             ]
+            if drafter.needs.samples:
+                contexts = [
+                    changed(context, samples=sequence.samples) if context.proposal == "deterministic" else context
+                    for context, sequence in zip(contexts, requested, strict=True)
+                ]
             for i, sequence in enumerate(requested if allowed or logit_biases else ()):
                 masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
                 contexts[i] = changed(contexts[i], allowed=masks, logit_biases=biases)
@@ -114,8 +123,9 @@ class DraftManager:
         """Wait for the answers to `request`."""
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
-        answers = list(zip(requested, contexts, pending(), strict=True))
-        replies = [self._reply(sequence, context, draft) for sequence, context, draft in answers]
+        drafts = pending()
+        self.packed = self._pack_valid(contexts, drafts)
+        replies = list(map(self._reply, requested, contexts, drafts))
         if self._drafter is not None and self._rejected:
             self._drafter.reject(self._rejected)
             self._rejected = []
@@ -128,6 +138,8 @@ class DraftManager:
         if self._drafter is None:
             return
         self._ended += request_ids
+        for request_id in request_ids:
+            self._templates.pop(request_id, None)
         if self._ended and not self._requested:
             ended, self._ended = self._ended, []
             self._drafter.release(ended)
@@ -137,27 +149,33 @@ class DraftManager:
         slots = [sequence.slots[max(sequence.drafted - 1, 0) : sequence.computed] for sequence in sequences]
         return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
 
-    def _context(
-        self, sequence: Sequence, budget: TreeBudget, features: Tensor | None, samples: tuple[int, ...]
-    ) -> DraftContext:
-        request, start = sequence.request, sequence.drafted
-        context = changed(
-            NO_COMMIT,
-            session=request.id,
+    def _context(self, sequence: Sequence, budget: TreeBudget, features: Tensor | None) -> DraftContext:
+        request, start, length = sequence.request, sequence.drafted, sequence.computed + 1
+        template = self._templates.get(request.id)
+        if template is None:
+            template = self._templates[request.id] = self._template(request)
+        return changed(
+            template,
             epoch=sequence.epoch,
             start_position=start,
-            tokens=tuple(sequence.tokens[start : sequence.num_draftable]),
+            tokens=tuple(sequence.tokens[start:length]),
             features=features,
-            noise=request.noise_key,
             budget=budget,
-            samples=samples,
+        )
+
+    def _template(self, request: Request) -> DraftContext:
+        """What all contexts of a request have."""
+        noise, proposal = request.noise_key, "deterministic"
+        if self._rule == "rejection" and noise.temperature > 0:
+            noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
+        return changed(
+            NO_COMMIT,
+            session=request.id,
+            noise=noise,
+            proposal=proposal,
             wants_sources=request.return_verify_steps,
             tenant_key=request.tenant_key,
         )
-        if self._rule == "rejection" and request.noise_key.temperature > 0:
-            noise = replace(context.noise, seed=draft_seed(context.noise.seed))
-            return changed(context, noise=noise, samples=(), proposal="sampled")
-        return context
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:
         if draft is None:
@@ -167,8 +185,22 @@ class DraftManager:
                 return DraftReply(sequence, None, draft.committed_length, sequence.epoch)
             self._rejected.append(context.session)
             return DraftReply(sequence, None, 0, sequence.epoch + 1)
-        tree = draft if self._is_valid(draft, context) and context.budget.wants_tree else None
-        return DraftReply(sequence, tree, context.committed_length, sequence.epoch)
+        is_valid = self.packed is not None or self._is_valid(draft, context)
+        tree = draft if is_valid and context.budget.wants_tree else None
+        return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
+
+    def _pack_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> PackedTrees | None:
+        """All trees that came, packed, if they are several and each of them passes `_is_valid`."""
+        found = [(context, draft) for context, draft in zip(contexts, drafts, strict=True) if isinstance(draft, DraftTree)]
+        if len(found) < 2 or [context for context, _ in found if context.proposal != "deterministic"]:
+            return None
+        limits = TreeLimits(
+            roots=[context.tokens[-1] for context, _ in found],
+            max_nodes=[context.budget.max_nodes for context, _ in found],
+            max_depths=[context.budget.max_depth for context, _ in found],
+            vocab_size=self._runner.target.vocab_size,
+        )
+        return pack_valid_trees([tree for _, tree in found], limits)
 
     def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:

@@ -8,14 +8,15 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from eyas.draft_protocol import KnownLogitBias
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget, StepTimes
-from eyas.engine.draft_costs import NO_TREE
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import DraftReply, ScheduledSequence
+from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
+from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
@@ -55,7 +56,8 @@ class StepReport:
     """One step in numbers.
 
     wait: seconds until the drafts were there. verify: seconds from there to the last chunk, 0 without work. num_rows: of the
-    forward pass. began: ids of the requests that left the queue. preempted: ids of those that went back to it.
+    forward pass. began: ids of the requests that left the queue. preempted: of those that went back to it. ended: of those
+    that ended.
     """
 
     wait: float = 0.0
@@ -63,6 +65,7 @@ class StepReport:
     num_rows: int = 0
     began: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
 
 
 class Engine:
@@ -95,15 +98,17 @@ class Engine:
         self.max_model_len = max_model_len
         self.report = StepReport()
 
-    def step(self, meanwhile: Callable[[], None] = nothing) -> list[Chunk]:
+    def step(self, meanwhile: Callable[[], None] = nothing) -> Seq[Chunk]:
         """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended.
+
+        The chunks are made when the first is read: read them in `meanwhile` of the next step if there is one.
 
         meanwhile: work of the host that the step does not need. It is called once, while the device runs the pass.
         """
         self.report = StepReport()
-        chunks = self._scheduler.reap()
-        if chunks:
-            self._release(chunks)
+        chunks = Chunks(self._scheduler.reap())
+        if chunks.ended:
+            self._release(chunks.ended)
 
         started = self._clock()
         drafts = self._draft_manager.collect()
@@ -114,23 +119,27 @@ class Engine:
         collected = self._clock()
 
         batch = self._scheduler.schedule(drafts)
-        outputs: list[VerifyOutput] = []
+        outputs: Seq[VerifyOutput] = ()
         pass_s = 0.0
         if batch:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             began = self._clock()
+            segments: Seq[Segment]
             # arrays of all trees pay from two trees on
             if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
-                output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
+                segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
             else:
-                output = self._runner.forward(tree_segments(batch, draws_on_ranks))
-            outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
+                segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
+                trees = segments.trees
+            output = self._runner.forward(segments)
+            outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
             pass_s = self._clock() - began
-            outputs = _without_samples(outputs, batch, drafts)
+            if self._draft_manager.needs_samples:
+                outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
-            self._release(committed)
-            chunks += committed
+            self._release(committed.ended)
+            chunks = Chunks([*chunks.last, *committed.last], committed.emissions)
         else:
             meanwhile()
 
@@ -139,7 +148,7 @@ class Engine:
         self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between, verified - pass_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
-        self.report = StepReport(wait, verified, num_rows, admitted, preempted)
+        self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
         began = self._clock()
         self._request_drafts()
@@ -227,13 +236,16 @@ class Engine:
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
         num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
-        speed = self._budget.tokens_per_s
-        budgets = {s.request.id: self._scheduler.tree_budget(s, *sizes.get(s.request.id, NO_TREE), speed) for s in ready}
-        self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
-        wanting = [s for s in ready if budgets[s.request.id].wants_tree]
-        biases = {s.request.id: found for s in wanting if (found := self._rules.known_biases(s.request, s.tokens))}
-        followed = {s.request.id: s.tokens for s in wanting} if self._grammars.outputs else {}
-        self._draft_manager.request(ready, budgets, self._grammars.root_masks(followed), biases)
+        budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
+        biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
+        wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
+        for sequence in wanting:
+            if found := self._rules.known_biases(sequence.request, sequence.tokens):
+                biases[sequence.request.id] = found
+        if self._grammars.outputs:
+            self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in zip(ready, budgets, strict=True)}
+            masks = self._grammars.root_masks({s.request.id: s.tokens for s in wanting})
+        self._draft_manager.request(ready, budgets, masks, biases)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
         """The replies without the nodes that cost more than they yield.
@@ -252,9 +264,8 @@ class Engine:
                 drafts[i] = drafts[i]._replace(tree=tree, is_edited=True)
         return drafts
 
-    def _release(self, chunks: Seq[Chunk]) -> None:
-        """Free what the requests that end with these chunks hold outside the scheduler."""
-        request_ids = [chunk.request_id for chunk in chunks if chunk.finish_reason]
+    def _release(self, request_ids: Seq[str]) -> None:
+        """Free what requests that have ended hold outside the scheduler."""
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)

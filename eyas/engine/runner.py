@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from operator import is_
 
 import numpy as np
 import torch
@@ -22,10 +23,11 @@ from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.models.workers import TargetWorkers
+from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import upload
-from eyas.tree import pack_trees
+from eyas.tree import PackedTrees, pack_trees
 
 
 class ModelRunner:
@@ -105,6 +107,8 @@ class BatchInvariantRunner(ModelRunner):
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:
+            if isinstance(segments, TreeSegments):  # nothing to cut
+                return super().forward(segments)
             return super().forward([part for segment in segments for part in _parts(segment, self._max_rows)])
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
@@ -148,18 +152,25 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
     )
 
 
-def tree_segments(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -> TreeSegments:
+def tree_segments(
+    batch: Seq[ScheduledSequence], draws_on_ranks: bool = False, known: PackedTrees | None = None
+) -> TreeSegments:
     """`segment_of` of sequences that all have trees. Their rows are laid out at once, and no segment is made before somebody
-    reads it."""
+    reads it.
+
+    known: trees that are packed already; of use if they are those of the batch.
+    """
     trees = [scheduled.tree for scheduled in batch if scheduled.tree is not None]
     assert len(trees) == len(batch) > 0, "not for prompts"
-    packed, counts = pack_trees(trees), np.array([len(tree.tokens) for tree in trees])
-    drawn = [draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) for scheduled in batch]
+    is_known = known is not None and len(known.trees) == len(trees) and all(map(is_, known.trees, trees))
+    packed = known if known is not None and is_known else pack_trees(trees)
+    keys: list[NoiseKey | None] = [None] * len(batch)
+    if draws_on_ranks:
+        keys = [s.sequence.request.noise_key if can_draw_in_parts(s.logit_rows) else None for s in batch]
     return TreeSegments(
         packed,
-        counts,
-        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], counts),
+        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], packed.counts),
         slots=np.concatenate([scheduled.slots for scheduled in batch]),
-        prefixes=[scheduled.sequence.slots[: scheduled.sequence.computed] for scheduled in batch],
-        noise_keys=[s.sequence.request.noise_key if yes else None for s, yes in zip(batch, drawn, strict=True)],
+        prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in batch],
+        noise_keys=keys,
     )

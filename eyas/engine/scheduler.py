@@ -16,12 +16,13 @@ import numpy as np
 
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget, changed
-from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
+from eyas.draft_protocol import TreeBudget
+from eyas.engine.draft_costs import NO_TREE, TreeSize
+from eyas.engine.sequence import Chunks, DraftReply, Emission, QueueKey, ScheduledSequence, Sequence, kept_rows
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
-from eyas.sampling.acceptance import Accepted, VerifyOutput
-from eyas.tree import DraftTree
+from eyas.request import Chunk, FinishReason, Request, TokenLogprob
+from eyas.sampling.acceptance import TreeOutputs, VerifyOutput
+from eyas.tree import DraftTree, Ints
 
 # Tokens that an admitted sequence should be able to grow by: with fewer it would be preempted at once.
 GROWTH = 16
@@ -35,7 +36,7 @@ PROMPT_COST, OUTPUT_COST = 1, 2
 _NUM_ADMISSIONS = 32
 
 _key = attrgetter("key")
-_CHUNK = Chunk("")
+_NO_OUTPUT = VerifyOutput(None)
 
 
 class WaitingQueue:
@@ -223,10 +224,18 @@ class Scheduler:
         ]
         return tuple(scheduled)
 
-    def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> list[Chunk]:
+    def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> Chunks:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
-        self._keep_slots(batch, outputs)
-        chunks = []
+        last, emissions = list[Chunk](), list[Emission]()
+        if isinstance(outputs, TreeOutputs):
+            ends, tokens, start = outputs.ends.tolist(), outputs.tokens.tolist(), 0
+            self._keep_slots(batch, outputs.rows, ends)
+            for index, (scheduled, end) in enumerate(zip(batch, ends, strict=True)):
+                steps = outputs[index] if scheduled.sequence.request.return_verify_steps else _NO_OUTPUT
+                emissions.append(self._emit(scheduled, tuple(tokens[start:end]), steps))
+                start = end
+            return Chunks(last, emissions)
+        self._keep_slots(batch, *kept_rows(batch, outputs))
         for scheduled, output in zip(batch, outputs, strict=True):
             sequence = scheduled.sequence
             sequence.samples = output.samples if scheduled.tree is not None else ()
@@ -235,10 +244,10 @@ class Scheduler:
             if output.error:
                 self._drop(sequence, keeps=False)
                 ended = Chunk(sequence.request.id, finish_reason="error", message=output.error, is_invalid=output.is_invalid)
-                chunks.append(ended)
+                last.append(ended)
             elif output.accepted is not None:
-                chunks.append(self._emit(scheduled, output.accepted, output.logprobs))
-        return chunks
+                emissions.append(self._emit(scheduled, output.accepted.tokens, output))
+        return Chunks(last, emissions)
 
     def tree_budget(
         self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
@@ -251,6 +260,22 @@ class Scheduler:
         nodes = nodes or self.max_tree_nodes
         most = min(nodes, sequence.request.num_draft_tokens or nodes)
         return TreeBudget(most, depth, tokens_per_s) if depth > 0 and most > 1 else TreeBudget(1, 0)
+
+    def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize], tokens_per_s: float) -> list[TreeBudget]:
+        """`tree_budget` of each sequence; sizes: nodes and depth by request id, those of a root for the others.
+
+        Sequences that ask for nothing special and are far from their end have one budget, so it is made once.
+        """
+        usual, budgets = dict[TreeSize, TreeBudget](), list[TreeBudget]()
+        for sequence in sequences:
+            size, is_limited = sizes.get(sequence.request.id, NO_TREE), sequence.request.num_draft_tokens
+            budget = usual.get(size)
+            if budget is None or sequence.prefilling or is_limited or sequence.num_remaining <= budget.max_depth:
+                budget = self.tree_budget(sequence, *size, tokens_per_s)
+                if not (sequence.prefilling or is_limited or budget.max_depth < min(size.depth, self._tree.num_steps)):
+                    usual[size] = budget
+            budgets.append(budget)
+        return budgets
 
     @property
     def max_tree_nodes(self) -> int:
@@ -328,51 +353,41 @@ class Scheduler:
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
-    def _keep_slots(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> None:
-        """Give each sequence the slots of its accepted rows, and free all others of the step at once."""
-        rows: list[int] = []
-        ends: list[int] = []
-        start = 0
-        for scheduled, output in zip(batch, outputs, strict=True):
-            accepted = output.accepted if scheduled.tree is not None else None
-            rows += [start + row for row in (accepted.path if accepted else range(len(scheduled.slots)))]
-            ends.append(len(rows))
-            start += len(scheduled.slots)
+    def _keep_slots(self, batch: Seq[ScheduledSequence], rows: Ints | Seq[int], ends: Seq[int]) -> None:
+        """Give each sequence the slots of its kept rows, and free all others of the step at once.
+
+        rows: kept ones among all of the step. ends: where those of each sequence end.
+        """
         kept = self._step_slots[rows]
         rejected = np.ones(len(self._step_slots), dtype=np.bool_)
         rejected[rows] = False
         self.cache.free(self._step_slots[rejected])
-        self._step_slots = self.cache.no_slots
-        for scheduled, first, end in zip(batch, [0, *ends], ends, strict=False):
-            scheduled.sequence.extend(kept[first:end])
+        self._step_slots, start = self.cache.no_slots, 0
+        for scheduled, end in zip(batch, ends, strict=True):
+            scheduled.sequence.extend(kept[start:end])
+            start = end
 
-    def _emit(self, scheduled: ScheduledSequence, accepted: Accepted, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
-        sequence, tree = scheduled.sequence, scheduled.tree
-        if tree is None:
+    def _emit(self, scheduled: ScheduledSequence, tokens: tuple[int, ...], output: VerifyOutput) -> Emission:
+        """tokens: of the accepted path, the bonus token last."""
+        sequence, request, most = scheduled.sequence, scheduled.sequence.request, len(tokens) - 1
+        if scheduled.tree is None:
             sequence.share(self.cache, self._max_cacheable)
-        of_first: dict[str, object] = {}
-        if sequence.num_emitted == 0:
-            sequence.end_ids = sequence.request.sampling.end_ids(self._eos_ids)
-            of_first["num_cached"] = sequence.num_cached or 0
-            if sequence.request.sampling.prompt_logprobs is not None:  # the first token has none
-                of_first["prompt_logprobs"] = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
-        tokens, reason = cut_at_end(sequence, accepted.tokens)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        is_first = sequence.num_emitted == 0
+        if is_first:
+            sequence.end_ids = request.sampling.end_ids(self._eos_ids)
+            if request.sampling.prompt_logprobs is not None:  # the first token has none
+                prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
+        num_cached = (sequence.num_cached or 0) if is_first else 0
+        tokens, reason = cut_at_end(sequence, tokens)
         sequence.tokens.extend(tokens)
-        self.waiting.served[sequence.request.tenant] += OUTPUT_COST * len(tokens)
+        self.waiting.served[request.tenant] += OUTPUT_COST * len(tokens)
         sequence.prefilling = False
-        num_drafted = min(len(tokens), len(accepted.tokens) - 1)
         if reason is not None:
             self._drop(sequence)
-        return changed(
-            _CHUNK,
-            request_id=sequence.request.id,
-            token_ids=tokens,
-            is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
-            verify_step=None if tree is None else _verify_step(sequence.request, tree, accepted, num_drafted),
-            finish_reason=reason,
-            logprobs=logprobs[: len(tokens)],
-            **of_first,
-        )
+        logprobs, path = output.logprobs[: len(tokens)], output.accepted.path if output.accepted else ()
+        num_drafted = min(len(tokens), most)
+        return Emission(request, scheduled.tree, path, tokens, num_drafted, reason, logprobs, prompt_logprobs, num_cached)
 
     def _drop(self, sequence: Sequence, keeps: bool = True) -> None:
         """Forget a request. What it has computed stays in the cache if `keeps`, for longer if it belongs to a session."""
@@ -386,15 +401,6 @@ class Scheduler:
             sequence.share(self.cache, self._max_cacheable)
         ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
         sequence.leave(self.cache, self._clock() + ttl if keeps else sequence.prefix.node.used)
-
-
-def _verify_step(request: Request, tree: DraftTree, accepted: Accepted, num_accepted: int) -> VerifyStep:
-    """num_accepted: drafted tokens that are emitted."""
-    details = None
-    if request.return_verify_steps:
-        path = accepted.path[1 : 1 + num_accepted]
-        details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
-    return VerifyStep(len(tree.tokens) - 1, max(tree.depths), num_accepted, tree.grown_ahead, details)
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, Tokens
-from eyas.request import Request, TokenLogprob
-from eyas.sampling.acceptance import LogitRows
+from eyas.draft_protocol import changed
+from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
+from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.tree import DraftTree
+
+_CHUNK = Chunk("")
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +43,7 @@ class Sequence:
     cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
     num_cached: prompt tokens that the first admission found in the cache; None before it.
     drafted: committed length that the drafter is believed to have, in drafting epoch `epoch`.
-    samples: the target's samples at the nodes of its last tree.
+    samples: the target's samples at the nodes of its last tree, if the drafter needs them.
     prompt_logprobs: of the prompt tokens computed so far from the second on, where the request asks for them.
     """
 
@@ -97,10 +102,10 @@ class Sequence:
         return min(self.computed + 1, len(self.tokens))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ScheduledSequence:
     """One sequence's rows in a step: prompt tokens from position `first` on, or the nodes of a draft tree whose root is the
-    token at `first`. slots: one per row. tree: None for prompt tokens."""
+    token at `first`. slots: one per row. tree: None for prompt tokens. It does not change."""
 
     sequence: Sequence
     slots: Slots
@@ -136,3 +141,84 @@ class DraftReply(NamedTuple):
     drafted: int
     epoch: int
     is_edited: bool = False
+
+
+def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: SequenceOf[VerifyOutput]) -> tuple[list[int], list[int]]:
+    """The rows of a step whose slots are kept, and where those of each sequence end: all of a prompt, else the path."""
+    rows, ends, start = list[int](), list[int](), 0
+    for scheduled, output in zip(batch, outputs, strict=True):
+        accepted = output.accepted if scheduled.tree is not None else None
+        rows += [start + row for row in (accepted.path if accepted else range(len(scheduled.slots)))]
+        ends.append(len(rows))
+        start += len(scheduled.slots)
+    return rows, ends
+
+
+class Emission(NamedTuple):
+    """What a step adds to a request: the values that its chunk is made of.
+
+    tree: that was verified; None for prompt rows. path: its accepted nodes, the root first, if the request asks for verify
+    steps. num_drafted: how many of the tokens the drafter guessed. The others are as in Chunk.
+    """
+
+    request: Request
+    tree: DraftTree | None
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached: int = 0
+
+    def chunk(self) -> Chunk:
+        """The chunk for the request's reader."""
+        tree, num_drafted, step, details = self.tree, self.num_drafted, None, None
+        if tree is not None and self.request.return_verify_steps:
+            path = self.path[1 : 1 + num_drafted]
+            details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
+        if tree is not None:
+            step = VerifyStep(len(tree.tokens) - 1, max(tree.depths), num_drafted, tree.grown_ahead, details)
+        return changed(
+            _CHUNK,
+            request_id=self.request.id,
+            token_ids=self.token_ids,
+            is_draft_token=(True,) * num_drafted + (False,) * (len(self.token_ids) - num_drafted),
+            verify_step=step,
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached=self.num_cached,
+        )
+
+
+class Chunks(SequenceOf[Chunk]):
+    """The chunks of a step, made when the first of them is read. So the next pass need not wait for that.
+
+    ended: ids of the requests that end with them.
+    """
+
+    def __init__(self, last: SequenceOf[Chunk], emissions: SequenceOf[Emission] = ()) -> None:
+        """last: final chunks of requests that are cancelled or fail."""
+        self.last, self.emissions = last, emissions
+        self.ended = [chunk.request_id for chunk in last]
+        self.ended += [emission.request.id for emission in emissions if emission.finish_reason is not None]
+
+    def __len__(self) -> int:
+        return len(self.last) + len(self.emissions)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SequenceOf[Chunk]: ...
+
+    def __getitem__(self, index: int | slice) -> Chunk | SequenceOf[Chunk]:
+        return self._chunks[index]
+
+    @cached_property
+    def _chunks(self) -> list[Chunk]:
+        return [*self.last, *(emission.chunk() for emission in self.emissions)]

@@ -82,23 +82,21 @@ class SegmentRows(NamedTuple):
 class TreeSegments(Sequence[Segment]):
     """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
 
-    rows: of all segments. prefixes: of each. words: see PackedTrees.
+    rows: of all segments. prefixes: of each. trees: what they are.
     """
 
     def __init__(
         self,
         trees: PackedTrees,
-        counts: Ints,
         positions: Ints,
         slots: Ints,
         prefixes: Sequence[Ints],
         noise_keys: Sequence[NoiseKey | None],
     ) -> None:
-        """counts: rows of each tree, [B]. positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
-        self.rows = SegmentRows(trees.tokens, positions, slots, np.arange(len(slots)), counts)
+        """positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
+        self.rows = SegmentRows(trees.tokens, positions, slots, np.arange(len(slots)), trees.counts)
         self.prefixes = prefixes
-        self.words = trees.words
-        self._trees, self._noise_keys = trees, noise_keys
+        self.trees, self._noise_keys = trees, noise_keys
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -114,7 +112,7 @@ class TreeSegments(Sequence[Segment]):
 
     @cached_property
     def _segments(self) -> list[Segment]:
-        (tokens, positions, slots, rows, counts), visible, segments = self.rows, self._trees.visible, list[Segment]()
+        (tokens, positions, slots, rows, counts), visible, segments = self.rows, self.trees.visible, list[Segment]()
         ends = np.cumsum(counts).tolist()
         for start, end, prefix, key in zip([0, *ends[:-1]], ends, self.prefixes, self._noise_keys, strict=True):
             own, count = slice(start, end), end - start

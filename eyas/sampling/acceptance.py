@@ -23,12 +23,15 @@ bonus token. `accept` returns path (0, 1), whose KV stays, and tokens (cat, ran)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import numpy as np
 
 from eyas.request import Request, TokenLogprob
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, Ints, PackedTrees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +87,58 @@ class VerifyOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     is_invalid: bool = False
+
+
+class TreeOutputs(Sequence[VerifyOutput]):
+    """The outputs of requests with trees that ask for nothing but the tokens that are drawn, as arrays. Those of one request
+    are made on first use.
+
+    rows: packed rows of all accepted paths, one path after the other [A]. tokens: what is emitted after each [A]. ends:
+    where the path of each tree ends among these [B].
+    """
+
+    def __init__(self, trees: PackedTrees, samples: Ints) -> None:
+        """Apply the rule `match`. samples: the target's sample at every row [R].
+
+        A node passes if it is the first child of its parent that guesses the parent's sample, and if those above it pass.
+        """
+        guessed = np.flatnonzero(samples[trees.above] == trees.tokens)
+        guessed = guessed[trees.above[guessed] < guessed]  # no root
+        passed = np.zeros(len(samples), dtype=np.bool_)
+        passed[trees.roots] = True
+        firsts = guessed[np.unique(trees.above[guessed], return_index=True)[1]]
+        for depth in range(1, int(trees.depths[firsts].max(initial=0)) + 1):
+            level = firsts[trees.depths[firsts] == depth]
+            passed[level] = passed[trees.above[level]]
+        self.rows = np.flatnonzero(passed)
+        self.tokens = samples[self.rows]
+        self.ends = np.searchsorted(self.rows, trees.counts.cumsum())
+        self._roots, self._counts, self._samples = trees.roots, trees.counts, samples
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[VerifyOutput]:
+        return iter(self._outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> VerifyOutput: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[VerifyOutput]: ...
+
+    def __getitem__(self, index: int | slice) -> VerifyOutput | Sequence[VerifyOutput]:
+        return self._outputs[index]
+
+    @cached_property
+    def _outputs(self) -> list[VerifyOutput]:
+        nodes, tokens = (self.rows - self._roots[self.rows]).tolist(), self.tokens.tolist()
+        samples, outputs, start, first = self._samples.tolist(), list[VerifyOutput](), 0, 0
+        for end, last in zip(self.ends.tolist(), self._counts.cumsum().tolist(), strict=True):
+            accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end]))
+            outputs.append(VerifyOutput(accepted, tuple(samples[first:last])))
+            start, first = end, last
+        return outputs
 
 
 def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:

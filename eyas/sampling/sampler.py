@@ -84,7 +84,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return draw_rows(logits.contiguous(), draws)
     if draws and is_readable(logits) and runs_compiled(logits.device):
         return _sample_compiled(logits, draws)
-    random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
+    draws = Draws.of(draws)
+    random = np.flatnonzero(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_)).tolist()
     if random and len(random) == len(draws):
         return draw_tokens(target_probs(logits, draws), draws)
     tokens = greedy(logits)

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, VerifyOutput, accept
+from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.penalties import LogitRules, has_rules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import Draw, Draws, has_filters, sample
 from eyas.sampling.token_masks import TokenMasks
-from eyas.tensors import download
+from eyas.tensors import Ints, download
+from eyas.tree import PackedTrees
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 
@@ -30,20 +31,25 @@ def verify(
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], None] = nothing,
-) -> list[VerifyOutput]:
+    trees: PackedTrees | None = None,
+) -> Sequence[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
-    meanwhile: other work of the host, called once before it waits.
+    meanwhile: other work of the host, called once before it waits. trees: those of the batch, if every request has one and
+    they are packed; outputs are then found for all at once, where nobody asks for more than tokens.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
     if output.tokens is None:
-        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile)[0]
+        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile, trees)[0]
     kinds = list(zip(batch, output.is_drawn, strict=True))
     whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
     outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens, meanwhile)
-    of_whole, of_drawn = iter(outputs), iter(_verify_tokens(drawn, tokens, output.logits.shape[1]))
+    found = _verify_tokens(drawn, tokens, output.logits.shape[1], None if whole else trees)
+    if not whole:
+        return found
+    of_whole, of_drawn = iter(outputs), iter(found)
     return [next(of_drawn if is_drawn else of_whole) for is_drawn in output.is_drawn]
 
 
@@ -63,14 +69,19 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
-def _verify_tokens(batch: Sequence[LogitRows], tokens: Sequence[int], vocab_size: int) -> list[VerifyOutput]:
-    """The outputs of requests that ask for nothing but the tokens that are drawn, by the rule `match`."""
-    outputs, end = [], 0
+def _verify_tokens(
+    batch: Sequence[LogitRows], drawn: Ints, vocab_size: int, trees: PackedTrees | None = None
+) -> Sequence[VerifyOutput]:
+    """The outputs of requests that ask for nothing but the tokens that are drawn, by the rule `match`. A token `vocab_size`
+    stands for logits that are NaN."""
+    if trees is not None and (drawn < vocab_size).all():
+        return TreeOutputs(trees, drawn)
+    outputs, end, tokens = list[VerifyOutput](), 0, drawn.tolist()
     for rows in batch:
         start, end = end, end + len(rows.positions)
         samples = tuple(tokens[start:end])
         accepted = None if rows.tree is None else accept(rows.tree, samples)
-        if accepted is not None and accepted.tokens[-1] >= vocab_size:  # stands for logits that are NaN
+        if accepted is not None and accepted.tokens[-1] >= vocab_size:
             outputs.append(VerifyOutput(accepted, error=UNUSABLE_LOGITS))
         else:
             outputs.append(VerifyOutput(accepted, samples))
@@ -84,7 +95,8 @@ def _verify_logits(
     masks: TokenMasks,
     drawn: Tensor | None,
     meanwhile: Callable[[], None],
-) -> tuple[list[VerifyOutput], list[int]]:
+    trees: PackedTrees | None = None,
+) -> tuple[Sequence[VerifyOutput], Ints]:
     """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
     ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
@@ -93,13 +105,14 @@ def _verify_logits(
     verdicts = rejection_sample(batch, ruled, draws)
     others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
     meanwhile()
-    for rows in batch:
+    for rows in batch if trees is None else ():
         if rows.tree is not None:
             rows.tree.guesses  # noqa: B018  the walk down the tree reads them
     on_host = download(tokens, verdicts.cells, logprobs, others)
-    samples, drawn_elsewhere = on_host[0].astype(int).tolist(), on_host[3].astype(int).tolist()
+    drawn_here, drawn_elsewhere = on_host[0].astype(np.int64), on_host[3].astype(np.int64)
     if not (masks.trees or masks.errors or verdicts.trees or len(on_host[2])):
-        return _verify_tokens(batch, samples, logits.shape[1]), drawn_elsewhere
+        return _verify_tokens(batch, drawn_here, logits.shape[1], trees), drawn_elsewhere
+    samples = drawn_here.tolist()
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
     return _verify_whole(batch, logits, masks, samples, rejected, on_host[2]), drawn_elsewhere
 

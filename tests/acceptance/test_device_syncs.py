@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,14 @@ from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
-from eyas.request import Request
+from eyas.request import Chunk, Request
 from eyas.sampling import verify
-from eyas.sampling.acceptance import LogitRows, accept
+from eyas.sampling.acceptance import LogitRows, TreeOutputs, accept
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.tree import DraftProbs, DraftTree, SampledProposal, pack_trees
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.device_syncs import Waits, unwatched, watched
 from tests.engine.drafters import RandomDrafter
@@ -39,7 +40,7 @@ from tests.strategies import trees
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
-MAX_CALLS = 45
+MAX_CALLS = 32
 ASKED = (
     PARAMS,
     GREEDY,
@@ -176,12 +177,13 @@ def calls_of_a_step(engine: Engine, num_requests: int) -> int:
     )
     for i in range(num_requests):
         engine.submit(Request(f"{i}", tuple(range(3, 10)), replace(GREEDY, seed=i, max_tokens=100)))
+    chunks: Sequence[Chunk] = ()
     for _ in range(12):
         counts.append(0)
         gc.disable()  # a collection calls what other tests, and hypothesis, have registered
         sys.setprofile(count)
         try:
-            engine.step()
+            chunks = engine.step(partial(list, chunks))  # read under the pass, as AsyncEngine reads them
         finally:
             sys.setprofile(None)
             gc.enable()
@@ -235,7 +237,17 @@ def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data
     batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree)) for i, tree in enumerate(found)]
     batch.insert(1, LogitRows(Request("prompt", (3, 4)), (3, 4), None, ()))
     whole = verify._verify_whole(batch, torch.zeros(total, 4), TokenMasks(), tokens, {}, np.zeros((0, 1)))
-    assert verify._verify_tokens(batch, tokens, 4) == whole
+    assert verify._verify_tokens(batch, np.array(tokens), 4) == whole
+    packed = verify._verify_tokens([batch[0], *batch[2:]], np.array(tokens), 4, pack_trees(found))
+    assert list(packed) == [whole[0], *whole[2:]]
+    if isinstance(packed, TreeOutputs):
+        assert max(tokens) < 4
+        accepted = [output.accepted for output in packed if output.accepted]
+        starts = np.cumsum([0, *map(len, found)]).tolist()
+        rows = [start + node for start, outcome in zip(starts, accepted, strict=False) for node in outcome.path]
+        assert packed.rows.tolist() == rows
+        assert packed.tokens.tolist() == [token for outcome in accepted for token in outcome.tokens]
+        assert packed.ends.tolist() == np.cumsum([len(outcome.path) for outcome in accepted]).tolist()
 
 
 @given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
 from eyas.sampling.acceptance import accept
-from eyas.tree import DraftTree, pack_trees
+from eyas.tree import DraftTree, TreeLimits, pack_trees, pack_valid_trees
 from tests.strategies import trees
 
 
@@ -36,6 +36,41 @@ def test_packed_trees_see_what_each_tree_sees(found: list[DraftTree]) -> None:
         assert tuple(packed.depths[start:end]) == tree.depths
         assert (packed.visible[start:end, : len(tree)] == tree.ancestor_mask()).all()
         assert not packed.visible[start:end, len(tree) :].any()
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.data())
+def test_packing_finds_every_fault_that_validation_finds(found: list[DraftTree], data: st.DataObject) -> None:
+    """Values out of range, lists that are too short, and trees that are too large or too deep."""
+    some = st.integers(-1, 8)
+    for index in range(len(found)):
+        fault = data.draw(st.sampled_from(("none", "none", "tokens", "parents", "short", "sources", "empty")))
+        tree, node = found[index], data.draw(st.integers(0, len(found[index]) - 1))
+        if fault in ("tokens", "parents"):
+            values = getattr(tree, fault)
+            tree = replace(tree, **{fault: (*values[:node], data.draw(some), *values[node + 1 :])})
+        elif fault != "none":
+            column = {"short": "log_probs", "sources": "sources", "empty": "tokens"}[fault]
+            tree = replace(
+                tree, **{column: (0,) * node} if fault != "empty" else {"tokens": (), "parents": (), "log_probs": ()}
+            )
+        found[index] = tree
+    limits = TreeLimits(
+        [data.draw(st.sampled_from((*tree.tokens[:1], 3))) for tree in found],
+        [data.draw(st.sampled_from((len(tree), 16, 5))) for tree in found],
+        [data.draw(st.integers(0, 16)) for tree in found],
+        8,
+    )
+    faults = 0
+    for tree, root, nodes, depth in zip(found, *limits[:3], strict=True):
+        try:
+            tree.validate(root, 8, nodes, depth)
+        except InvalidTree:
+            faults += 1
+    packed = pack_valid_trees(found, limits)
+    assert (packed is None) == (faults > 0)
+    if packed is not None:
+        for ours, plain in zip(packed[1:], pack_trees(found)[1:], strict=True):
+            assert np.array_equal(ours, plain)
 
 
 @given(trees())

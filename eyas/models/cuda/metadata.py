@@ -1,7 +1,7 @@
 """Packs segments for the attention kernel: one array of integers, uploaded in one copy.
 
-Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; then, for each
-segment, the slots of its prefix and its mask, one bit for each pair of its rows. A tile holds TILE_WORDS words:
+Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; the slots of all
+prefixes; then the mask of each segment, one bit for each pair of its rows. A tile holds TILE_WORDS words:
 
     0, 1  its first row, and its number of rows
     2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
@@ -43,6 +43,7 @@ from eyas.models.inputs import (
     prefixes_of,
 )
 from eyas.tensors import Bools, Ints, upload
+from eyas.tree import PackedTrees
 
 Words = npt.NDArray[np.int32]
 
@@ -50,6 +51,7 @@ TILE_WORDS = 10
 FIXED_TILE_WORDS = 12
 FOLLOWS = -1
 _NONE = np.zeros(0, dtype=np.int64)
+NO_WORDS = np.zeros(0, dtype=np.int32)
 NO_ROWS = SegmentRows(_NONE, _NONE, _NONE, _NONE, _NONE)
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
@@ -180,13 +182,8 @@ class PartCount(NamedTuple):
 
 def count_parts(segments: Sequence[Segment], tile_rows: int, part: int) -> PartCount:
     """What a pass takes without padding."""
-    tiles = part_rows = 0
-    for segment in segments:
-        firsts, ends = _tile_ends(segment, tile_rows)
-        parts = -(-ends // part)
-        tiles += int(parts.sum())
-        part_rows += int(parts @ np.minimum(tile_rows, len(segment.tokens) - firsts))
-    return PartCount(tiles, part_rows)
+    cut = _cut_tiles(SegmentRows.of(segments), tile_rows, part)
+    return PartCount(int(cut.parts.sum()), int(cut.parts @ cut.rows))
 
 
 def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
@@ -194,7 +191,7 @@ def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
     if not shape.fixed_part:
         return True
     needs = count_parts(segments, shape.tile_rows, shape.fixed_part)
-    padding = -(-(shape.rows - sum(len(s.tokens) for s in segments)) // shape.tile_rows)
+    padding = -(-(shape.rows - count_rows(segments)) // shape.tile_rows)
     return needs.tiles + padding <= shape.tiles and needs.part_rows <= shape.part_rows
 
 
@@ -236,8 +233,8 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     counts, lengths = packed.counts, _sizes(prefixes)
     starts, num_rows = counts.cumsum() - counts, len(packed.tokens)
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, segments, shape)
-    sizes = lengths + _sizes(own.seen)
-    at = _num_fixed_words(shape) + sizes.cumsum() - sizes
+    ends = _num_fixed_words(shape) + lengths.cumsum()
+    at = ends - lengths
     if segments:
         rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = packed.tokens, packed.positions, packed.slots
         rows[3, : len(packed.logits_indices)] = packed.logits_indices
@@ -245,7 +242,7 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
         words[:, 0] += starts[owner]
         words[:, 2] = starts[owner]
         words[:, 4], words[:, 5] = lengths[owner], at[owner]
-        words[:, 6] += at[owner] + lengths[owner]
+        words[:, 6] += ends[-1]
         if runs:
             words[:, 8] = np.repeat([run.length for run in runs], [run.end - run.first for run in runs])[owner]
             tiles[len(words) :] = _shared_tiles(runs, shape, at)
@@ -253,8 +250,7 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     firsts = np.arange(num_rows, shape.rows, shape.tile_rows)  # padding, which sees nothing
     padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
     padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
-    ragged = [part for both in zip(prefixes, own.seen, strict=True) for part in both]
-    return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
+    return np.concatenate([rows.ravel(), tiles.ravel(), *prefixes, own.seen], dtype=np.int32, casting="same_kind")
 
 
 def _numbers_within(counts: Ints) -> Ints:
@@ -266,7 +262,7 @@ def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> Ints:
     return np.array(list(map(len, arrays)), dtype=np.int64)
 
 
-def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Sequence[int]) -> Words:
+def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Ints) -> Words:
     """Tiles of rows of several segments over the prefix that they share. They cover all rows, some with no key."""
     tiles, start = [], 0
     for run in runs:
@@ -280,12 +276,13 @@ def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_pre
 class OwnTiles(NamedTuple):
     """The tiles of all segments, one segment after the other: their words, and the number of the segment of each.
 
-    Words 0 and 6 count from the segment's, words 2, 4 and 5 are 0. seen: words of each segment's mask or of its paths.
+    Word 0 counts from the segment's, word 6 from the first of `seen`; words 2, 4 and 5 are 0. seen: words of all masks, or
+    of all paths.
     """
 
     tiles: Words
     owner: Ints
-    seen: Sequence[Words]
+    seen: Words
 
 
 def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
@@ -297,68 +294,98 @@ def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape
     tiles[:, 0] = firsts
     tiles[:, 1] = np.minimum(shape.tile_rows, counts[owner] - firsts)
     tiles[:, 3] = strides[owner]
-    tiles[:, 6], tiles[:, 7] = firsts * strides[owner], firsts + tiles[:, 1]  # no row sees a later one
+    sizes = counts * strides
+    tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + firsts * strides[owner]
+    tiles[:, 7] = firsts + tiles[:, 1]  # no row sees a later one
     return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
 
 
-def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> list[Words]:
-    """The mask of each segment, one bit for each pair of rows; each row begins a word. All become words at once."""
+def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:
+    """The masks of all segments, one bit for each pair of rows; each row begins a word. All become words at once."""
     if isinstance(segments, TreeSegments):
-        words = segments.words.view("<i4")
-        flat = words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
-        ends = (counts * strides).cumsum().tolist()
-        return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    ends = (counts * strides).cumsum().tolist()
-    places = list(zip([0, *ends], ends, strict=False))
-    bits = np.zeros((sum(ends[-1:]), 32), dtype=np.bool_)
-    for segment, (start, end), count, stride in zip(segments, places, counts.tolist(), strides.tolist(), strict=True):
+        words = segments.trees.words.view("<i4")
+        if (strides == strides[0]).all():
+            return words[:, : strides[0]].ravel()
+        return words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
+    bits, end = np.zeros((int(counts @ strides), 32), dtype=np.bool_), 0
+    for segment, count, stride in zip(segments, counts.tolist(), strides.tolist(), strict=True):
         visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+        start, end = end, end + count * stride
         own = bits[start:end] if stride == 1 else bits[start:end].reshape(count, 32 * stride)
         own[:, : visible.shape[1]] = visible  # without columns: rows see nothing
-    words = mask_words(bits).ravel()
-    return [words[start:end] for start, end in places]
+    return mask_words(bits).ravel()
 
 
 def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
-    tiles, owner, seen, part_row = [np.zeros((0, FIXED_TILE_WORDS), dtype=np.int32)], list[int](), list[Words](), 0
-    for index, segment in enumerate(segments):
-        own, paths = _parts_of(segment, shape)
-        own[:, 10] += part_row
-        part_row += int(own[:, 1].sum())
-        tiles.append(own)
-        owner += [index] * len(own)
-        seen.append(paths)
-    return OwnTiles(np.concatenate(tiles), np.array(owner, dtype=np.int64), seen)
-
-
-def _parts_of(segment: Segment, shape: MetadataShape) -> tuple[Words, Words]:
-    """The tiles of one segment, and the words of its paths."""
-    firsts, ends = _tile_ends(segment, shape.tile_rows)
-    parts = -(-ends // shape.fixed_part)
-    number = _numbers_within(parts)
-    paths = _path_words(segment)
+    """Tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
+    packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
+    paths = _tree_paths(segments, _sizes(prefixes))
+    cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)
+    number = _numbers_within(cut.parts)
+    tile = np.repeat(np.arange(len(cut.parts)), cut.parts)
+    owner, sizes = cut.owner[tile], packed.counts * paths.depths
     tiles = np.zeros((len(number), FIXED_TILE_WORDS), dtype=np.int32)
-    tiles[:, 0] = np.repeat(firsts, parts)
-    tiles[:, 1] = np.minimum(shape.tile_rows, len(segment.tokens) - tiles[:, 0])
-    tiles[:, 3] = tiles[:, 1] if paths.size else 1
-    tiles[:, 6], tiles[:, 7] = tiles[:, 0] * paths.shape[1], paths.shape[1]
+    tiles[:, 0], tiles[:, 1] = cut.firsts[tile], cut.rows[tile]
+    tiles[:, 3] = np.where(paths.depths[owner] > 0, tiles[:, 1], 1)
+    tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + tiles[:, 0] * paths.depths[owner]
+    tiles[:, 7] = paths.depths[owner]
     tiles[:, 8] = number * shape.fixed_part
-    tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, np.repeat(ends, parts))
+    tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, cut.ends[tile])
     tiles[:, 10] = np.cumsum(tiles[:, 1]) - tiles[:, 1]
-    tiles[:, 11] = np.where(number == 0, np.repeat(parts, parts), FOLLOWS)
-    return tiles, paths.ravel()
+    tiles[:, 11] = np.where(number == 0, cut.parts[tile], FOLLOWS)
+    return OwnTiles(tiles, owner, paths.words)
 
 
-class TileEnds(NamedTuple):
-    """First rows of a segment's tiles, and the position behind the last key that each tile sees."""
+class CutTiles(NamedTuple):
+    """Tiles of the rows of all segments: segment, first row within it, rows, the position behind the last key that they see,
+    and the parts that these keys are cut into."""
 
+    owner: Ints
     firsts: Ints
+    rows: Ints
     ends: Ints
+    parts: Ints
 
 
-def _tile_ends(segment: Segment, tile_rows: int) -> TileEnds:
-    firsts = np.arange(0, len(segment.tokens), tile_rows)
-    return TileEnds(firsts, np.maximum.reduceat(segment.positions, firsts) + 1)
+def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
+    tiles_of = -(-packed.counts // tile_rows)
+    owner = np.repeat(np.arange(len(tiles_of)), tiles_of)
+    firsts = _numbers_within(tiles_of) * tile_rows
+    rows = np.minimum(tile_rows, packed.counts[owner] - firsts)
+    starts = (packed.counts.cumsum() - packed.counts)[owner] + firsts
+    ends = np.maximum.reduceat(packed.positions, starts) + 1 if len(starts) else starts
+    return CutTiles(owner, firsts, rows, ends, -(-ends // part))
+
+
+class TreePaths(NamedTuple):
+    """Own keys of each row of the trees of a pass, by depth. depths: keys of a row in each segment, 0 if causal [B]."""
+
+    words: Words
+    depths: Ints
+
+
+def _tree_paths(segments: Sequence[Segment], lengths: Ints) -> TreePaths:
+    if isinstance(segments, TreeSegments):
+        return _packed_paths(segments.trees)
+    found = [_path_words(segment) for segment in segments]
+    return TreePaths(
+        np.concatenate([NO_WORDS, *(own.ravel() for own in found)]), np.array([own.shape[1] for own in found], np.int64)
+    )
+
+
+def _packed_paths(trees: PackedTrees) -> TreePaths:
+    """`_path_words` of each tree: in each turn all rows go one node up."""
+    rows, firsts = np.arange(len(trees.roots)), trees.counts.cumsum() - trees.counts
+    is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
+    depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
+    sizes, own = trees.counts * depths, rows - trees.roots
+    words = np.zeros(int(sizes.sum()), dtype=np.int32)
+    at = np.repeat(sizes.cumsum() - sizes, trees.counts) + own * np.repeat(depths, trees.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.counts))
+    for _ in range(int(depths.max())):
+        words[at[kept] + trees.depths[key]] = own[key]
+        key = trees.above[key]
+    return TreePaths(words, depths)
 
 
 def _path_words(segment: Segment) -> Words:
