@@ -40,7 +40,7 @@ from tests.strategies import trees
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
-MAX_CALLS = 32
+MAX_CALLS = 34
 ASKED = (
     PARAMS,
     GREEDY,
