@@ -124,7 +124,7 @@ class DraftManager:
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
         drafts = pending()
-        self.packed = self._pack_valid(contexts, drafts)
+        self.packed = self._pack_valid(contexts, drafts) if len(drafts) > 1 else None
         replies = list(map(self._reply, requested, contexts, drafts))
         if self._drafter is not None and self._rejected:
             self._drafter.reject(self._rejected)

@@ -106,9 +106,9 @@ class Engine:
         meanwhile: work of the host that the step does not need. It is called once, while the device runs the pass.
         """
         self.report = StepReport()
-        chunks = Chunks(self._scheduler.reap())
-        if chunks.ended:
-            self._release(chunks.ended)
+        cancelled = self._scheduler.reap()
+        if cancelled:
+            self._release([chunk.request_id for chunk in cancelled])
 
         started = self._clock()
         drafts = self._draft_manager.collect()
@@ -139,9 +139,10 @@ class Engine:
                 outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed.ended)
-            chunks = Chunks([*chunks.last, *committed.last], committed.emissions)
+            chunks = Chunks([*cancelled, *committed.last], committed.emissions)
         else:
             meanwhile()
+            chunks = Chunks(cancelled)
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         between = None if self._ended is None else started - self._ended
