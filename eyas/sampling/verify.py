@@ -38,7 +38,7 @@ def verify(
     batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
     meanwhile: other work of the host, called once before it waits. trees: those of the batch, if every request has one and
-    they are packed; outputs are then found for all at once, where nobody asks for more than tokens.
+    they are packed; outputs are then found for all at once, unless some request asks for more than tokens.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
     if output.tokens is None:
