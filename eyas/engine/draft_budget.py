@@ -92,8 +92,9 @@ class AdaptiveDraftBudget:
     time. They are as many as are drafted in about the time of one, and draft twice in a row if the drafter has to catch up.
 
     Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
-    A debt of several steps stops drafting until RESTART_DEBT is paid, or until it seems to pay for another number of
-    sequences. Then it may lose no more than that until it has gained: one bad text or slow stretch says little of the next.
+    A debt of several steps stops drafting until RESTART_DEBT of it, or a third after a trial, is paid, or until it seems to
+    pay for another number of sequences. Then it may lose no more than that until it has gained: one bad text or slow
+    stretch says little of the next.
     While no size is worth its cost, there is a trial whenever there is no debt: scouts have TRIAL_TREES in a row, unless
     these lose more than TRIAL_DEBT plain steps. At least PLAIN_STEPS follow. The first FREE_TRIALS leave none, unless they
     lose COLD_START_S or STOP_DEBT: a drafter apart may have to load and to catch up.

@@ -124,6 +124,7 @@ class DraftManager:
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
         drafts = pending()
+        assert len(drafts) == len(requested), "a drafter answers every context"
         self.packed = self._pack_valid(contexts, drafts) if len(drafts) > 1 else None
         replies = list(map(self._reply, requested, contexts, drafts))
         if self._drafter is not None and self._rejected:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,8 +157,8 @@ def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: SequenceOf[VerifyOu
 class Emission(NamedTuple):
     """What a step adds to a request: the values that its chunk is made of.
 
-    tree: that was verified; None for prompt rows. path: its accepted nodes, the root first, if the request asks for verify
-    steps. num_drafted: how many of the tokens the drafter guessed. The others are as in Chunk.
+    tree: that was verified; None for prompt rows. path: its accepted nodes, the root first; may be empty unless the
+    request asks for verify steps. num_drafted: how many of the tokens the drafter guessed. The others are as in Chunk.
     """
 
     request: Request
@@ -210,13 +210,7 @@ class Chunks(SequenceOf[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> SequenceOf[Chunk]: ...
-
-    def __getitem__(self, index: int | slice) -> Chunk | SequenceOf[Chunk]:
+    def __getitem__(self, index: Any) -> Any:
         return self._chunks[index]
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,13 +101,7 @@ class TreeSegments(Sequence[Segment]):
     def __len__(self) -> int:
         return len(self.prefixes)
 
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
-
-    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+    def __getitem__(self, index: Any) -> Any:
         return self._segments[index]
 
     @cached_property

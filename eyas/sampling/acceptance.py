@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -121,13 +121,7 @@ class TreeOutputs(Sequence[VerifyOutput]):
     def __iter__(self) -> Iterator[VerifyOutput]:
         return iter(self._outputs)
 
-    @overload
-    def __getitem__(self, index: int) -> VerifyOutput: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[VerifyOutput]: ...
-
-    def __getitem__(self, index: int | slice) -> VerifyOutput | Sequence[VerifyOutput]:
+    def __getitem__(self, index: Any) -> Any:
         return self._outputs[index]
 
     @cached_property

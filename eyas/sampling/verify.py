@@ -104,13 +104,14 @@ def _verify_logits(
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(batch, ruled, draws)
     others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
+    is_bare = not (masks.trees or masks.errors or verdicts.trees or len(logprobs))
     meanwhile()
-    for rows in batch if trees is None else ():
+    for rows in () if is_bare and trees is not None else batch:
         if rows.tree is not None:
             rows.tree.guesses  # noqa: B018  the walk down the tree reads them
     on_host = download(tokens, verdicts.cells, logprobs, others)
     drawn_here, drawn_elsewhere = on_host[0].astype(np.int64), on_host[3].astype(np.int64)
-    if not (masks.trees or masks.errors or verdicts.trees or len(on_host[2])):
+    if is_bare:
         return _verify_tokens(batch, drawn_here, logits.shape[1], trees), drawn_elsewhere
     samples = drawn_here.tolist()
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)

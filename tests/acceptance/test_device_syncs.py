@@ -229,19 +229,19 @@ def on_host(
     return own.tolist(), emitted.astype(int).tolist()
 
 
-@given(st.lists(trees(vocab_size=4), min_size=1, max_size=4), st.data())
+@given(st.lists(trees(vocab_size=4), min_size=2, max_size=4), st.data())
 def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data: st.DataObject) -> None:
     """Token 4 stands for logits that are NaN, which end a request only on its path."""
     total = sum(map(len, found))
-    tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
+    tokens = data.draw(st.lists(st.integers(0, data.draw(st.integers(3, 4))), min_size=total, max_size=total))
     batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree)) for i, tree in enumerate(found)]
     batch.insert(1, LogitRows(Request("prompt", (3, 4)), (3, 4), None, ()))
     whole = verify._verify_whole(batch, torch.zeros(total, 4), TokenMasks(), tokens, {}, np.zeros((0, 1)))
     assert verify._verify_tokens(batch, np.array(tokens), 4) == whole
     packed = verify._verify_tokens([batch[0], *batch[2:]], np.array(tokens), 4, pack_trees(found))
     assert list(packed) == [whole[0], *whole[2:]]
+    assert isinstance(packed, TreeOutputs) == (max(tokens) < 4)
     if isinstance(packed, TreeOutputs):
-        assert max(tokens) < 4
         accepted = [output.accepted for output in packed if output.accepted]
         starts = np.cumsum([0, *map(len, found)]).tolist()
         rows = [start + node for start, outcome in zip(starts, accepted, strict=False) for node in outcome.path]

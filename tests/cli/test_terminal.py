@@ -77,7 +77,10 @@ def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:
         (["serve", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
         (["serve", TARGET, "--draft-model", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
         (["generate", TARGET, "x", "y"], "error: 'y' is one word too many"),
-        (["generate", "x", "--address", "127.0.0.1:1", "--method", "eagle3"], "error: a router's verifiers choose"),
+        (
+            ["generate", "x", "--address", "127.0.0.1:1", "--method", "eagle3"],
+            "error: a PROMPT without a MODEL goes to a router",
+        ),
         (["chat", "http://127.0.0.1:9"], "error: UNAVAILABLE: cannot reach http://127.0.0.1:9/v1/chat/completions"),
     ],
 )

@@ -164,7 +164,7 @@ def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: st
             drafter.draft_ahead()  # the next growth leaves what the other sessions still need
 
 
-@pytest.mark.parametrize("method", ["eagle3", "hydra-prefix"])
+@pytest.mark.parametrize("method", ["eagle3", "sps"])
 def test_no_round_captures_a_graph_after_warmup(method: str, tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 

@@ -78,9 +78,7 @@ class WiringReport:
     @property
     def best(self) -> WiringScore:
         """The wiring that the config states, unless another is clearly better."""
-        stated = self.scores[0]
-        whole = [score for score in self.scores if len(score.overlaps) == len(stated.overlaps)]
-        top = max(whole, key=lambda score: score.accepted)
+        stated, top = self.scores[0], _top(self.scores)
         return top if top.clearly_beats(stated) else stated
 
     @property
@@ -150,7 +148,7 @@ def validate_head(
     scores = [score(wirings[0], windows)]
     scores += _compared(scores[0], wirings[1:], windows, score)
     if kind != "eagle" and loaded.norm is not None:
-        best = max((found for found in scores if len(found.overlaps) == len(scores[0].overlaps)), key=lambda s: s.accepted)
+        best = _top(scores)
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
         others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
         scores += _compared(best, others, windows, score)
@@ -184,6 +182,12 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
     scores += _compared(scores[0], wirings[1:], windows, score)
     tops = torch.cat([window.tops for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
+
+
+def _top(scores: Sequence[WiringScore]) -> WiringScore:
+    """The best of those that were tried on as many windows as the first."""
+    whole = [score for score in scores if len(score.overlaps) == len(scores[0].overlaps)]
+    return max(whole, key=lambda score: score.accepted)
 
 
 def _compared(
