@@ -31,7 +31,7 @@ CASES = (
     "eagle3+lookahead",
 )  # fmt: skip
 # Those of them whose drafts go another way outside of the drafter: one for each method, and drafts ahead.
-KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "prefix"))
+KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "normed", "prefix"))
 # EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
 EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))
 BLOCK_METHODS = ("dspark", "dflash", "dflash2")

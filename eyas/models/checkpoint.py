@@ -28,6 +28,7 @@ from eyas.tokenizer import check_source
 
 # Key of config.json under which `eyas check head --write` records a head's wiring. Fingerprints leave it out.
 WIRING_KEY = "eyas"
+DEPTH_KEY = "eyas_num_depths"
 # Most tensors that an error message names.
 MAX_NAMED = 12
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import (
+    DEPTH_KEY,
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     read_config,
@@ -88,7 +89,7 @@ def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[
 
 def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = config_json(c)
-    settings.pop("speculators_config", None)
+    settings.pop(DEPTH_KEY, None)
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     parallel = ("mask_token_id", "parallel_drafting") if c.kind == "peagle" else ()
     kept = {key: settings.pop(key) for key in (*own, *parallel, "eagle_aux_hidden_state_layer_ids")}

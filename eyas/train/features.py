@@ -87,8 +87,14 @@ class TargetWeights:
 def load_target_weights(model: str) -> TargetWeights:
     """Raises CheckpointError."""
     folder = resolve(model)
+    config = read_target_config(folder)
+    if missing := {"hidden_size", "num_hidden_layers"} - set(config):
+        family = config.get("model_type")
+        raise CheckpointError(f"{model}: config.json of {family!r} has no {min(missing)}; no head can be trained for it")
+    if config.get("final_logit_softcapping"):
+        log.warning("%s bounds its logits (final_logit_softcapping); losses compare with logits that are not bounded", model)
     embedding, lm_head = (read_tensor(folder, names).float() for names in (EMBEDDING_NAMES, LM_HEAD_NAMES))
-    return TargetWeights(folder, read_target_config(folder), embedding, lm_head)
+    return TargetWeights(folder, config, embedding, lm_head)
 
 
 def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
@@ -141,8 +147,8 @@ class OnlineTarget:
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
         device, batch = batch.tokens.device, batch.to(self._device)
-        mask = additive_document_mask(batch.documents, self._model.dtype) if batch.is_packed else None
-        found = self._decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False)
+        # transformers keeps documents apart where positions begin again. A mask would replace the windows of its layers.
+        found = self._decoder(batch.tokens, attention_mask=None, position_ids=batch.positions, use_cache=False)
         final = found.last_hidden_state
         kept = {**self._kept, FINAL_NORM_OUTPUT: final}
         self._kept.clear()
@@ -157,7 +163,7 @@ def _load_whole(model: str, dtype: torch.dtype) -> Any:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
     return loaded.eval().requires_grad_(False)
@@ -173,7 +179,7 @@ def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tup
     from transformers import AutoModelForCausalLM
 
     architecture: Any = AutoModelForCausalLM
-    make_model = partial(architecture.from_config, read_model_config(folder), dtype=dtype, attn_implementation="sdpa")
+    make_model = partial(architecture.from_config, read_model_config(folder), dtype=dtype)
     files = WeightFiles(folder, dtype, str(torch.empty(0, device=device).device))
     found = weightless_model(make_model, files)
     if found is None:
@@ -223,7 +229,7 @@ def document_mask(documents: Tensor) -> Tensor:
 def additive_document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """`document_mask` as 0 and minus infinity, [N, 1, L, L]. dtype: under autocast its own is taken.
 
-    All layers and steps share it, also in what they keep for the backward pass; a bool mask is converted by each of them.
+    A head's layers and steps share it, also in what they keep for the backward pass; each would convert a bool mask.
     """
     place = documents.device.type
     if torch.is_autocast_enabled(place):

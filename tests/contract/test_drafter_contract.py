@@ -29,7 +29,7 @@ VOCAB, HIDDEN, NUM_WORDS = 48, 32, 3
 NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
 
-LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "prefix")), "rest+eagle3")
+LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "normed", "prefix")), "rest+eagle3")
 
 
 def build(name: str, target: str, head: str) -> LocalDrafter:

@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.errors import CheckpointError
 from eyas.train.data import Batch
+from eyas.train.features import OnlineTarget, load_target_weights
 from eyas.train.methods import TRAINEES, build_trainer
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.reference import load_reference
 from tests.train.small_runs import prepared, read_by, settings, tiny_target
 
 DOCUMENTS, LENGTH = 3, 16
@@ -46,6 +50,31 @@ def test_a_document_sees_and_predicts_itself_alone(method: str, folder: Path, tm
     for alone, among in zip(*states, strict=True):
         torch.testing.assert_close(among, alone, rtol=1e-4, atol=1e-5)
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma-2", "gemma-3", "qwen-2", "phi-3"])
+def test_states_of_windowed_targets_are_transformers_own(family: str, tmp_path: Path) -> None:
+    """Also of a document that is longer than the window, among others and before padding."""
+    kind, settings = FAMILIES[family]
+    target, lengths = write_model(tmp_path, config_of(kind, **settings)), (30, 10)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 48, (length,), generator=generator) for length in lengths]
+    tokens = torch.cat([*documents, torch.zeros(4, dtype=torch.long)])[None].repeat(2, 1)
+    numbers = torch.tensor([0] * lengths[0] + [1] * lengths[1] + [-1] * 4)[None].repeat(2, 1)
+    positions = torch.tensor([*range(lengths[0]), *range(lengths[1]), *[0] * 4])[None].repeat(2, 1)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), numbers, positions, index=(0, 1))
+    final = OnlineTarget(str(target), (1, 2), torch.device("cpu"), torch.float32).states(batch).final
+    decoder = load_reference(target).get_decoder()
+    with torch.no_grad():
+        wanted = torch.cat([decoder(ids[None], use_cache=False).last_hidden_state[0] for ids in documents])
+    for row in final:
+        torch.testing.assert_close(row[: sum(lengths)], wanted, rtol=1e-4, atol=5e-5)
+
+
+def test_a_target_with_names_of_its_own_is_refused(tmp_path: Path) -> None:
+    kind, settings = FAMILIES["gpt-2"]
+    with pytest.raises(CheckpointError, match="'gpt2' has no hidden_size; no head can be trained for it"):
+        load_target_weights(str(write_model(tmp_path, config_of(kind, **settings))))
 
 
 def test_steps_keep_one_mask_of_a_packed_window(folder: Path, tmp_path: Path) -> None:

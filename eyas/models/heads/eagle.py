@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
+    DEPTH_KEY,
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
@@ -410,5 +411,5 @@ def config_json(c: EagleHeadConfig) -> dict[str, Any]:
     }
     if c.kind == "peagle":
         settings |= {"architectures": ["PEagleDraftModel"], "parallel_drafting": True, "mask_token_id": c.mask_token_id}
-        settings["speculators_config"] = {"proposal_methods": [{"speculative_tokens": c.depth}]}
+        settings[DEPTH_KEY] = c.depth
     return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import WIRING_KEY, get_setting, read_plain_config, weight_map
+from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, get_setting, read_plain_config, weight_map
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
@@ -159,7 +159,9 @@ def find_eagle_kind(folder: Path) -> Kind | None:
 
 
 def trained_depth(raw: Settings) -> int:
-    """Levels that a P-EAGLE head was made for: those that its config states (vLLM speculators), else the paper's."""
+    """Levels that a P-EAGLE head was made for: those that its config states (ours, vLLM speculators), else the paper's."""
+    if isinstance(depth := raw.get(DEPTH_KEY), int) and depth > 0:
+        return depth
     match raw.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": int(depth)}, *_]} if depth > 0:
             return depth
