@@ -54,7 +54,8 @@ LOG_LINES = 20
 MAX_MODEL_LEN = 65536
 
 WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
-# Two requests fill a verifier. A drafter is busy for a small part of a step, so low bounds count it as full here.
+# Two requests fill a verifier. A drafter is busy for a small part of a step, so low bounds count it as full here:
+# that scales drafters where `max_drafters` allows more than one, as in the soak. Else only verifiers scale.
 POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
     "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},

@@ -1,4 +1,4 @@
-"""Clients that send many or few requests, and pools that scale out under load and in without it."""
+"""Clients that send many or few requests, and verifiers (in the soak drafters too) that scale out and in with load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.client import generate
 from tests.ray.cluster.application import RayApplication
 
 WORKERS = ("Verifier", "Draft")
-# Of the client that asks seldom. The pools of a slow machine shrink between two of its requests.
+# Of the client that asks seldom. The pool of verifiers on a slow machine shrinks between two of its requests.
 SHORT_TOKENS, PAUSE_S = 4, 6.0
 
 
@@ -83,7 +83,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the clients saw while the pools grew and shrank."""
+    """What the clients saw while replicas came and went."""
 
     num_answered: int
     num_drafted: int
@@ -91,22 +91,22 @@ class Outcome:
 
 
 def scale_out_and_in(application: RayApplication, asked: Sequence[Asked], largest: Sequence[int] = (2, 1)) -> Outcome:
-    """Load until the pools have grown and serve, then one client that asks seldom, until they have shrunk and serve.
+    """Load until there are `largest` workers that serve, then one client that asks seldom, until one each does.
 
-    largest: replicas of WORKERS under load.
+    largest: replicas of WORKERS under load; by default drafters do not scale, as `running_application` allows one.
     """
     with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [*largest], 400, "the pools did not grow")
+            application.wait(lambda: application.running(*WORKERS) == [*largest], 400, "the workers are too few")
             before = rush.num_answered
-            application.wait(lambda: rush.num_answered > before + 4, 250, "the grown pools do not serve")
+            application.wait(lambda: rush.num_answered > before + 4, 250, "the grown workers do not serve")
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS),
             250,
-            "the pools did not shrink",
+            "the workers are too many",
         )
         with Load(application.grpc, asked, num_clients=1) as last:
-            application.wait(lambda: last.num_answered, 250, "the shrunk pools do not serve")
+            application.wait(lambda: last.num_answered, 250, "the last workers do not serve")
     return seen(rush, quiet, last)
 
 

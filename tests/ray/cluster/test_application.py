@@ -145,7 +145,7 @@ def busy(application: RayApplication) -> int:
     return sum(lease.load.num_running + lease.load.num_waiting for lease in application.verifiers())
 
 
-def test_pools_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
+def test_verifiers_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
     outcome = scale_out_and_in(application, asked)
     assert outcome.failures == []
     assert outcome.num_drafted > 0
