@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -87,14 +88,26 @@ def statuses(channel: grpc.Channel, *group: Popen[bytes]) -> Iterator[int]:
     return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))
 
 
+def followers_of(process: Popen[bytes]) -> list[int]:
+    """The processes that rank 0 has started to compute."""
+
+    def children(pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    servers = [pid for pid in children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for server in servers for pid in children(server)]
+
+
 def test_a_killed_rank_ends_streams_and_the_process(target: str) -> None:
-    ports = free_port(), free_port()
-    with verifiers(target, *ports) as (first, second), open_sync_channel(f"127.0.0.1:{ports[0]}") as channel:
-        health = statuses(channel, first, second)
+    """Of a verifier that has started its ranks itself."""
+    port = free_port()
+    with verifier(target, port) as first, open_sync_channel(f"127.0.0.1:{port}") as channel:
+        health = statuses(channel, first)
         assert next(health) == STATUS.SERVING
         chunks = stream(channel, 60000)
         next(chunks)
-        second.kill()
+        (follower,) = followers_of(first)
+        os.kill(follower, signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as raised:
             list(chunks)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
