@@ -5,6 +5,7 @@
 #     ENTRIES=16 STEPS=2 WORK=build/rehearsal TEXT=eyas/train sh examples/demo_model/train.sh
 # "target" in place of heads trains another target on the sources. Heads for it, and not for the one that is here:
 #     TARGET=build/demo_model/target WORK=build/mine sh examples/demo_model/train.sh
+# "all" does both: a target, then heads for it, below $WORK.
 set -eu
 eyas=${EYAS:-.venv/bin/eyas}
 target=${TARGET:-models/demo/target}
@@ -12,6 +13,12 @@ heldout=models/demo/heldout_modules.json
 text=${TEXT:-$("$(dirname "$eyas")/python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')}
 work=${WORK:-build/demo_model}
 mkdir -p "$work"
+
+if [ "$*" = all ]; then
+    sh "$0" target
+    TARGET=$work/target WORK=$work/heads sh "$0"
+    exit
+fi
 
 if [ "$*" = target ]; then
     [ -f "$work/sources/prepared.json" ] || "$eyas" train prepare "$text" --model "$target" --out "$work/sources" \
