@@ -28,6 +28,7 @@ from eyas.tokenizer import check_source
 
 # Key of config.json under which `eyas check head --write` records a head's wiring. Fingerprints leave it out.
 WIRING_KEY = "eyas"
+# Key under which P-EAGLE heads of ours state the depths that they were trained for.
 DEPTH_KEY = "eyas_num_depths"
 # Most tensors that an error message names.
 MAX_NAMED = 12

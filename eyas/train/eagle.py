@@ -164,7 +164,7 @@ class Ancestry:
     @classmethod
     def of(cls, documents: Tensor, positions: Tensor) -> Ancestry:
         is_packed = bool((documents > 0).any())
-        return cls(documents, positions, additive_document_mask(documents, torch.float32) if is_packed else None)
+        return cls(documents, positions, additive_document_mask(documents) if is_packed else None)
 
 
 def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:

@@ -226,14 +226,13 @@ def document_mask(documents: Tensor) -> Tensor:
     return causal & (documents[:, :, None] == documents[:, None])
 
 
-def additive_document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """`document_mask` as 0 and minus infinity, [N, 1, L, L]. dtype: under autocast its own is taken.
+def additive_document_mask(documents: Tensor) -> Tensor:
+    """`document_mask` as 0 and minus infinity, [N, 1, L, L]: in autocast's dtype where that is on, else float32.
 
     A head's layers and steps share it, also in what they keep for the backward pass; each would convert a bool mask.
     """
     place = documents.device.type
-    if torch.is_autocast_enabled(place):
-        dtype = torch.get_autocast_dtype(place)
+    dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else torch.float32
     mask = torch.zeros((), dtype=dtype, device=documents.device)
     return torch.where(document_mask(documents)[:, None], mask, -torch.inf)
 

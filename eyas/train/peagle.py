@@ -148,7 +148,7 @@ class Pairs:
     """Attention among the pairs of a pass, [N, P] of them; keeps keys and values of each layer for the rows behind them."""
 
     def __init__(self, documents: Tensor) -> None:
-        self.documents, self._mask = documents, additive_document_mask(documents, torch.float32)
+        self.documents, self._mask = documents, additive_document_mask(documents)
         self.flat: list[Tensor] = []
 
     def __call__(self, layer: int, rows: Projected) -> Tensor:
