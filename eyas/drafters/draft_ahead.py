@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import (
@@ -33,22 +34,21 @@ from eyas.drafters.base import (
 )
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
-from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.eagle import NUM_GROWN_SLOTS, EagleDrafter
 from eyas.drafters.grown_tree import GrownRows, GrownTree
 from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
-from eyas.drafters.tree_rows import copied_together
 from eyas.errors import ConfigError
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
 
 BOOKKEEPING = TreeBudget(1, 0)
-# Passes of a tree after it has grown as deep as it may: its states come closer to those of a fresh tree.
-NUM_REPAIRS = 4
 # Nodes of prepared trees: of all sessions together, the fewest and the most of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 1024, 128, 512
+MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 2048, 128, 1024
 # Rows of a pass, of all sessions together, and the fewest of a session.
 MAX_ROWS, MIN_ROWS = 512, 16
+# Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
+MAX_GROWN_NODES = 1024
 
 
 class Ahead(Protocol):
@@ -98,9 +98,11 @@ class AheadTrees:
         self._drafter, self._config, self._demand = drafter, config, demand
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._trees: dict[str, GrownTree] = {}
+        self._free = SlotAllocator(NUM_GROWN_SLOTS)
         self._contexts: dict[str, DraftContext] = {}
-        self._num_left: dict[str, int] = {}  # by session, passes until it has converged
-        self._running: list[tuple[str, GrownTree, GrownRows, Ints]] = []
+        self._num_passes: dict[str, int] = {}  # by session, since its last commit
+        self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
+        self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: tuple[Tensor, Ranked] | None = None
         self._changed: dict[str, None] = {}
         self._pass_s = Average()  # of a pass that the verifier waits for
@@ -113,7 +115,7 @@ class AheadTrees:
             if tree and root:
                 tree.move_root(root)
             elif path:  # given up since it was the answer
-                self._trees.pop(context.session, None)
+                self.release([context.session])
         self._set_roots(contexts)
 
     def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
@@ -126,45 +128,54 @@ class AheadTrees:
             if tree:
                 tree.set_root(*found)
             else:
-                self._trees[context.session] = GrownTree(context.tokens[-1], *found)
+                self._trees[context.session] = GrownTree(context.tokens[-1], *found, self._free)
             self._contexts[context.session] = context
-            self._num_left[context.session] = self._config.num_steps + NUM_REPAIRS
+            self._num_passes[context.session] = 0
+            self._ended.discard(context.session)
 
     def step(self) -> bool:
-        due = [name for name, left in self._num_left.items() if left > 0 and self._drafter.can_grow(name)]
-        names = copied_together({name: self._contexts[name].committed_length for name in due})
-        if not names:
-            return False
-        self._run(names)
-        return True
+        self._run([name for name in self._trees if name not in self._ended and self._drafter.can_grow(name)])
+        return bool(self._running)
 
     def _run(self, names: Sequence[str]) -> None:
         """Launch a pass over trees of sessions."""
+        most, max_depth = min(self._config.top_k, max(MAX_ROWS // max(len(names), 1), MIN_ROWS)), self._config.num_steps
+        self._running = []
         for name in names:
-            self._num_left[name] -= 1
-        most = min(self._config.top_k, max(MAX_ROWS // len(names), MIN_ROWS))
-        planned = [(name, self._trees[name], *self._trees[name].next_rows(most, self._config.num_steps)) for name in names]
-        self._running = [each for each in planned if len(each[2].tokens)]  # without numbers for scores there is no next row
+            if rows := self._trees[name].next_rows(most, max_depth, self._max_nodes):
+                self._num_passes[name] += 1
+                self._running.append((name, self._trees[name], rows))
+            else:
+                self._ended.add(name)
+                self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
         if self._running:
-            contexts, rows = [self._contexts[name] for name, *_ in self._running], [rows for *_, rows, _ in self._running]
-            self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
+            contexts = [self._contexts[name] for name, *_ in self._running]
+            self._found = self._drafter.run_rows(contexts, [rows for *_, rows in self._running], self._config.num_candidates)
+
+    @property
+    def _max_nodes(self) -> int:
+        """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
+        return min(MAX_GROWN_NODES, max(NUM_GROWN_SLOTS // len(self._trees) - self._config.top_k, MIN_ROWS))
 
     def collect(self) -> None:
         if self._found is None:
             return
         states, best = self._found
-        self._found = None
+        self._found, end = None, 0
         ids, scores = download(best.ids, best.scores)
         candidates = self._draft_ids[ids.astype(np.int64)]
-        for row, (name, tree, rows, parents) in enumerate(self._running):
-            own = row, slice(len(rows.tokens))
+        for name, tree, rows in self._running:
+            own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
             if self._trees.get(name) is tree:
-                tree.apply(rows, parents, states[own], candidates[own], scores[own])
+                tree.apply(rows, states[own], candidates[own], scores[own], self._max_nodes)
                 self._changed[name] = None
+            else:
+                tree.give_up(rows)
 
     def take_prepared(self) -> list[PreparedTree]:
         """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
-        names, self._changed = [name for name in self._changed if name in self._trees and self._is_sent(name)], {}
+        names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
+        self._changed = {}
         count = MAX_PREPARED_NODES // max(len(names), 1)
         if count < MIN_PREPARED_NODES:
             return []
@@ -174,12 +185,6 @@ class AheadTrees:
             if tree:
                 found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
         return found
-
-    def _is_sent(self, name: str) -> bool:
-        """After the last pass, and those whose number is a power of two or three times one: half of 16."""
-        left = self._num_left[name]
-        number = self._config.num_steps + NUM_REPAIRS - left
-        return not left or any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
 
     def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
         found = list[DraftTree | None]()
@@ -216,12 +221,9 @@ class AheadTrees:
                 tree.move_root(root)
             else:
                 self.release([context.session])
-        short = set(copied_together({context.session: context.committed_length for context in contexts}))
-        drafts = self._drafter.propose([replace(c, budget=BOOKKEEPING) if c.session in short else c for c in contexts])
+        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
         can_grow = [
-            i
-            for i, c in enumerate(contexts)
-            if c.session in short and isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
+            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
         ]
         self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
         places = [i for i in can_grow if contexts[i].budget.wants_tree]
@@ -242,6 +244,8 @@ class AheadTrees:
                 return cuts
             began = clock()
             self._run(names)
+            if not self._running:
+                return cuts
             self.collect()
             self._pass_s.add(clock() - began)
         return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
@@ -251,8 +255,16 @@ class AheadTrees:
 
     def release(self, sessions: Sequence[str]) -> None:
         for name in sessions:
-            for known in (self._trees, self._contexts, self._num_left, self._changed):
+            if tree := self._trees.pop(name, None):
+                tree.release()
+            for known in (self._contexts, self._num_passes, self._changed):
                 known.pop(name, None)
+            self._ended.discard(name)
+
+
+def _sends(number: int) -> bool:
+    """Whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
+    return any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
 
 
 @dataclass

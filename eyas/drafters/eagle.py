@@ -33,9 +33,9 @@ from eyas.drafters.neural import (
     plan_tree_slots,
 )
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, may_be_copied
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -43,19 +43,21 @@ from eyas.models.emulation import on_host
 from eyas.models.fused import MAX_KERNEL_ROWS
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
-from eyas.models.inputs import PackedInputs, RowKeys
+from eyas.models.inputs import PackedInputs, RowKeys, Segment
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
+from eyas.tensors import Bools, Ints, moved, runs_compiled
 from eyas.tree import DraftTree
 
 # Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
 MAX_COMPILED_SESSIONS = 16
+# Slots for the nodes of all trees that grow ahead.
+NUM_GROWN_SLOTS = 4096
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
     """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones, P-EAGLE with all levels in one pass.
 
-    A session's state [H] is that of its last pair.
+    A session's state [H] is that of its last pair. first_grown_slot: of NUM_GROWN_SLOTS for nodes of trees that grow ahead.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         compiled = slots is None and static_tree is None and head.compiled is not None and runs_compiled(device)
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
         num_slots = slots.num_slots if slots else MAX_COMPILED_SESSIONS * rows_of_tree if compiled else 0
-        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots)
-        first = self._kv.scratch - num_slots
+        num_grown = NUM_GROWN_SLOTS if c.kind != "peagle" and static_tree is None else 0
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown)
+        self.first_grown_slot = self._kv.scratch - num_grown
+        first = self.first_grown_slot - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         self._level_costs = LevelCosts() if c.kind != "peagle" else None
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
@@ -122,9 +126,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return DraftWork(passes, passes * config.num_layers)
 
     def can_grow(self, session: str) -> bool:
-        """Whether the session has all that a tree grows from, and a pass may copy its prefix."""
+        """Whether the session has all that a tree grows from."""
         known = self.sessions.get(session)
-        return known is not None and known.state is not None and len(known.slots) > 0 and may_be_copied(len(known.slots))
+        return known is not None and known.state is not None and len(known.slots) > 0
 
     @torch.inference_mode()
     def root_candidates(self, contexts: Sequence[DraftContext], num_candidates: int) -> tuple[Tensor, Ranked]:
@@ -146,29 +150,39 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Run rows of trees below the sessions' last commits, of any depths, in one pass.
 
         Returns:
-            Their states [S, R, H] and best children [S, R, C], draft ids; undefined beyond a session's own rows.
+            Their states [R, H] and best children [R, C], draft ids, one session after the other.
         """
-        device, most, prefixes = self.draft_ids.device, max(len(own.tokens) for own in rows), self._prefix_slots(contexts)
-        padded = [own.padded(most) for own in rows]
-        tokens = upload(np.stack([own.tokens for own in padded]), device)
-        depths = upload(np.stack([own.depths for own in padded]), device)
-        visible = upload(np.stack([own.visible for own in padded]), device)
-        features = torch.stack([on_host(own.features) for own in padded])
-        cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), device)
+        prefixes = self._prefix_slots(contexts)
+        segments = [self._segment(*each) for each in zip(rows, prefixes, strict=True)]
+        features = torch.cat([on_host(own.features) for own in rows])
 
         def run() -> tuple[Tensor, Ranked]:
-            buffer = BufferAttention(self._head, self._kv, cached, TreeConfig(num_steps=2, top_k=most))
-            own = buffer.rows(visible, depths)
-            states = self._head.run(features.flatten(0, 1), tokens.flatten(), own.positions, own.attend)
+            if self._is_compiled():
+                states = self._run_compiled(features, segments)
+            else:
+                packed = self._pack(segments)
+                states = self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
-            ends = [end for context, own in zip(contexts, padded, strict=True) for end in _ends(context, own.depths)]
-            best = self._best_next(ends, states, num_candidates)
-            return states.view(*tokens.shape, -1), Ranked(*(column.view(*tokens.shape, -1) for column in best))
+            ends = [end for context, own in zip(contexts, rows, strict=True) for end in _ends(context, own.depths)]
+            return states, self._best_next(ends, states, num_candidates)
 
         if self.device is None:
             return run()
-        states, best = self.device.run("draft_level", tokens.numel(), sum(map(len, prefixes)), run)
+        states, best = self.device.run("draft_level", len(features), sum(map(len, prefixes)), run)
         return states, Ranked(*map(self.device.on_device, best))
+
+    def _segment(self, rows: GrownRows, prefix: Slots) -> Segment:
+        """Rows of a tree that grows."""
+        positions = np.minimum(len(prefix) - 1 + rows.depths, self._head.max_model_len - 1)
+        slots, others = self.first_grown_slot + rows.slots, self.first_grown_slot + rows.others
+        return Segment(rows.tokens, positions, slots, prefix, rows.visible, np.arange(0), None, others)
+
+    def _run_compiled(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """States [R, H] by the kernels of the CPU."""
+        assert self._head.compiled is not None
+        tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
+        keys = RowKeys.of(segments, len(tokens))
+        return self._head.compiled.level(features, np.arange(len(tokens)), tokens, slots, keys, self._kv)[0]
 
     def _is_compiled(self) -> bool:
         """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
@@ -436,10 +450,6 @@ class BufferAttention:
         own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
         seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
         return self._with(seen, (self._root + level).expand_as(parents))
-
-    def rows(self, visible: Tensor, depths: Tensor) -> BufferAttention:
-        """With rows of any depths from 1, [S, W], that see each other as `visible` says [S, W, W]."""
-        return self._with(visible, self._root + depths)
 
     def chain(self, count: int) -> BufferAttention:
         """With `count` rows behind the root; each sees those before it."""

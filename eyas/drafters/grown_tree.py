@@ -1,63 +1,70 @@
 """The tree of one session that grows from round to round while the target verifies, see `eyas.drafters.draft_ahead`.
 
 Expanded nodes are numbered from the root, 0; parents come before their children. A candidate is a child of an expanded node;
-some candidates are expanded themselves. Legend: E expanded nodes, C candidates of each, R rows of a pass, H hidden.
+some candidates are expanded themselves. The keys and values of expanded nodes stay in slots of the KV cache, so a pass runs
+only nodes that are new, or outdated. Legend: E expanded nodes, C candidates of each, R rows of a pass, H hidden.
 
     expanded    root 0 -- a 1 -- b 2         candidates of 0: a d e,  of 1: b f g,  of 2: h i j
-    rows        a (behind the state of root), b (behind that of a), and the best of d e f g h i j
+    rows        the best of d e f g h i j; a once the root's state is new, then b
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.tree_growth import Reals
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
+# A node that was run behind an older state of its parent is worth this share of a new one: most of what it says still holds.
+REPAIR_SHARE = 0.1
+
 
 @dataclass(frozen=True)
 class GrownRows:
-    """Rows of a tree of one session: target token ids [R], depths from 1 [R], the states before them [R, H].
+    """Rows of a tree of one session: target token ids [R], depths from 1 [R], and the states before them [R, H].
 
-    visible: which rows see each other [R, R].
+    slots: of their keys and values, [R]. nodes: their numbers, [R]; those of new nodes follow the tree's last one. parents:
+    numbers of the nodes above [R]. is_exact: whether the states before them are behind true features alone, [R]. others:
+    slots of more nodes that rows see. visible: which of these, and then of the rows, each row sees, [R, others + R].
     """
 
     tokens: Ints
     depths: Ints
     features: Tensor
+    slots: Slots
+    nodes: Ints
+    parents: Ints
+    is_exact: Bools
+    others: Slots
     visible: Bools
-
-    def padded(self, count: int) -> GrownRows:
-        """The same with `count` rows. A row of padding sees itself."""
-        tokens, depths, visible = np.zeros(count, np.int64), np.ones(count, np.int64), np.eye(count, dtype=np.bool_)
-        own = slice(len(self.tokens))
-        tokens[own], depths[own], visible[own, own] = self.tokens, self.depths, self.visible
-        return GrownRows(tokens, depths, F.pad(self.features, (0, 0, 0, count - len(self.tokens))), visible)
 
 
 class GrownTree:
     """A tree as far as its nodes were run through the network.
 
-    States of nodes are predicted, and all but the root's become better with every pass: it runs them again behind the latest
-    states of their parents (Jacobi iteration).
+    States of nodes are predicted. When the root gets the state behind true features, all others are outdated: each becomes
+    exact, as in a fresh tree, when it is run again behind an exact parent.
 
-    tokens, parents, depths: of the expanded nodes, target token ids [E]. states [E, H]. candidates: token ids [E, C].
-    scores: their log-probabilities given their parents [E, C].
+    tokens, parents, depths: of the expanded nodes, target token ids [E]. states [E, H]. slots: of their keys and values, but
+    for the root's [E - 1]. is_exact [E]. candidates: token ids [E, C]. scores: their log-probabilities given their parents
+    [E, C].
     """
 
-    def __init__(self, token: int, state: Tensor, candidates: Ints, scores: Reals) -> None:
-        """token: of the root. state [H]; candidates, scores [C]: of the root."""
+    def __init__(self, token: int, state: Tensor, candidates: Ints, scores: Reals, free: SlotAllocator) -> None:
+        """token: of the root. state [H]; candidates, scores [C]: of the root. free: where slots come from, for all trees."""
         self.tokens, self.parents, self.depths = np.array([token]), np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self.states = state[None]
+        self.states, self.slots, self.is_exact = state[None], np.zeros(0, np.int64), np.ones(1, np.bool_)
         self.candidates, self.scores = candidates[None], scores[None]
+        self._free = free
         self._rank()
 
     def _rank(self) -> None:
@@ -69,7 +76,7 @@ class GrownTree:
         own = np.where(is_known, self.scores[self.parents, places], -np.inf)
         own[0] = 0.0
         self.cumulative = own.copy()
-        for depth in range(1, int(self.depths[-1]) + 1):
+        for depth in range(1, int(self.depths.max()) + 1):
             level = self.depths == depth
             self.cumulative[level] += self.cumulative[self.parents[level]]
         width = self.candidates.shape[1]
@@ -81,16 +88,16 @@ class GrownTree:
         """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
         inside = self._within(root) & (self.depths - self.depths[root] < max_depth)
         scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
-        chosen = np.argsort(-scores, kind="stable")[:count]
-        chosen = chosen[np.isfinite(scores[chosen])]
+        chosen = _best(scores, count)
         return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
 
     def _within(self, root: int) -> Bools:
         """Which expanded nodes are `root`, or stand below it [E]."""
         inside = np.zeros(len(self.tokens), np.bool_)
         inside[root] = True
-        for node in range(root + 1, len(inside)):
-            inside[node] = inside[self.parents[node]]
+        for depth in range(int(self.depths[root]) + 1, int(self.depths.max()) + 1):
+            level = np.flatnonzero(self.depths == depth)
+            inside[level] = inside[self.parents[level]]
         return inside
 
     def _parents_among(self, chosen: Ints, root: int) -> tuple[Ints, Ints]:
@@ -128,40 +135,104 @@ class GrownTree:
 
     def move_root(self, root: int) -> None:
         """Keep only what stands below an expanded node, which becomes the root."""
-        nodes, numbers = np.flatnonzero(self._within(root)), np.zeros(len(self.tokens), np.int64)
-        numbers[nodes] = np.arange(len(nodes))
-        self.tokens, self.parents = self.tokens[nodes], numbers[self.parents[nodes]]
-        self.parents[0] = 0
-        self.depths = self.depths[nodes] - self.depths[root]
-        self.states, self.candidates, self.scores = self.states[nodes], self.candidates[nodes], self.scores[nodes]
+        depth = self.depths[root]
+        self._keep(self._within(root))
+        self.depths = self.depths - depth
         self._rank()
 
     def set_root(self, state: Tensor, candidates: Ints, scores: Reals) -> None:
         """Replace the predicted state of the root by the true one."""
         self.states = torch.cat([state[None], self.states[1:]])
         self.candidates[0], self.scores[0] = candidates, scores
+        self.is_exact[:] = False
+        self.is_exact[0] = True
         self._rank()
+        self._keep(self.cumulative > -np.inf)
 
-    def next_rows(self, count: int, max_depth: int) -> tuple[GrownRows, Ints]:
-        """The `count` best candidates above `max_depth` levels, as rows of a pass, with the numbers of their parents then.
+    def release(self) -> None:
+        """Give the slots back: the tree is no longer used."""
+        self._free.free(self.slots)
 
-        The nodes that are expanded so far and are not among them will be given up.
+    def give_up(self, rows: GrownRows) -> None:
+        """Give back what rows took whose results are not wanted."""
+        self._free.free(rows.slots[rows.nodes >= len(self.tokens)])
+
+    def next_rows(self, count: int, max_depth: int, max_nodes: int) -> GrownRows | None:
+        """The most useful rows of a pass, `count` at most; None if there is nothing to do.
+
+        New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst. New nodes
+        take slots, as long as there are some.
         """
-        chosen = self.best(0, count, max_depth - 1)
-        above, parents = self._parents_among(chosen, 0)
-        visible = np.eye(len(chosen), dtype=np.bool_)
-        for row, parent in enumerate(parents):
-            if parent:
-                visible[row] |= visible[parent - 1]
-        features = self.states[upload(above, self.states.device)]
-        return GrownRows(self.candidates.ravel()[chosen], self.depths[above] + 1, features, visible), parents
+        width, exact = self.candidates.shape[1], self.is_exact
+        number = self.expanded.reshape(-1, width)
+        scores = self.cumulative[:, None] + self.scores
+        is_new = (number == 0) & (self.depths < max_depth - 1)[:, None]
+        if len(self.tokens) >= max_nodes:
+            is_new &= scores > self.cumulative.min()
+        is_outdated = (number > 0) & ~exact[number] & exact[:, None]
+        worth = np.where(is_new, scores, np.where(is_outdated, scores + math.log(REPAIR_SHARE), -np.inf)).ravel()
+        chosen = _best(worth, count)
+        nodes = self.expanded[chosen]
+        kept = (nodes > 0) | (np.cumsum(nodes == 0) <= self._free.num_free)
+        chosen, nodes = chosen[kept], nodes[kept]
+        if not len(chosen):
+            return None
+        parents, is_added = chosen // width, nodes == 0
+        num_added = int(is_added.sum())
+        nodes[is_added] = len(self.tokens) + np.arange(num_added)
+        slots = np.empty(len(nodes), np.int64)
+        slots[is_added], slots[~is_added] = self._free.take(num_added), self.slots[nodes[~is_added] - 1]
+        seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
+        while above.any():
+            seen[np.arange(len(nodes)), above] = True
+            above = self.parents[above]
+        others = np.flatnonzero(seen[:, 1:].any(0)) + 1
+        visible = np.concatenate([seen[:, others], np.eye(len(nodes), dtype=np.bool_)], 1)
+        features = self.states[upload(parents, self.states.device)]
+        return GrownRows(
+            self.candidates.ravel()[chosen], self.depths[parents] + 1, features, slots, nodes, parents, exact[parents],
+            self.slots[others - 1], visible,
+        )  # fmt: skip
 
-    def apply(self, rows: GrownRows, parents: Ints, states: Tensor, candidates: Ints, scores: Reals) -> None:
-        """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]."""
-        self.tokens = np.concatenate([self.tokens[:1], rows.tokens])
-        self.parents = np.concatenate([self.parents[:1], parents])
-        self.depths = np.concatenate([self.depths[:1], rows.depths])
-        self.states = torch.cat([self.states[:1], states])
-        self.candidates = np.concatenate([self.candidates[:1], candidates])
-        self.scores = np.concatenate([self.scores[:1], scores])
+    def apply(self, rows: GrownRows, states: Tensor, candidates: Ints, scores: Reals, max_nodes: int) -> None:
+        """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]; keep the best nodes."""
+        added = rows.nodes >= len(self.tokens)
+        again, device = rows.nodes[~added], self.states.device
+        self.tokens = np.concatenate([self.tokens, rows.tokens[added]])
+        self.parents = np.concatenate([self.parents, rows.parents[added]])
+        self.depths = np.concatenate([self.depths, rows.depths[added]])
+        self.slots = np.concatenate([self.slots, rows.slots[added]])
+        self.is_exact = np.concatenate([self.is_exact, rows.is_exact[added]])
+        self.candidates = np.concatenate([self.candidates, candidates[added]])
+        self.scores = np.concatenate([self.scores, scores[added]])
+        self.candidates[again], self.scores[again], self.is_exact[again] = candidates[~added], scores[~added], True
+        order, own = np.arange(len(self.tokens)), len(self.states) + np.arange(len(added))
+        order[again], order[len(self.states) :] = own[~added], own[added]
+        self.states = torch.cat([self.states, states])[upload(order, device)]
         self._rank()
+        kept = self.cumulative > -np.inf
+        if kept.sum() > max_nodes:
+            kept &= np.isin(np.arange(len(kept)), np.argsort(-self.cumulative, kind="stable")[:max_nodes])
+        self._keep(kept)
+
+    def _keep(self, kept: Bools) -> None:
+        """Keep some nodes, [E]: with each the nodes above it, but for those above a new root."""
+        if kept.all():
+            return
+        nodes, numbers = np.flatnonzero(kept), np.zeros(len(self.tokens), np.int64)
+        numbers[nodes] = np.arange(len(nodes))
+        self._free.free(self.slots[~kept[1:]] if kept[0] else np.append(self.slots[~kept[1:]], self.slots[nodes[0] - 1]))
+        self.slots = self.slots[nodes[1:] - 1]
+        self.tokens, self.parents, self.depths = self.tokens[nodes], numbers[self.parents[nodes]], self.depths[nodes]
+        self.parents[0] = 0
+        self.states, self.is_exact = self.states[upload(nodes, self.states.device)], self.is_exact[nodes]
+        self.candidates, self.scores = self.candidates[nodes], self.scores[nodes]
+        self._rank()
+
+
+def _best(scores: Reals, count: int) -> Ints:
+    """Places of the `count` best finite scores, the best first; of equal ones the first."""
+    places = np.flatnonzero(scores > -np.inf)
+    if len(places) > count:
+        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
+    return places[np.argsort(-scores[places], kind="stable")[:count]]

@@ -18,6 +18,8 @@ from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import PackedTrees
 
+NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+
 
 class Segment(NamedTuple):
     """Rows of one sequence in a forward pass.
@@ -27,6 +29,8 @@ class Segment(NamedTuple):
     visible: visible[i, j] is whether row i sees row j, [n, n]; None for causal rows. No row sees a later one.
     logits_indices: rows whose logits are computed, counted within the segment.
     noise_key: without filters; lets ranks that share the vocabulary draw at these rows. None: rank 0 gets their logits.
+    others: slots of earlier rows that only some rows see, such as nodes of a draft tree that grows, [m]. visible is then
+        [n, m + n], these first. Not for sliding windows, nor for parts at fixed positions.
     """
 
     tokens: Ints
@@ -36,6 +40,7 @@ class Segment(NamedTuple):
     visible: Bools | None
     logits_indices: Ints
     noise_key: NoiseKey | None = None
+    others: Ints = NO_SLOTS
 
     def part(self, start: int, end: int) -> Segment:
         """Rows `start` to `end` of a causal segment; the rows before them join the prefix."""
@@ -200,12 +205,13 @@ class PaddedGroup:
         self._device = device
         self._counts = [len(s.tokens) for s in segments]
         self._lengths = [len(s.prefix) for s in segments]
+        self._num_others = [len(s.others) for s in segments]
         self._padded = len(set(self._counts)) > 1
         self.shape = (len(segments), max(self._counts))
         self.covers_pass = is_only and not self._padded
-        self.unmasked = self.shape[1] == 1 and len(set(self._lengths)) == 1
-        self._num_keys = max(map(sum, zip(self._counts, self._lengths, strict=True)))
-        if len(segments) == 1:
+        self.unmasked = self.shape[1] == 1 and len(set(self._lengths)) == 1 and not any(self._num_others)
+        self._num_keys = max(map(sum, zip(self._counts, self._lengths, self._num_others, strict=True)))
+        if len(segments) == 1 and not self._num_others[0]:
             slots = np.concatenate([segments[0].prefix, segments[0].slots])
             first, last = int(slots[0]), int(slots[-1])
             if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
@@ -226,11 +232,12 @@ class PaddedGroup:
     @cached_property
     def keys(self) -> Tensor:
         """Slot of each key [B, K]."""
-        return self._padded_keys([np.concatenate([s.prefix, s.slots]) for s in self._segments])
+        return self._padded_keys([np.concatenate([s.prefix, s.others, s.slots]) for s in self._segments])
 
     @cached_property
     def key_positions(self) -> Tensor:
         """Absolute position of each key [B, K], for sliding windows."""
+        assert not any(self._num_others), "rows with other keys have no window"
         return self._padded_keys([np.concatenate([np.arange(len(s.prefix)), s.positions]) for s in self._segments])
 
     @cached_property
@@ -250,9 +257,10 @@ class PaddedGroup:
         mask = np.zeros((*self.shape, self._num_keys), dtype=np.bool_)
         mask[:, :, 0] = True  # a padding row must see something, or its softmax is NaN
         for b, segment in enumerate(self._segments):
-            n, length = self._counts[b], self._lengths[b]
+            n, length, others = self._counts[b], self._lengths[b], self._num_others[b]
             mask[b, :n, :length] = True
-            mask[b, :n, length : length + n] = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
+            own = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
+            mask[b, :n, length : length + others + n] = own
         return upload(mask, self._device)
 
     @cached_property
@@ -314,9 +322,6 @@ class AttentionMetadata:
     key_positions: Tensor
 
 
-NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
-
-
 class RowKeys(NamedTuple):
     """What the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
 
@@ -347,9 +352,9 @@ class RowKeys(NamedTuple):
         return cls(
             starts=ends[chosen] - counts,
             ends=ends[chosen],
-            prefix=np.concatenate([NO_SLOTS, *(s.prefix for s in segments)]),
-            prefix_ends=np.cumsum([len(s.prefix) for s in segments], dtype=np.int64),
-            num_masked=np.zeros(len(segments), np.int64),
+            prefix=np.concatenate([NO_SLOTS, *(part for s in segments for part in (s.prefix, s.others))]),
+            prefix_ends=np.cumsum([len(s.prefix) + len(s.others) for s in segments], dtype=np.int64),
+            num_masked=np.array([len(s.others) for s in segments], dtype=np.int64),
             visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
             positions=np.concatenate(positions).astype(np.int64, copy=False),
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
@@ -106,16 +107,19 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 
 
 def random_pass(tree: GrownTree, rng: np.random.Generator, num_rows: int) -> None:
-    rows, parents = tree.next_rows(num_rows, 6)
+    rows = tree.next_rows(num_rows, 6, 60)
+    if rows is None:
+        return
     size = len(rows.tokens), tree.candidates.shape[1]
     candidates = np.stack([rng.permutation(9)[: size[1]] for _ in range(size[0])])
-    tree.apply(rows, parents, torch.zeros(size[0], 4), candidates, -rng.exponential(1.0, size))
+    tree.apply(rows, torch.zeros(size[0], 4), candidates, -rng.exponential(1.0, size), 60)
 
 
 @pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
 def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
     rng, checked = np.random.default_rng(5), 0
-    tree = GrownTree(1, torch.zeros(4), rng.permutation(9)[:5], -rng.exponential(1.0, 5))
+    free = SlotAllocator(90)
+    tree = GrownTree(1, torch.zeros(4), rng.permutation(9)[:5], -rng.exponential(1.0, 5), free)
     for number in range(12):
         random_pass(tree, rng, 20)
         for node in range(len(tree.tokens)):
@@ -135,7 +139,38 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
         if number % 4 == 3:
             tree.move_root(1)
             tree.tokens[0] = 1
+            tree.set_root(torch.zeros(4), rng.permutation(9)[:5], -rng.exponential(1.0, 5))
+        free.check_owners([tree.slots])
+        assert len(tree.tokens) == len(tree.slots) + 1 <= 60
     assert checked > 50
+
+
+def test_a_full_tree_takes_better_nodes_in_place_of_worse() -> None:
+    """Chains of nodes: the root's best child is worth less than what is found below it later."""
+    free = SlotAllocator(8)
+    tree = GrownTree(1, torch.zeros(4), np.array([2, 3, 4]), np.array([-0.1, -2.0, -3.0]), free)
+    scores = {2: [-0.1, -5.0, -6.0], 5: [-0.1, -0.2, -9.0]}
+    for _ in range(4):
+        if rows := tree.next_rows(3, 6, 4):
+            found = np.array([scores.get(int(token), [-4.0, -5.0, -6.0]) for token in rows.tokens])
+            candidates = np.array([[5, 6, 7]] * len(rows.tokens))
+            tree.apply(rows, torch.zeros(len(rows.tokens), 4), candidates, found, 4)
+            free.check_owners([tree.slots])
+    assert tree.find([3]) is None
+    assert tree.find([2, 5, 5])
+    tree.release()
+    free.check_owners([])
+
+
+def test_rows_wait_for_slots() -> None:
+    free = SlotAllocator(2)
+    trees = [GrownTree(1, torch.zeros(4), np.array([2, 3]), np.array([-0.1, -2.0]), free) for _ in range(2)]
+    rows = [tree.next_rows(2, 6, 9) for tree in trees]
+    assert rows[0] is not None
+    assert len(rows[0].slots) == 2
+    assert rows[1] is None
+    trees[0].give_up(rows[0])
+    assert trees[1].next_rows(2, 6, 9) is not None
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -157,9 +192,13 @@ def assert_equal_trees(found: DraftTree | None, expected: DraftTree) -> None:
     assert dict(paths(found)) == pytest.approx(dict(paths(expected)), abs=1e-4)
 
 
-@pytest.mark.parametrize("noise", NOISES[:2])
-def test_grown_trees_become_those_of_true_features(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[0], True), (NOISES[1], True), (NOISES[1], False)])
+def test_grown_trees_become_those_of_true_features(
+    noise: NoiseKey, is_compiled: bool, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After passes enough, whether a commit was foreseen or not, with and without time between commits."""
+    if not is_compiled:
+        monkeypatch.setattr(EagleDrafter, "_is_compiled", lambda self: False)
     drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
     first = [session("a", 9, noise), session("b", 20, noise)]
     trees = last_of(drafter, first)

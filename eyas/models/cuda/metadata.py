@@ -9,6 +9,9 @@ prefixes; then the mask of each segment, one bit for each pair of its rows. A ti
     6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
     8, 9  the first key that it reads, and the number of results that stand before its own for each row
 
+Own keys are those of the segment's rows. If segments have other keys too, the slots of all own keys, one segment after the
+other and the others first, stand behind the masks.
+
 Where neighbouring segments begin with the same long prefix, tiles of rows of all of them read it once for all. Their results
 stand behind those of the other tiles, which begin behind that prefix (cascade attention, Ye et al., 2024).
 
@@ -221,7 +224,18 @@ def pack_with_metadata(
 
     runs: those that the shape was made for.
     """
-    return view(upload(build_words(segments, shape, scratch, runs), device), shape, count_logits(segments))
+    packed = view(upload(build_words(segments, shape, scratch, runs), device), shape, count_logits(segments))
+    if not _has_others(segments):
+        return packed
+    assert packed.metadata is not None
+    slots = packed.metadata.words[-sum(len(segment.others) + len(segment.slots) for segment in segments) :]
+    # positions are for sliding windows, which such rows do not have
+    return replace(packed, metadata=replace(packed.metadata, slots=slots, key_positions=slots))
+
+
+def _has_others(segments: Sequence[Segment]) -> bool:
+    """Whether rows see keys of their segments that are not of the pass."""
+    return not isinstance(segments, TreeSegments) and any(len(segment.others) for segment in segments)
 
 
 def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int, runs: Sequence[SharedRun] = ()) -> Words:
@@ -232,7 +246,11 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
     counts, lengths = packed.counts, _sizes(prefixes)
     starts, num_rows = counts.cumsum() - counts, len(packed.tokens)
-    own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, segments, shape)
+    has_others = _has_others(segments)
+    assert not (has_others and shape.fixed_part), "parts at fixed positions know the keys of the pass alone"
+    others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
+    num_own = counts + others
+    own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
     ends = _num_fixed_words(shape) + lengths.cumsum()
     at = ends - lengths
     if segments:
@@ -240,7 +258,7 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
         rows[3, : len(packed.logits_indices)] = packed.logits_indices
         words, owner = own.tiles, own.owner
         words[:, 0] += starts[owner]
-        words[:, 2] = starts[owner]
+        words[:, 2] = (num_own.cumsum() - num_own)[owner]
         words[:, 4], words[:, 5] = lengths[owner], at[owner]
         words[:, 6] += ends[-1]
         if runs:
@@ -250,7 +268,8 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     firsts = np.arange(num_rows, shape.rows, shape.tile_rows)  # padding, which sees nothing
     padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
     padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
-    return np.concatenate([rows.ravel(), tiles.ravel(), *prefixes, own.seen], dtype=np.int32, casting="same_kind")
+    keys = [part for segment in segments for part in (segment.others, segment.slots)] if has_others else []
+    return np.concatenate([rows.ravel(), tiles.ravel(), *prefixes, own.seen, *keys], dtype=np.int32, casting="same_kind")
 
 
 def _numbers_within(counts: Ints) -> Ints:
@@ -285,18 +304,19 @@ class OwnTiles(NamedTuple):
     seen: Words
 
 
-def _split_tiles(counts: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+    """counts, others: rows of each segment, and other keys that they see."""
     tiles_of = -(-counts // shape.tile_rows)
     owner = np.repeat(np.arange(len(counts)), tiles_of)
     firsts = _numbers_within(tiles_of) * shape.tile_rows
-    strides = -(-counts // 32)
+    strides = -(-(counts + others) // 32)
     tiles = np.zeros((len(owner), TILE_WORDS), dtype=np.int32)
     tiles[:, 0] = firsts
     tiles[:, 1] = np.minimum(shape.tile_rows, counts[owner] - firsts)
     tiles[:, 3] = strides[owner]
     sizes = counts * strides
     tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + firsts * strides[owner]
-    tiles[:, 7] = firsts + tiles[:, 1]  # no row sees a later one
+    tiles[:, 7] = others[owner] + firsts + tiles[:, 1]  # no row sees a later one
     return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
 
 

@@ -67,6 +67,14 @@ def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment
     return segments
 
 
+def behind_others(segment: Segment, count: int) -> Segment:
+    """The rows of a tree behind the first `count`, which have been run before."""
+    assert segment.visible is not None
+    tokens, positions, slots = (x[count:] for x in (segment.tokens, segment.positions, segment.slots))
+    wanted = np.arange(len(tokens))
+    return Segment(tokens, positions, slots, segment.prefix, segment.visible[count:], wanted, None, segment.slots[:count])
+
+
 def num_slots(sizes: list[tuple[bool, int, int]]) -> int:
     """Number of slots that a pass of these sizes needs."""
     return sum(count + length for _, count, length in sizes)
@@ -79,10 +87,12 @@ def naive(
     out, row = torch.zeros_like(query), 0
     group = query.shape[1] // kv_cache.keys.shape[1]
     for segment in segments:
+        length = len(segment.prefix)
         visible = np.tri(len(segment.tokens), dtype=bool) if segment.visible is None else segment.visible
         for i in range(len(segment.tokens)):
             seen = [(slot, at) for at, slot in enumerate(segment.prefix)]
-            seen += [(segment.slots[j], segment.positions[j]) for j in np.flatnonzero(visible[i])]
+            seen += [(segment.others[j], length + j) for j in np.flatnonzero(visible[i][: len(segment.others)])]
+            seen += [(segment.slots[j], segment.positions[j]) for j in np.flatnonzero(visible[i][len(segment.others) :])]
             slots = [int(slot) for slot, at in seen if window is None or segment.positions[i] - at < window]
             for head in range(query.shape[1]):
                 scores = kv_cache.keys[slots, head // group] @ query[row, head] * scaling

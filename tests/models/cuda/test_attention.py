@@ -15,7 +15,7 @@ from eyas.models import attention
 from eyas.models.cuda import metadata
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
-from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
+from tests.models.cuda.random_passes import Heads, behind_others, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
@@ -55,7 +55,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     tolerance: float = 2e-6,
 ) -> None:
-    size = sum(len(s.tokens) + len(s.prefix) for s in segments)
+    size = sum(len(s.tokens) + len(s.prefix) + len(s.others) for s in segments)
     rows = sum(len(s.tokens) for s in segments)
     kv_cache = make_kv_cache(size, heads, seed=size, dtype=dtype)
     packed = packing(segments, heads, size)
@@ -84,6 +84,15 @@ SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]
 @pytest.mark.parametrize("window", [None, 33])
 def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window: int | None) -> None:
     check(packing, make_pass(SIZES), Heads(4, 1, 16), window)
+
+
+@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+def test_rows_of_a_tree_see_nodes_that_were_run_before(packing: Packing) -> None:
+    """Beside them trees without such nodes, single rows behind some, and more nodes than a mask word has bits."""
+    segments = make_pass([(True, 50, 70), (True, 9, 20), (False, 5, 3), (True, 80, 1), (True, 6, 200)])
+    segments = [behind_others(s, count) if count else s for s, count in zip(segments, (20, 0, 0, 45, 5), strict=True)]
+    check(packing, segments, Heads(4, 2, 16))
+    check(packing, [behind_others(make_pass([(True, 50, 70)])[0], 20)], Heads(4, 1, 16))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (33, 2.0)])
