@@ -43,7 +43,10 @@ class AheadBlocks:
         self._blocks: dict[str, _Blocks] = {}
         self._changed: dict[str, None] = {}
 
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
+    def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
+        return self._drafter.propose(contexts)
+
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> None:
         for context, tree in zip(contexts, trees, strict=True):
             self._blocks.pop(context.session, None)
             self._due[context.session] = context, tree or DraftTree.root_only(context.tokens[-1])

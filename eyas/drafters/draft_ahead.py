@@ -8,21 +8,17 @@ reach the drafter in one piece, when there is time or when a tree has to be grow
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import (
+    BOOKKEEPING,
     Draft,
     DraftContext,
     DrafterNeeds,
@@ -30,36 +26,25 @@ from eyas.drafters.base import (
     Path,
     PreparedTree,
     within,
-    without_banned,
 )
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
-from eyas.drafters.eagle import NUM_GROWN_SLOTS, EagleDrafter
-from eyas.drafters.grown_tree import GrownRows, GrownTree
+from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
+from eyas.drafters.trees_ahead import AheadTrees
 from eyas.errors import ConfigError
-from eyas.sampling.sampler import Ranked
-from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
-
-BOOKKEEPING = TreeBudget(1, 0)
-# Nodes of prepared trees: of all sessions together, the fewest and the most of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 2048, 128, 1024
-# Rows of a pass, of all sessions together, and the fewest of a session.
-MAX_ROWS, MIN_ROWS = 512, 16
-# Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
-MAX_GROWN_NODES = 1024
 
 
 class Ahead(Protocol):
     """What is prepared for the next commits of sessions."""
 
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
-        """Prepare for what follows commits that the drafter has.
+    def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
+        """Give the drafter commits that were foreseen and want no tree. paths: all tokens since the last `begin`."""
+        ...
 
-        trees: the answers to them. paths: tokens that were committed since the last `begin` of a session and were foreseen;
-        empty if its last commit was not.
-        """
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> None:
+        """Prepare for what follows commits that the drafter has. trees: the answers to them."""
         ...
 
     def step(self) -> bool:
@@ -89,182 +74,6 @@ class Ahead(Protocol):
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         ...
-
-
-class AheadTrees:
-    """Implements Ahead: trees of an EAGLE drafter that grow from round to round."""
-
-    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, demand: OnDemand) -> None:
-        self._drafter, self._config, self._demand = drafter, config, demand
-        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
-        self._trees: dict[str, GrownTree] = {}
-        self._free = SlotAllocator(NUM_GROWN_SLOTS)
-        self._contexts: dict[str, DraftContext] = {}
-        self._num_passes: dict[str, int] = {}  # by session, since its last commit
-        self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
-        self._running: list[tuple[str, GrownTree, GrownRows]] = []
-        self._found: tuple[Tensor, Ranked] | None = None
-        self._changed: dict[str, None] = {}
-        self._pass_s = Average()  # of a pass that the verifier waits for
-
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None], paths: Sequence[Path]) -> None:
-        self.collect()
-        for context, path in zip(contexts, paths, strict=True):
-            tree = self._trees.get(context.session)
-            root = tree.find(path) if tree else None
-            if tree and root:
-                tree.move_root(root)
-            elif path:  # given up since it was the answer
-                self.release([context.session])
-        self._set_roots(contexts)
-
-    def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
-        """Take the true states behind commits that the drafter has."""
-        states, best = self._drafter.root_candidates(contexts, self._config.num_candidates)
-        ids, scores = download(best.ids, best.scores)
-        candidates = self._draft_ids[ids.astype(np.int64)]
-        for row, context in enumerate(contexts):
-            tree, found = self._trees.get(context.session), (states[row], candidates[row], scores[row])
-            if tree:
-                tree.set_root(*found)
-            else:
-                self._trees[context.session] = GrownTree(context.tokens[-1], *found, self._free)
-            self._contexts[context.session] = context
-            self._num_passes[context.session] = 0
-            self._ended.discard(context.session)
-
-    def step(self) -> bool:
-        self._run([name for name in self._trees if name not in self._ended and self._drafter.can_grow(name)])
-        return bool(self._running)
-
-    def _run(self, names: Sequence[str]) -> None:
-        """Launch a pass over trees of sessions."""
-        most, max_depth = min(self._config.top_k, max(MAX_ROWS // max(len(names), 1), MIN_ROWS)), self._config.num_steps
-        self._running = []
-        for name in names:
-            if rows := self._trees[name].next_rows(most, max_depth, self._max_nodes):
-                self._num_passes[name] += 1
-                self._running.append((name, self._trees[name], rows))
-            else:
-                self._ended.add(name)
-                self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
-        if self._running:
-            contexts = [self._contexts[name] for name, *_ in self._running]
-            self._found = self._drafter.run_rows(contexts, [rows for *_, rows in self._running], self._config.num_candidates)
-
-    @property
-    def _max_nodes(self) -> int:
-        """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
-        return min(MAX_GROWN_NODES, max(NUM_GROWN_SLOTS // len(self._trees) - self._config.top_k, MIN_ROWS))
-
-    def collect(self) -> None:
-        if self._found is None:
-            return
-        states, best = self._found
-        self._found, end = None, 0
-        ids, scores = download(best.ids, best.scores)
-        candidates = self._draft_ids[ids.astype(np.int64)]
-        for name, tree, rows in self._running:
-            own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
-            if self._trees.get(name) is tree:
-                tree.apply(rows, states[own], candidates[own], scores[own], self._max_nodes)
-                self._changed[name] = None
-            else:
-                tree.give_up(rows)
-
-    def take_prepared(self) -> list[PreparedTree]:
-        """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
-        names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
-        self._changed = {}
-        count = MAX_PREPARED_NODES // max(len(names), 1)
-        if count < MIN_PREPARED_NODES:
-            return []
-        budget, found = TreeBudget(min(count, MAX_SESSION_NODES), self._config.num_steps), list[PreparedTree]()
-        for name in names:
-            context, tree = self._contexts[name], self._trees[name].below((), budget)
-            if tree:
-                found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
-        return found
-
-    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        found = list[DraftTree | None]()
-        for context, path in zip(contexts, paths, strict=True):
-            tree = self._trees.get(context.session)
-            cut = tree.below(path, context.budget) if tree else None
-            grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
-            found.append(None if grows else cut and without_banned(cut, context))
-        return found
-
-    def _next_level(self, tree: DraftTree) -> float:
-        """Tokens that a step would yield more with another level: it loses as large a share of nodes as the last one."""
-        if tree.depth >= self._drafter.tree.num_steps:
-            return 0.0
-        chances = [0.0] * (tree.depth + 1)
-        for depth, score in zip(tree.depths, tree.log_probs, strict=True):
-            chances[depth] += math.exp(score)
-        above = max(chances[-2:])
-        return chances[-1] ** 2 / above if above else 0.0
-
-    def _cost(self, num_passes: int) -> float:
-        """Tokens that a session loses while the verifier waits for passes."""
-        return self._demand.rate * self._pass_s.value * num_passes
-
-    def claim(self, context: DraftContext, path: Path) -> float:
-        return 0.0
-
-    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """contexts: of deterministic trees, as the drafter's next commits."""
-        self.collect()
-        for context, path in zip(contexts, paths, strict=True):
-            tree, root = self._trees.get(context.session), None
-            if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
-                tree.move_root(root)
-            else:
-                self.release([context.session])
-        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
-        can_grow = [
-            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
-        ]
-        self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
-        places = [i for i in can_grow if contexts[i].budget.wants_tree]
-        if not places:
-            return drafts
-        self._set_roots([contexts[i] for i in places])
-        for i, cut in zip(places, self._grown([contexts[i] for i in places], len(contexts)), strict=True):
-            drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
-        return drafts
-
-    def _grown(self, contexts: Sequence[DraftContext], num_waiting: int) -> list[DraftTree]:
-        """Grow trees by passes as long as these pay. num_waiting: sessions whose verifier waits for them."""
-        names, clock = [context.session for context in contexts], self._demand.clock
-        budgets = [within(context.budget, self._drafter.tree) for context in contexts]
-        for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
-            cuts = [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
-            if math.fsum(map(self._next_level, cuts)) < num_waiting * self._cost(1):
-                return cuts
-            began = clock()
-            self._run(names)
-            if not self._running:
-                return cuts
-            self.collect()
-            self._pass_s.add(clock() - began)
-        return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
-
-    def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        return self._trees[context.session].below((), budget) or DraftTree.root_only(context.tokens[-1])
-
-    def release(self, sessions: Sequence[str]) -> None:
-        for name in sessions:
-            if tree := self._trees.pop(name, None):
-                tree.release()
-            for known in (self._contexts, self._num_passes, self._changed):
-                known.pop(name, None)
-            self._ended.discard(name)
-
-
-def _sends(number: int) -> bool:
-    """Whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
-    return any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
 
 
 @dataclass
@@ -483,7 +292,8 @@ class DraftAheadDrafter(LocalDrafter):
         behind = [key for key in keys if self._sessions[key].backlog]
         if behind:
             commits = [replace(_joined(self._sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
-            for key, answer in zip(behind, self._drafter.propose(commits), strict=True):
+            answers = self._ahead.commit(commits, [self._sessions[key].path for key in behind])
+            for key, answer in zip(behind, answers, strict=True):
                 if isinstance(answer, DraftTree):
                     self._sessions[key].backlog.clear()
                 else:
@@ -492,8 +302,7 @@ class DraftAheadDrafter(LocalDrafter):
         if not keys:
             return
         sessions = [self._sessions[key] for key in keys]
-        paths = [session.path for session in sessions]
-        self._ahead.begin([session.last for session in sessions], [session.tree for session in sessions], paths)
+        self._ahead.begin([session.last for session in sessions], [session.tree for session in sessions])
         for session in sessions:
             session.path, session.is_prepared = (), True
 

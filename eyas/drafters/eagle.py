@@ -8,8 +8,7 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +19,9 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.config.device_costs import PassKind
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
-from eyas.drafters.grown_tree import GrownRows
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import (
     NeuralDrafter,
     attend_slots,
@@ -35,23 +34,21 @@ from eyas.drafters.neural import (
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.tree_rows import BufferAttention, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, FoundRows, GrownRows
 from eyas.errors import ConfigError
-from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import on_host
 from eyas.models.fused import MAX_KERNEL_ROWS
 from eyas.models.heads.eagle import EagleHead
-from eyas.models.heads.layers import Projected, take_rows
+from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, RowKeys, Segment
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, Ints, moved, runs_compiled
+from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
 from eyas.tree import DraftTree
 
 # Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
 MAX_COMPILED_SESSIONS = 16
-# Slots for the nodes of all trees that grow ahead.
-NUM_GROWN_SLOTS = 4096
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -144,32 +141,65 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return Ranked(*(column[:, 0] for column in best))
 
     @torch.inference_mode()
-    def run_rows(
-        self, contexts: Sequence[DraftContext], rows: Sequence[GrownRows], num_candidates: int
-    ) -> tuple[Tensor, Ranked]:
-        """Run rows of trees below the sessions' last commits, of any depths, in one pass.
+    def run_rows(self, contexts: Sequence[DraftContext], rows: Sequence[GrownRows], num_candidates: int) -> FoundRows:
+        """Run rows of trees below the sessions' last commits, of any depths, in one pass."""
+        return self._run_rows([], contexts, rows, num_candidates)[1]
 
-        Returns:
-            Their states [R, H] and best children [R, C], draft ids, one session after the other.
+    @torch.inference_mode()
+    def commit_beside(
+        self,
+        contexts: Sequence[DraftContext],
+        rows_of: Callable[[DraftContext], GrownRows | None],
+        num_candidates: int,
+    ) -> tuple[list[Draft], FoundRows | None]:
+        """Take commits that want no trees, and run rows of trees below them, in one pass.
+
+        rows_of: called for each commit that is run. Returns the answers to the commits, and what the rows found.
         """
+        drafts, ready = self._admit_all(contexts)
+        own = [contexts[i] for i in ready]
+        for i, context in zip(ready, own, strict=True):
+            drafts[i] = DraftTree.root_only(context.tokens[-1])
+        below = [(context, rows) for context in own if (rows := rows_of(context))]
+        if not below:
+            if own:
+                self._extend_on_device(own)
+            return drafts, None
+        states, found = self._run_rows(own, [c for c, _ in below], [rows for _, rows in below], num_candidates)
+        for context, state in zip(own, states, strict=True):
+            self.sessions[context.session].state = state
+        return drafts, found
+
+    def _run_rows(
+        self,
+        commits: Sequence[DraftContext],
+        contexts: Sequence[DraftContext],
+        rows: Sequence[GrownRows],
+        num_candidates: int,
+    ) -> tuple[Tensor, FoundRows]:
+        """Run new pairs of commits, and rows of trees below the contexts, in one pass. Returns also the commits' states."""
+        counts = [num_features(context) for context in commits]
+        pairs = [new_rows(c, own, n, True) for c, own, n in zip(commits, self._prefix_slots(commits), counts, strict=True)]
         prefixes = self._prefix_slots(contexts)
-        segments = [self._segment(*each) for each in zip(rows, prefixes, strict=True)]
-        features = torch.cat([on_host(own.features) for own in rows])
+        segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
+        true = [context.features for context in commits if context.features is not None]
+        predicted = [on_host(own.features) for own in rows]
+        device, dtype = self.draft_ids.device, self._head.embedding.dtype
+        features = torch.cat([*(moved(each, device, dtype) for each in true), *predicted])
 
         def run() -> tuple[Tensor, Ranked]:
-            if self._is_compiled():
-                states = self._run_compiled(features, segments)
-            else:
-                packed = self._pack(segments)
-                states = self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
+            states = self._run_segments(features, segments)
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
             ends = [end for context, own in zip(contexts, rows, strict=True) for end in _ends(context, own.depths)]
-            return states, self._best_next(ends, states, num_candidates)
+            return states, self._best_next(ends, states[sum(counts) :], num_candidates)
 
+        kind: PassKind = "draft_round" if commits else "draft_level"
         if self.device is None:
-            return run()
-        states, best = self.device.run("draft_level", len(features), sum(map(len, prefixes)), run)
-        return states, Ranked(*map(self.device.on_device, best))
+            states, best = run()
+        else:
+            states, best = self.device.run(kind, len(features), sum(map(len, prefixes)), run)
+            best = Ranked(*map(self.device.on_device, best))
+        return states[upload(np.cumsum(counts, dtype=np.int64) - 1, device)], FoundRows(states[sum(counts) :], best)
 
     def _segment(self, rows: GrownRows, prefix: Slots) -> Segment:
         """Rows of a tree that grows."""
@@ -177,8 +207,11 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         slots, others = self.first_grown_slot + rows.slots, self.first_grown_slot + rows.others
         return Segment(rows.tokens, positions, slots, prefix, rows.visible, np.arange(0), None, others)
 
-    def _run_compiled(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """States [R, H] by the kernels of the CPU."""
+    def _run_segments(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """States [R, H] of rows in slots, through all layers."""
+        if not self._is_compiled():
+            packed = self._pack(segments)
+            return self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
         assert self._head.compiled is not None
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
         keys = RowKeys.of(segments, len(tokens))
@@ -417,73 +450,3 @@ class EagleExpansion:
         )
         states = self._head.run(features.flatten(0, 1), tokens.flatten(), positions, attend)
         return states.view(*tokens.shape, -1)
-
-
-class BufferAttention:
-    """The rows of trees without the kernel. Keys and values of the rows follow a copy of the prefix in each layer:
-
-        [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
-
-    positions: of the newest rows, [S * W].
-    """
-
-    positions: Tensor
-
-    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: TreeConfig) -> None:
-        """shape: number of levels, and the most rows of a level."""
-        self._config, self._max_model_len = head.config, head.max_model_len
-        index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
-        sessions, self._length = index.shape
-        self._end = self._length
-        self._root = lengths[:, None] - 1
-        room = shape.top_k * (shape.num_steps - 1)
-        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (kv.keys, kv.values))
-        hidden = torch.arange(self._length, device=index.device) >= lengths[:, None]
-        self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
-        self._bias = torch.zeros(shape_of_bias, device=index.device, dtype=dtype)
-        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=index.device)
-
-    def level(self, level: int, parents: Tensor) -> BufferAttention:
-        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
-        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
-        return self._with(seen, (self._root + level).expand_as(parents))
-
-    def chain(self, count: int) -> BufferAttention:
-        """With `count` rows behind the root; each sees those before it."""
-        ahead = torch.arange(1, count + 1, device=self._root.device)
-        seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
-        return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)
-
-    def _with(self, seen: Tensor, positions: Tensor) -> BufferAttention:
-        found = copy(self)
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        found._seen, found.positions = seen, positions.clamp(max=self._max_model_len - 1).flatten()
-        found._end += seen.shape[1]
-        found._bias[..., : seen.shape[1], self._length : found._end].zero_().masked_fill_(~seen[:, None], float("-inf"))
-        return found
-
-    def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Store keys and values of the newest rows, then attend from them; [S * W, heads, d]."""
-        c, sessions = self._config, len(self._root)
-        width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
-        keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
-        attended = masked_attention(
-            query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
-            keys[:, :, : self._end],
-            values[:, :, : self._end],
-            self._bias[..., :width, : self._end].reshape(sessions, 1, self._folded * width, self._end),
-            c.head_dim**-0.5,
-        )
-        attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(sessions * width, c.num_heads, c.head_dim)
-
-
-def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
-    """Copy the pool's rows at index [S, L] and append `room` empty cells: [S, J, L + room, D]."""
-    rows = pool[index].transpose(1, 2)
-    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)

@@ -143,11 +143,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        busy = {context.session for context in contexts}
-        for context in contexts:
-            self.ranking.observe(context)
-        drafts = [self._admit(context, busy) for context in contexts]
-        ready = [i for i, draft in enumerate(drafts) if draft is None]
+        drafts, ready = self._admit_all(contexts)
         if not ready:
             return drafts
         states = self._extend_on_device([contexts[i] for i in ready])
@@ -242,6 +238,14 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
         """Keep the output of `_rows_run` for the next commit."""
+
+    def _admit_all(self, contexts: Sequence[DraftContext]) -> tuple[list[Draft], list[int]]:
+        """The answers to contexts that are not run, None for the others; and the places of these."""
+        busy = {context.session for context in contexts}
+        for context in contexts:
+            self.ranking.observe(context)
+        drafts = [self._admit(context, busy) for context in contexts]
+        return drafts, [i for i, draft in enumerate(drafts) if draft is None]
 
     def _admit(self, context: DraftContext, busy: Collection[str]) -> Draft:
         """None if the context is to be run, else the answer to it."""

@@ -15,6 +15,7 @@ Legend: S sessions, W rows of a session in a pass, R rows of a session in all pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,9 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
+from eyas.config import TreeConfig
+from eyas.models.attention import masked_attention
 from eyas.models.cuda.metadata import TILE_WORDS, Tiling, Words, mask_words
-from eyas.models.heads.layers import take_rows
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
 from eyas.tensors import Bools, Ints, upload
 
@@ -265,3 +270,73 @@ class SlotLevels:
         """With the rows of the only pass. masks: [W, M], by default those of the layout."""
         masks = self.rows.layout.visible_words if masks is None else masks
         return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
+
+
+class BufferAttention:
+    """The rows of trees without the kernel. Keys and values of the rows follow a copy of the prefix in each layer:
+
+        [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
+
+    positions: of the newest rows, [S * W].
+    """
+
+    positions: Tensor
+
+    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: TreeConfig) -> None:
+        """shape: number of levels, and the most rows of a level."""
+        self._config, self._max_model_len = head.config, head.max_model_len
+        index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
+        sessions, self._length = index.shape
+        self._end = self._length
+        self._root = lengths[:, None] - 1
+        room = shape.top_k * (shape.num_steps - 1)
+        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (kv.keys, kv.values))
+        hidden = torch.arange(self._length, device=index.device) >= lengths[:, None]
+        self._folded = head.config.num_heads // head.config.num_kv_heads
+        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
+        self._bias = torch.zeros(shape_of_bias, device=index.device, dtype=dtype)
+        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
+        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=index.device)
+
+    def level(self, level: int, parents: Tensor) -> BufferAttention:
+        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
+        return self._with(seen, (self._root + level).expand_as(parents))
+
+    def chain(self, count: int) -> BufferAttention:
+        """With `count` rows behind the root; each sees those before it."""
+        ahead = torch.arange(1, count + 1, device=self._root.device)
+        seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
+        return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)
+
+    def _with(self, seen: Tensor, positions: Tensor) -> BufferAttention:
+        found = copy(self)
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        found._seen, found.positions = seen, positions.clamp(max=self._max_model_len - 1).flatten()
+        found._end += seen.shape[1]
+        found._bias[..., : seen.shape[1], self._length : found._end].zero_().masked_fill_(~seen[:, None], float("-inf"))
+        return found
+
+    def attend(self, layer: int, rows: Projected) -> Tensor:
+        """Store keys and values of the newest rows, then attend from them; [S * W, heads, d]."""
+        c, sessions = self._config, len(self._root)
+        width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
+        keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
+        attended = masked_attention(
+            query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
+            keys[:, :, : self._end],
+            values[:, :, : self._end],
+            self._bias[..., :width, : self._end].reshape(sessions, 1, self._folded * width, self._end),
+            c.head_dim**-0.5,
+        )
+        attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
+        return attended.reshape(sessions * width, c.num_heads, c.head_dim)
+
+
+def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
+    """Copy the pool's rows at index [S, L] and append `room` empty cells: [S, J, L + room, D]."""
+    rows = pool[index].transpose(1, 2)
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)

@@ -18,9 +18,11 @@ from eyas.drafters import tree_rows
 from eyas.drafters.base import PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.tree_rows import PaddedPrefix
+from eyas.models.emulation import VirtualClock
+from eyas.tree import DraftTree
 from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.test_draft_ahead import (
     AHEAD,
@@ -256,3 +258,58 @@ def test_drafting_ahead_gains_tokens_per_virtual_second(head: str, c: float) -> 
     serial, ahead = (split.cell(recordings, Cell(head, 0.0, 1, c, 0.03, mode), 0.0) for mode in ("serial", "ahead"))
     assert ahead.speedup > 1.1 * serial.speedup
     assert ahead.prepared > 0.4
+
+
+@pytest.fixture
+def demand() -> OnDemand:
+    """After commits whose trees on demand took half a second, steps of one second and a wire of 0.1."""
+    found = OnDemand(lambda: 0.0, max_tokens=8)
+    ready, fresh = DraftTree.root_only(1), DraftTree.chain([1, 2, 3])
+    for _ in range(400):
+        found.committed(SentTree(replace(fresh, grown_ahead=True), 0.0, 0.0, True, False, 0.0), 3, 1.0)
+        found.committed(SentTree(ready, 0.0, 0.5, False, True, 3.0), 5, 1.6)
+    return found
+
+
+def test_ready_trees_are_used_where_fresh_ones_gain_too_little(demand: OnDemand) -> None:
+    assert demand.round_trip_s == pytest.approx(0.1)
+    assert demand.rate == pytest.approx(4 / 1.3, rel=0.05)
+    assert demand.gain.value == pytest.approx(2.0), "5 tokens instead of 3"
+    assert not demand.is_worth(3.0, is_sent=True), "2 tokens are more than those of 0.6 s"
+    assert demand.is_worth(7.0, is_sent=True), "nearly full trees gain half of it at most"
+    demand.gain.value = 1.7
+    assert demand.is_worth(3.0, is_sent=True)
+    assert not demand.is_worth(3.0, is_sent=False), "the wire takes time in both cases"
+
+
+def test_some_ready_trees_are_left_out_to_measure_on(demand: OnDemand) -> None:
+    assert sum(demand.explores() for _ in range(10 * EXPLORATION)) == 10
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "num_missing", "waits"), [(0.5, 1, False), (0.5, 3, True), (0.1, 1, True), (3.0, 4, False)]
+)
+def test_a_step_waits_only_where_trees_yield_more(wait_s: float, num_missing: int, waits: bool) -> None:
+    """Four sessions with 3 tokens a step. A tree on demand brings 2 more than none; in a step's time 12 are lost."""
+    clock = VirtualClock()
+    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
+    for _ in range(40):
+        if rule.waits(lengths, "abcd"):
+            rule.waited(wait_s)
+        clock.now += 1.0 + wait_s
+    assert rule.waits(lengths, "abcd"[:num_missing]) == waits
+    assert not rule.waits(lengths, ""), "nothing is missing"
+
+
+def test_a_single_sequence_always_waits_for_its_tree() -> None:
+    clock = VirtualClock()
+    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
+    for _ in range(40):
+        if rule.waits(lengths, "abcd"):
+            rule.waited(9.0)
+        clock.now += 10.0
+    assert not rule.waits(lengths, "a")
+    for _ in range(2 * StepWait.RETRY):
+        clock.now += 1.0
+        assert rule.waits({"a": 1}, "a")
+        assert not rule.waits({"a": 1}, "")

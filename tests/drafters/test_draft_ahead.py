@@ -17,9 +17,9 @@ from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.grown_tree import GrownTree
-from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
+from eyas.drafters.on_demand import AheadTrial
 from eyas.drafters.registry import build_drafter
+from eyas.drafters.trees_ahead import GrownTree
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
@@ -39,9 +39,8 @@ NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p
 
 
 @pytest.fixture(autouse=True)
-def no_time_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "demand" not in request.fixturenames:
-        ignore_time(monkeypatch)
+def no_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore_time(monkeypatch)
 
 
 def make(target: str, head: str) -> EagleDrafter:
@@ -423,7 +422,7 @@ def test_a_session_may_have_no_likely_end_to_send_trees_behind(tiny_target: str)
     drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=1))
     last_of(drafter, [first := session("a", 9)])
     (context, tree), ahead = (first, DraftTree((first.tokens[-1], 5, 6), (0, 0, 1), (0.0, 0.0, 0.0))), drafter._ahead
-    ahead.begin([context], [tree], [()])
+    ahead.begin([context], [tree])
     assert ahead.step()
     assert ahead.take_prepared() == []
     (found,) = last_of(drafter, [going_on(first, [5, 6, 7])])
@@ -479,58 +478,3 @@ def test_trees_of_likely_ends_are_sent_before_the_commit(noise: NoiseKey, tiny_t
         first = own
     missed = going_on(first, [47, 46, 45])
     assert last_of(drafter, [missed]) == last_of(plain, [missed])
-
-
-@pytest.fixture
-def demand() -> OnDemand:
-    """After commits whose trees on demand took half a second, steps of one second and a wire of 0.1."""
-    found = OnDemand(lambda: 0.0, max_tokens=8)
-    ready, fresh = DraftTree.root_only(1), DraftTree.chain([1, 2, 3])
-    for _ in range(400):
-        found.committed(SentTree(replace(fresh, grown_ahead=True), 0.0, 0.0, True, False, 0.0), 3, 1.0)
-        found.committed(SentTree(ready, 0.0, 0.5, False, True, 3.0), 5, 1.6)
-    return found
-
-
-def test_ready_trees_are_used_where_fresh_ones_gain_too_little(demand: OnDemand) -> None:
-    assert demand.round_trip_s == pytest.approx(0.1)
-    assert demand.rate == pytest.approx(4 / 1.3, rel=0.05)
-    assert demand.gain.value == pytest.approx(2.0), "5 tokens instead of 3"
-    assert not demand.is_worth(3.0, is_sent=True), "2 tokens are more than those of 0.6 s"
-    assert demand.is_worth(7.0, is_sent=True), "nearly full trees gain half of it at most"
-    demand.gain.value = 1.7
-    assert demand.is_worth(3.0, is_sent=True)
-    assert not demand.is_worth(3.0, is_sent=False), "the wire takes time in both cases"
-
-
-def test_some_ready_trees_are_left_out_to_measure_on(demand: OnDemand) -> None:
-    assert sum(demand.explores() for _ in range(10 * EXPLORATION)) == 10
-
-
-@pytest.mark.parametrize(
-    ("wait_s", "num_missing", "waits"), [(0.5, 1, False), (0.5, 3, True), (0.1, 1, True), (3.0, 4, False)]
-)
-def test_a_step_waits_only_where_trees_yield_more(wait_s: float, num_missing: int, waits: bool) -> None:
-    """Four sessions with 3 tokens a step. A tree on demand brings 2 more than none; in a step's time 12 are lost."""
-    clock = VirtualClock()
-    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
-    for _ in range(40):
-        if rule.waits(lengths, "abcd"):
-            rule.waited(wait_s)
-        clock.now += 1.0 + wait_s
-    assert rule.waits(lengths, "abcd"[:num_missing]) == waits
-    assert not rule.waits(lengths, ""), "nothing is missing"
-
-
-def test_a_single_sequence_always_waits_for_its_tree() -> None:
-    clock = VirtualClock()
-    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
-    for _ in range(40):
-        if rule.waits(lengths, "abcd"):
-            rule.waited(9.0)
-        clock.now += 10.0
-    assert not rule.waits(lengths, "a")
-    for _ in range(2 * StepWait.RETRY):
-        clock.now += 1.0
-        assert rule.waits({"a": 1}, "a")
-        assert not rule.waits({"a": 1}, "")

@@ -15,7 +15,16 @@ from eyas.models import attention
 from eyas.models.cuda import metadata
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
-from tests.models.cuda.random_passes import Heads, behind_others, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
+from tests.models.cuda.random_passes import (
+    Heads,
+    behind_others,
+    make_kv_cache,
+    make_pass,
+    naive,
+    num_slots,
+    passes,
+    scaling_of,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])

@@ -1,4 +1,4 @@
-"""The tree of one session that grows from round to round while the target verifies, see `eyas.drafters.draft_ahead`.
+"""Drafting ahead with EAGLE: trees that grow from round to round while the target verifies, see `eyas.drafters.draft_ahead`.
 
 Expanded nodes are numbered from the root, 0; parents come before their children. A candidate is a child of an expanded node;
 some candidates are expanded themselves. The keys and values of expanded nodes stay in slots of the KV cache, so a pass runs
@@ -12,18 +12,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import SlotAllocator, Slots
+from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
+from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, PreparedTree, within, without_banned
+from eyas.drafters.on_demand import Average, OnDemand
 from eyas.drafters.tree_growth import Reals
-from eyas.tensors import Bools, Ints, upload
+from eyas.sampling.sampler import Ranked
+from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
 
+if TYPE_CHECKING:
+    from eyas.drafters.eagle import EagleDrafter
+
+# Nodes of prepared trees: of all sessions together, the fewest and the most of one.
+MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 4096, 128, 1024
+# Rows of a pass, of all sessions together, and the fewest of a session.
+MAX_ROWS, MIN_ROWS = 512, 16
+# Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
+MAX_GROWN_NODES = 1024
+# Slots for the nodes of all trees that grow ahead: 64 MB of an EAGLE head of Llama 3 8B's shape.
+NUM_GROWN_SLOTS = 2**14
 # A node that was run behind an older state of its parent is worth this share of a new one: most of what it says still holds.
 REPAIR_SHARE = 0.1
 
@@ -138,6 +154,7 @@ class GrownTree:
         depth = self.depths[root]
         self._keep(self._within(root))
         self.depths = self.depths - depth
+        self.is_exact[:] = False
         self._rank()
 
     def set_root(self, state: Tensor, candidates: Ints, scores: Reals) -> None:
@@ -236,3 +253,200 @@ def _best(scores: Reals, count: int) -> Ints:
     if len(places) > count:
         places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
     return places[np.argsort(-scores[places], kind="stable")[:count]]
+
+
+class FoundRows(NamedTuple):
+    """What a pass over rows of trees found: states [R, H] and best children [R, C], draft ids, session by session."""
+
+    states: Tensor
+    best: Ranked
+
+
+class AheadTrees:
+    """Implements Ahead: trees of an EAGLE drafter that grow from round to round."""
+
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, demand: OnDemand) -> None:
+        self._drafter, self._config, self._demand = drafter, config, demand
+        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
+        self._trees: dict[str, GrownTree] = {}
+        self._free = SlotAllocator(NUM_GROWN_SLOTS)
+        self._contexts: dict[str, DraftContext] = {}
+        self._num_passes: dict[str, int] = {}  # by session, since its last commit
+        self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
+        self._running: list[tuple[str, GrownTree, GrownRows]] = []
+        self._found: FoundRows | None = None
+        self._changed: dict[str, None] = {}
+        self._pass_s = Average()  # of a pass that the verifier waits for
+
+    def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
+        """The pass of the commits runs new rows of their trees as well, behind states that are predicted."""
+        self.collect()
+        self._running, path_of = [], {context.session: path for context, path in zip(contexts, paths, strict=True)}
+
+        def rows_of(context: DraftContext) -> GrownRows | None:
+            name, tree = context.session, self._trees.get(context.session)
+            root = tree.find(path_of[name]) if tree else None
+            if not tree or not root:  # given up since it was the answer
+                self.release([name])
+                return None
+            tree.move_root(root)
+            return self._plan(name, len(contexts))
+
+        drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
+        return drafts
+
+    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> None:
+        self.collect()
+        self._set_roots(contexts)
+
+    def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
+        """Take the true states behind commits that the drafter has."""
+        states, best = self._drafter.root_candidates(contexts, self._config.num_candidates)
+        ids, scores = download(best.ids, best.scores)
+        candidates = self._draft_ids[ids.astype(np.int64)]
+        for row, context in enumerate(contexts):
+            tree, found = self._trees.get(context.session), (states[row], candidates[row], scores[row])
+            if tree:
+                tree.set_root(*found)
+            else:
+                self._trees[context.session] = GrownTree(context.tokens[-1], *found, self._free)
+            self._contexts[context.session] = context
+            self._num_passes[context.session] = 0
+            self._ended.discard(context.session)
+
+    def step(self) -> bool:
+        self._run([name for name in self._trees if name not in self._ended and self._drafter.can_grow(name)])
+        return bool(self._running)
+
+    def _run(self, names: Sequence[str]) -> None:
+        """Launch a pass over trees of sessions."""
+        self._running = []
+        planned = [(self._contexts[name], self._plan(name, len(names))) for name in names]
+        if found := [(context, rows) for context, rows in planned if rows]:
+            contexts, rows = [context for context, _ in found], [rows for _, rows in found]
+            self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
+
+    def _plan(self, name: str, num_trees: int) -> GrownRows | None:
+        """The rows of a session in a pass over some trees. None, and the tree has ended growing, if there are none."""
+        most, tree = min(self._config.top_k, max(MAX_ROWS // num_trees, MIN_ROWS)), self._trees[name]
+        if rows := tree.next_rows(most, self._config.num_steps, self._max_nodes):
+            self._num_passes[name] += 1
+            self._running.append((name, tree, rows))
+        else:
+            self._ended.add(name)
+            self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
+        return rows
+
+    @property
+    def _max_nodes(self) -> int:
+        """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
+        return min(MAX_GROWN_NODES, max(NUM_GROWN_SLOTS // len(self._trees) - self._config.top_k, MIN_ROWS))
+
+    def collect(self) -> None:
+        if self._found is None:
+            return
+        states, best = self._found
+        self._found, end = None, 0
+        ids, scores = download(best.ids, best.scores)
+        candidates = self._draft_ids[ids.astype(np.int64)]
+        for name, tree, rows in self._running:
+            own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
+            if self._trees.get(name) is tree:
+                tree.apply(rows, states[own], candidates[own], scores[own], self._max_nodes)
+                self._changed[name] = None
+            else:
+                tree.give_up(rows)
+
+    def take_prepared(self) -> list[PreparedTree]:
+        """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
+        names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
+        self._changed = {}
+        count = MAX_PREPARED_NODES // max(len(names), 1)
+        if count < MIN_PREPARED_NODES:
+            return []
+        budget, found = TreeBudget(min(count, MAX_SESSION_NODES), self._config.num_steps), list[PreparedTree]()
+        for name in names:
+            context, tree = self._contexts[name], self._trees[name].below((), budget)
+            if tree:
+                found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
+        return found
+
+    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
+        found = list[DraftTree | None]()
+        for context, path in zip(contexts, paths, strict=True):
+            tree = self._trees.get(context.session)
+            cut = tree.below(path, context.budget) if tree else None
+            grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
+            found.append(None if grows else cut and without_banned(cut, context))
+        return found
+
+    def _next_level(self, tree: DraftTree) -> float:
+        """Tokens that a step would yield more with another level: it loses as large a share of nodes as the last one."""
+        if tree.depth >= self._drafter.tree.num_steps:
+            return 0.0
+        chances = [0.0] * (tree.depth + 1)
+        for depth, score in zip(tree.depths, tree.log_probs, strict=True):
+            chances[depth] += math.exp(score)
+        above = max(chances[-2:])
+        return chances[-1] ** 2 / above if above else 0.0
+
+    def _cost(self, num_passes: int) -> float:
+        """Tokens that a session loses while the verifier waits for passes."""
+        return self._demand.rate * self._pass_s.value * num_passes
+
+    def claim(self, context: DraftContext, path: Path) -> float:
+        return 0.0
+
+    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
+        """contexts: of deterministic trees, as the drafter's next commits."""
+        self.collect()
+        for context, path in zip(contexts, paths, strict=True):
+            tree, root = self._trees.get(context.session), None
+            if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
+                tree.move_root(root)
+            else:
+                self.release([context.session])
+        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
+        can_grow = [
+            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
+        ]
+        self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
+        places = [i for i in can_grow if contexts[i].budget.wants_tree]
+        if not places:
+            return drafts
+        self._set_roots([contexts[i] for i in places])
+        for i, cut in zip(places, self._grown([contexts[i] for i in places], len(contexts)), strict=True):
+            drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
+        return drafts
+
+    def _grown(self, contexts: Sequence[DraftContext], num_waiting: int) -> list[DraftTree]:
+        """Grow trees by passes as long as these pay. num_waiting: sessions whose verifier waits for them."""
+        names, clock = [context.session for context in contexts], self._demand.clock
+        budgets = [within(context.budget, self._drafter.tree) for context in contexts]
+        for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
+            cuts = [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
+            if math.fsum(map(self._next_level, cuts)) < num_waiting * self._cost(1):
+                return cuts
+            began = clock()
+            self._run(names)
+            if not self._running:
+                return cuts
+            self.collect()
+            self._pass_s.add(clock() - began)
+        return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
+
+    def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
+        return self._trees[context.session].below((), budget) or DraftTree.root_only(context.tokens[-1])
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            if tree := self._trees.pop(name, None):
+                tree.release()
+            for known in (self._contexts, self._num_passes, self._changed):
+                known.pop(name, None)
+            self._ended.discard(name)
+
+
+def _sends(number: int) -> bool:
+    """Whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
+    return any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
