@@ -147,16 +147,20 @@ class DraftTree:
         path: of at least one token below the root. max_nodes: counts the new root. Ties go to the earlier node. A node ranks
         no higher than its parent, whatever an untrusted drafter says; without a score that is a number it is left out.
         """
-        root: int | None = 0
+        root = 0
         for token in path:
-            root = None if root is None else self.child(root, token)
-        if root is None:
-            return None
-        depths, scores = self.depths, {root: 0.0}
+            found = self._first_child(root, token)
+            if found is None:
+                return None
+            root = found
+        depths, scores, parents, log_probs = {root: 0}, {root: 0.0}, self.parents, self.log_probs
         for node in range(root + 1, len(self)):
-            score = self.log_probs[node] - self.log_probs[root]
-            if self.parents[node] in scores and depths[node] - depths[root] <= max_depth and score > -math.inf:
-                scores[node] = min(score, scores[self.parents[node]])
+            parent = parents[node]
+            if parent not in scores:
+                continue
+            score = log_probs[node] - log_probs[root]
+            if depths[parent] < max_depth and score > -math.inf:
+                depths[node], scores[node] = depths[parent] + 1, min(score, scores[parent])
         kept = sorted(sorted(scores, key=lambda node: (-scores[node], node))[:max_nodes])
         if len(kept) == 1:
             return None
@@ -167,6 +171,17 @@ class DraftTree:
             log_probs=tuple(scores[node] for node in kept),
             grown_ahead=True,
         )
+
+    def _first_child(self, node: int, token: int) -> int | None:
+        """`child` for a few look-ups, without a table of all guesses."""
+        found = node
+        try:
+            while True:
+                found = self.tokens.index(token, found + 1)
+                if self.parents[found] == node:
+                    return found
+        except ValueError:
+            return None
 
     def pruned(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes only, for a deterministic proposal.

@@ -243,8 +243,8 @@ class GrownTree:
         self.tokens, self.parents, self.depths = self.tokens[nodes], numbers[self.parents[nodes]], self.depths[nodes]
         self.parents[0] = 0
         self.states, self.is_exact = self.states[upload(nodes, self.states.device)], self.is_exact[nodes]
-        self.candidates, self.scores = self.candidates[nodes], self.scores[nodes]
-        self._rank()
+        self.candidates, self.scores, self.cumulative = self.candidates[nodes], self.scores[nodes], self.cumulative[nodes]
+        self.expanded = numbers[self.expanded.reshape(len(kept), -1)[nodes]].ravel()
 
 
 def _best(scores: Reals, count: int) -> Ints:
