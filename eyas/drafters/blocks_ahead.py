@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import DraftAheadConfig
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Path, PreparedTree, PreparedTrees, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.on_demand import OnDemand, claim
@@ -72,7 +73,9 @@ class AheadBlocks:
         if not places:
             return
         states = torch.stack([own.states[own.nodes.index(end.node)] for own, end in places])
-        grown = self._drafter.grow_behind([own.after(end.node, end.token) for own, end in places], states)
+        whole = TreeBudget(self._drafter.tree.num_draft_tokens, self._drafter.tree.num_steps)  # the next budgets are unknown
+        behind = [replace(own.after(end.node, end.token), budget=whole) for own, end in places]
+        grown = self._drafter.grow_behind(behind, states)
         for own in made:
             found = [(end, tree, claim(tree)) for (of, end), tree in zip(places, grown, strict=True) if of is own]
             own.claims = {(end.node, end.token): claimed for end, _, claimed in found}

@@ -429,6 +429,21 @@ def test_a_session_may_have_no_likely_end_to_send_trees_behind(tiny_target: str)
     assert found.num_drafted
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_target: str, tiny_head: str) -> None:
+    """A verifier that did not wait decodes one token plainly; the next commit wants a tree again."""
+    inner = make(tiny_target, tiny_head) if kind == "eagle3" else block_drafter(kind, tiny_target)
+    drafter = DraftAheadDrafter(inner, AHEAD)
+    first = session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    work(drafter)
+    drafter.take_prepared()
+    last_of(drafter, [replace(going_on(first, likeliest(tree)), has_tree=True, budget=TreeBudget(1, 0))])
+    work(drafter)
+    (prepared,) = drafter.take_prepared()
+    assert prepared.tree.num_drafted > BUDGET.max_nodes
+
+
 def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
     config = DraftingConfig(20, ranking_temperature=1)
     drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config), AHEAD)
