@@ -35,7 +35,7 @@ from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
 from eyas.drafters.tree_rows import BufferAttention, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, FoundRows, GrownRows
+from eyas.drafters.trees_ahead import FoundRows, GrownRows
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import on_host
@@ -54,7 +54,7 @@ MAX_COMPILED_SESSIONS = 16
 class EagleDrafter(NeuralDrafter[Tensor]):
     """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones, P-EAGLE with all levels in one pass.
 
-    A session's state [H] is that of its last pair. first_grown_slot: of NUM_GROWN_SLOTS for nodes of trees that grow ahead.
+    A session's state [H] is that of its last pair. first_grown_slot: of those for nodes of trees that grow ahead.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         config: DraftingConfig,
         static_tree: StaticTree | None = None,
         capture: Capture | None = None,
+        num_grown_slots: int = 0,
     ) -> None:
         """static_tree: the shape of every tree, in place of `tree`. capture: how to capture whole trees as CUDA graphs.
+        num_grown_slots: for nodes of trees that grow ahead, beside the slots of `config`.
 
         Raises ConfigError for a tree that the head cannot grow.
         """
@@ -84,9 +86,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         compiled = slots is None and static_tree is None and head.compiled is not None and runs_compiled(device)
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
         num_slots = slots.num_slots if slots else MAX_COMPILED_SESSIONS * rows_of_tree if compiled else 0
-        num_grown = NUM_GROWN_SLOTS if c.kind != "peagle" and static_tree is None else 0
-        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown)
-        self.first_grown_slot = self._kv.scratch - num_grown
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown_slots)
+        self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         self._level_costs = LevelCosts() if c.kind != "peagle" else None

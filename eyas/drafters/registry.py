@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
+from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
 from eyas.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
@@ -29,6 +29,7 @@ from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
+from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_config, read_target_config, resolve
 from eyas.models.cuda.graphs import Capture, CudaCapture
@@ -81,11 +82,15 @@ class DrafterParts:
 
         Without settings it may pay on a GPU. Draft services on a CPU mostly share its cores with others.
         """
-        config = self.drafting.draft_ahead
-        mode = config.mode or ("never" if torch.device(self.device).type == "cpu" else "auto")
-        if mode == "never" or (mode == "auto" and not self.has_idle_time):
+        if self.ahead_mode == "never":
             return drafter
-        return DraftAheadDrafter(drafter, config, AheadTrial() if mode == "auto" else None)
+        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, AheadTrial() if self.ahead_mode == "auto" else None)
+
+    @property
+    def ahead_mode(self) -> DraftAheadMode:
+        """Whether to draft ahead: never, always, or where it pays."""
+        mode = self.drafting.draft_ahead.mode or ("never" if torch.device(self.device).type == "cpu" else "auto")
+        return "never" if mode == "auto" and not self.has_idle_time else mode
 
     def capture(self) -> Capture | None:
         """How to capture trees as CUDA graphs; None if that is impossible or switched off."""
@@ -139,8 +144,10 @@ def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
-    return drafter if kind == "peagle" else parts.with_ahead(drafter)
+    tree, is_ahead = replace(parts.tree, num_steps=num_steps), kind != "peagle" and parts.ahead_mode != "never"
+    num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
+    drafter = EagleDrafter(head, tree, parts.drafting, capture=parts.capture(), num_grown_slots=num_grown_slots)
+    return parts.with_ahead(drafter) if is_ahead else drafter
 
 
 def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:

@@ -269,7 +269,7 @@ class AheadTrees:
         self._drafter, self._config, self._demand = drafter, config, demand
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._trees: dict[str, GrownTree] = {}
-        self._free = SlotAllocator(NUM_GROWN_SLOTS)
+        self._free = SlotAllocator(drafter.num_grown_slots)
         self._contexts: dict[str, DraftContext] = {}
         self._num_passes: dict[str, int] = {}  # by session, since its last commit
         self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
@@ -340,7 +340,7 @@ class AheadTrees:
     @property
     def _max_nodes(self) -> int:
         """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
-        return min(MAX_GROWN_NODES, max(NUM_GROWN_SLOTS // len(self._trees) - self._config.top_k, MIN_ROWS))
+        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_ROWS))
 
     def collect(self) -> None:
         if self._found is None:

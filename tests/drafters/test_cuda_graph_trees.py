@@ -143,7 +143,8 @@ def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: st
     config, shape = DraftingConfig(max_kv_tokens=2048, draft_ahead=ahead), TreeConfig(6, 2, 2)
     head = load_head(tiny_head, tiny_target, "float32", DEVICE)
     drafters = [
-        DraftAheadDrafter(EagleDrafter(head, shape, config, capture=capture), ahead) for capture in (capturing(), None)
+        DraftAheadDrafter(EagleDrafter(head, shape, config, capture=capture, num_grown_slots=999), ahead)
+        for capture in (capturing(), None)
     ]
     texts = {name: session(seed, 9) for seed, name in enumerate("abc")}
     contexts = [

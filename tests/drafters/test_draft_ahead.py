@@ -19,7 +19,7 @@ from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import AheadTrial
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.trees_ahead import GrownTree
+from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
 from eyas.errors import ConfigError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
@@ -44,7 +44,8 @@ def no_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(target: str, head: str) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), replace(SHAPE, top_k=8), DraftingConfig(2048, ranking_temperature=1))
+    shape, config = replace(SHAPE, top_k=8), DraftingConfig(2048, ranking_temperature=1)
+    return EagleDrafter(load_head(head, target), shape, config, num_grown_slots=NUM_GROWN_SLOTS)
 
 
 def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
@@ -446,7 +447,7 @@ def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_tar
 
 def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
     config = DraftingConfig(20, ranking_temperature=1)
-    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config), AHEAD)
+    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=64), AHEAD)
     last_of(drafter, [session("a", 15)])
     assert drafter.draft_ahead()
     last_of(drafter, [other := session("b", 16)])
