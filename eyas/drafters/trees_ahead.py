@@ -361,7 +361,7 @@ class AheadTrees:
         """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
         names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
         self._changed = {}
-        count = MAX_PREPARED_NODES // max(len(names), 1)
+        count = MAX_PREPARED_NODES // max(len(self._trees), 1)
         if count < MIN_PREPARED_NODES:
             return []
         budget, found = TreeBudget(min(count, MAX_SESSION_NODES), self._config.num_steps), list[PreparedTree]()
