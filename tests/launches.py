@@ -334,8 +334,10 @@ def sampling_calls(sm: int) -> None:
     from eyas.sampling.sampler import Draw
 
     keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
-    for key in keys[: 2 if sm == min(SHARED_KIB) else 1]:
-        draw_rows(torch.zeros(64, 128256, device=META), [Draw(key, 0)] * 64)
+    draw_rows(torch.zeros(64, 128256, device=META), [Draw(keys[0], 0)] * 64)
+    if sm == min(SHARED_KIB):
+        for size in (32000, 128256, 151936):  # lists of other sizes
+            draw_rows(torch.zeros(64, size, device=META), [Draw(keys[1], 0)] * 64)
     found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
     if sm in WHOLE:
         best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
@@ -344,13 +346,15 @@ def sampling_calls(sm: int) -> None:
 
 def drafting_calls(sm: int) -> None:
     """The children of a level of an EAGLE-3 head of Llama 3, and the noise of a round."""
-    from eyas.drafters.tree_kernels import best_children, find_frontier, shared_noise
+    from eyas.drafters.tree_kernels import best_children, find_frontier, lowest_keys, shared_noise
     from eyas.models.cuda.layer_kernels import pair_inputs
 
     words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
     noise = shared_noise(words, draft_ids, 8)
     best = torch.zeros(2, 10, device=META)
-    best_children(torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META), words, noise, 1, 10, best)
+    logits = torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META)
+    for lowest in (None, lowest_keys(logits, words)):
+        best_children(logits, words, noise, 1, 10, best, lowest)
     children = torch.zeros(2, 100, dtype=torch.int64, device=META)
     find_frontier(torch.zeros(2, 100, device=META), children, 10, 10, 10, True)
     states, embedding = (torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in ((2, 10, 4096), (128256, 4096)))

@@ -146,30 +146,35 @@ def without_nan(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UnrankedLogits:
-    """Logits [S, R, D] of a level on a GPU; one pass makes the best scores of them.
+    """Logits [S, R, D] of a level on a GPU; kernels make the best scores of them.
 
-    words: the output of `noise_words`. noise: of all levels, float32 [S, L, D], if there is some.
+    words: the output of `noise_words`. noise: of all levels, float32 [S, L, D], if there is some. probs: see
+    `perturbed_scorer`; None if no session has filters.
     """
 
     logits: Tensor
     words: Tensor
     noise: Tensor | None
     level: int
+    probs: ProbsFunction | None = None
 
     def rank(self, k: int, above: Tensor | None = None) -> Ranked:
         """As `rank_children` of the scores."""
         if k > MAX_KERNEL_K or (above is not None and above.shape[1] != self.logits.shape[1]):
             return rank_children(self.scores(), k, above)
-        from eyas.drafters.tree_kernels import best_children
+        from eyas.drafters.tree_kernels import best_children, lowest_keys
 
-        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above))
+        lowest = None if self.probs is None else lowest_keys(self.logits, self.words)
+        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above, lowest))
 
     def scores(self) -> Tensor:
         """All scores, float32 [S, R, D]."""
         scale = self.words[5].view(torch.float64).float()
         logits = without_nan(self.logits)
-        logits = logits if self.noise is None else logits + self.noise[:, None, self.level]
-        return _log_softmax(logits / scale[:, None, None])
+        perturbed = (logits if self.noise is None else logits + self.noise[:, None, self.level]) / scale[:, None, None]
+        if self.probs is not None:
+            perturbed = perturbed.masked_fill_(~_kept(logits, self.words, self.probs), -torch.inf)
+        return _log_softmax(perturbed)
 
 
 def rank_children(scores: Scores, k: int, above: Tensor | None = None) -> Ranked:
@@ -188,6 +193,15 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
+def _kept(logits: Tensor, words: Tensor, probs: ProbsFunction) -> Tensor:
+    """Which tokens the sessions' filters keep, bool [S, R, D]. logits: of `without_nan`."""
+    temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
+    filters = Filters(temperature.clamp(min=MIN_FILTER_TEMPERATURE), words[3], top_p, min_p)
+    is_free_S = (words[3] == 0) & (top_p >= 1) & (min_p == 0)
+    kept: Tensor = (_per_row(probs, logits, filters) > 0) | is_free_S[:, None, None]
+    return kept
+
+
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
     """Scores under each session's ranking temperature and, where it is shared, the noise of the target's own draw.
 
@@ -195,35 +209,33 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
 
     words: the output of `noise_words` on the device. probs: applies temperature and filters to logits, for "filtered".
     """
-    if kind != "filtered" and draft_ids.device.type != "cpu" and find_spec("triton") is not None:
-        return _kernel_scorer(words.contiguous(), levels, draft_ids, kind)
-    seed, committed_length, _, top_k = words[:4]
-    temperature, scale, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
+    if draft_ids.device.type != "cpu" and find_spec("triton") is not None:
+        return _kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
+    seed, committed_length = words[:2]
+    temperature, scale = words[4:6].contiguous().view(torch.float64).float()
     if kind == "plain":
         return lambda logits, level: _log_softmax(without_nan(logits) / scale[:, None, None])
     positions_SL = committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
     seeds_SL = seed[:, None].expand_as(positions_SL)
     exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
     gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1).mul_(temperature[:, None, None])
-    filters = Filters(temperature.clamp(min=MIN_FILTER_TEMPERATURE), top_k, top_p, min_p)
-    is_free_S = (top_k == 0) & (top_p >= 1) & (min_p == 0)
 
     def scores(logits: Tensor, level: int) -> Tensor:
         logits = without_nan(logits)
         perturbed = (logits + gumbel_SLD[:, None, level]) / scale[:, None, None]
         if kind == "filtered":
-            kept = (_per_row(probs, logits, filters) > 0) | is_free_S[:, None, None]
-            perturbed = perturbed.masked_fill_(~kept, -torch.inf)
+            perturbed = perturbed.masked_fill_(~_kept(logits, words, probs), -torch.inf)
         return _log_softmax(perturbed)
 
     return scores
 
 
-def _kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind) -> Scorer:
+def _kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
     from eyas.drafters.tree_kernels import shared_noise
 
-    noise = shared_noise(words, draft_ids, levels) if kind == "noised" else None
-    return lambda logits, level: UnrankedLogits(logits, words, noise, level)
+    noise = None if kind == "plain" else shared_noise(words, draft_ids, levels)
+    used = probs if kind == "filtered" else None
+    return lambda logits, level: UnrankedLogits(logits, words, noise, level, used)
 
 
 def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:

@@ -2,8 +2,11 @@
 
 `best_children` is a scorer of `eyas.drafters.scoring` with `rank` behind it, without a copy of the logits. A program takes
 one row and one block of the draft vocabulary. It keeps its best tokens and its part of the softmax; a second one joins
-the blocks. `shared_noise` is the noise of all levels of a round. Legend: S sessions, R rows of a session, L levels, D draft
-vocabulary, B blocks, k children.
+the blocks. `shared_noise` is the noise of all levels of a round.
+
+Under top-k, top-p or min-p two more kernels come first. They find each row's last kept token from lists of the likeliest
+ones, as the sampler's do. Legend: S sessions, R rows of a session, N rows of all sessions, L levels, D draft vocabulary, B
+blocks, k children.
 """
 
 from __future__ import annotations
@@ -13,9 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.drafters.scoring import MIN_FILTER_TEMPERATURE
 from eyas.drafters.tree_growth import Frontier
+from eyas.sampling.kernels import (
+    ID_BITS,
+    IDS,
+    LINE,
+    LISTED,
+    LOWEST,
+    MASS,
+    key_of,
+    list_best,
+    logit_of,
+    lowest_kept,
+    ordered,
+    real,
+    without_nan,
+)
 
 BLOCK = 2048
+# A key below all others, and the lowest weight of a token that can be drawn.
+NO_KEY = tl.constexpr(-9223372036854775807)
+MIN_WEIGHT = tl.constexpr(1e-45)
 
 
 def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
@@ -33,12 +55,18 @@ def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
 
 
 def best_children(
-    logits: Tensor, words: Tensor, noise: Tensor | None, level: int, k: int, above: Tensor | None = None
+    logits: Tensor,
+    words: Tensor,
+    noise: Tensor | None,
+    level: int,
+    k: int,
+    above: Tensor | None = None,
+    lowest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id. Two launches.
 
     logits: [S, R, D] in any float type. noise: the output of `shared_noise`; None adds nothing. above: scores [S, R] of the
-    nodes, added to their children's.
+    nodes, added to their children's. lowest: the output of `lowest_keys`; None keeps all tokens.
     """
     sessions, rows, size = logits.shape
     count, blocks = sessions * rows, triton.cdiv(size, BLOCK)
@@ -49,14 +77,36 @@ def best_children(
     here = words if noise is None else noise[:, level]
     with torch.cuda.device_of(logits):
         _score_blocks[(count, blocks)](
-            *(logits.contiguous(), words, here, keys, sums, sessions, size, count),
-            ROWS=rows, NOISE_STRIDE=0 if noise is None else noise.shape[1], K=k, BLOCK=BLOCK, num_warps=8,
+            *(logits.contiguous(), words, here, words if lowest is None else lowest, keys, sums, sessions, size, count),
+            ROWS=rows, NOISE_STRIDE=0 if noise is None else noise.shape[1], HAS_LOWEST=lowest is not None,
+            K=k, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         _join_blocks[(count,)](
-            *(keys, sums, scores if above is None else above, scores, ids, blocks, count), HAS_ABOVE=above is not None,
-            K=k, BLOCK_B=triton.next_power_of_2(blocks), BLOCK=triton.next_power_of_2(blocks * k), num_warps=4,
+            *(keys, sums, scores if above is None else above.contiguous(), scores, ids, blocks, count),
+            HAS_ABOVE=above is not None, K=k, BLOCK_B=triton.next_power_of_2(blocks),
+            BLOCK=triton.next_power_of_2(blocks * k), num_warps=4,
         )  # fmt: skip
     return scores, ids
+
+
+def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
+    """The lowest key that the filters of each row keep, int64 [S, R], see `best_children`. Two launches."""
+    sessions, rows, size = logits.shape
+    count, blocks, logits = sessions * rows, triton.cdiv(size, BLOCK), logits.contiguous()
+    found = torch.empty((4, count, blocks), dtype=torch.int32, device=logits.device)
+    lists = torch.empty((count, blocks, LISTED), dtype=torch.int64, device=logits.device)
+    lowest = torch.empty((sessions, rows), dtype=torch.int64, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _list_blocks[(count, blocks)](
+            *(logits, words, found, lists, sessions, size, count),
+            ROWS=rows, MIN=MIN_FILTER_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=LISTED, num_warps=8,
+        )  # fmt: skip
+        _lowest_keys[(count,)](
+            *(logits, words, found, lists, lowest, sessions, size, blocks, count),
+            ROWS=rows, MIN=MIN_FILTER_TEMPERATURE, BLOCK=triton.next_power_of_2(blocks),
+            LIST=triton.next_power_of_2(blocks * LISTED), LISTED=LISTED, num_warps=4,
+        )  # fmt: skip
+    return lowest
 
 
 def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
@@ -123,10 +173,78 @@ def _mixed(z):
     return z ^ (z >> 31)
 
 
+@triton.jit
+def _has_filters(words, sessions, session):
+    """Whether a session has top-k, top-p or min-p."""
+    has_limit = (tl.load(words + 3 * sessions + session) > 0) | (real(words, sessions, session, 6) < 1)
+    return has_limit | (real(words, sessions, session, 7) > 0)
+
+
+@triton.jit(do_not_specialize=["sessions", "count"])
+def _list_blocks(
+    logits, words, found, lists, sessions, size, count,
+    ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """found [4, N, B]: the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]."""
+    row, block, blocks, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
+    session, ids = row // ROWS, (i // LINE * blocks + block) * LINE + i % LINE
+    if _has_filters(words, sessions, session):
+        x = without_nan(tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf")))
+        top, temperature = tl.max(x, 0), tl.maximum(real(words, sessions, session, 4), MIN)
+        out, stride = found + row * blocks + block, count.to(tl.int64) * blocks
+        tl.store(out, top.to(tl.int32, bitcast=True))
+        list_best(x, ids, top, temperature, out + stride, stride, lists + (row * blocks + block) * LISTED, LISTED)
+
+
+@triton.jit(do_not_specialize=["sessions", "blocks", "count"])
+def _lowest_keys(
+    reread, words, found, lists, lowest, sessions, size, blocks, count,
+    ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """The filters of `eyas.sampling.sampler.filtered_probs`. `reread`: the logits, for rows whose lists are not enough."""
+    row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)
+    session, at, stride = row // ROWS, found + row * blocks + b, count.to(tl.int64) * blocks
+    low = tl.full([], NO_KEY, tl.int64)
+    if _has_filters(words, sessions, session):
+        top = tl.load(at, mask=b < blocks, other=-8388608).to(tl.float32, bitcast=True)
+        largest, scale = tl.max(top, 0), tl.maximum(real(words, sessions, session, 4), MIN)
+        if largest > float("-inf"):
+            top_k, top_p = tl.load(words + 3 * sessions + session), real(words, sessions, session, 6)
+            sums = tl.load(at + stride, mask=b < blocks, other=0).to(tl.float32, bitcast=True)
+            total = tl.sum(sums * tl.exp((top - largest) / scale), 0)
+            limit = tl.max(tl.load(at + 2 * stride, mask=b < blocks, other=LOWEST), 0)
+            counts = tl.load(found + 3 * stride + row * blocks + i // LISTED, mask=i < blocks * LISTED, other=0)
+            keys = tl.load(lists + row * blocks * LISTED + i, mask=i % LISTED < counts, other=NO_KEY)
+            unit, has_limit = MASS / total, (top_k > 0) | (top_p < 1)
+            masses = (tl.exp((logit_of(keys >> ID_BITS) - largest) / scale) * unit).to(tl.int64)
+            # the sum of masses, which top-k and top-p end at, leaves out what weighs less than one unit
+            least_weight = tl.maximum(tl.where(has_limit, 1 / unit, MIN_WEIGHT), real(words, sessions, session, 7))
+            floor, least = _lowest_of_weight(least_weight, largest, scale), key_of(limit, IDS - 1)
+            source = (keys, masses, reread + row * size, size, largest, scale, unit)
+            low, is_certain = lowest_kept(source, top_k, top_p, limit, tl.full([], MASS, tl.float32).to(tl.int64), False)
+            if has_limit & ((not is_certain) | (tl.maximum(low, floor) < least)):
+                low, is_certain = lowest_kept(source, top_k, top_p, limit * 0 + LOWEST, least, True)
+            low = tl.maximum(low, floor)
+    tl.store(lowest + row, low)
+
+
+@triton.jit
+def _lowest_of_weight(least, largest, scale):
+    """The lowest key of tokens whose weight exp((logit - largest) / scale) is not below `least`, which is at most 1."""
+    low, high = largest.to(tl.int64) * 0 + LOWEST, ordered(largest).to(tl.int64)
+    while low < high:
+        middle = low + (high - low) // 2
+        if tl.exp((logit_of(middle) - largest) / scale) >= least:
+            high = middle
+        else:
+            low = middle + 1
+    return key_of(high, IDS - 1)
+
+
 @triton.jit(do_not_specialize=["sessions", "count"], do_not_specialize_on_alignment=["noise"])
 def _score_blocks(
-    logits, words, noise, keys, sums, sessions, size, count,
-    ROWS: tl.constexpr, NOISE_STRIDE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    logits, words, noise, lowest, keys, sums, sessions, size, count,
+    ROWS: tl.constexpr, NOISE_STRIDE: tl.constexpr, HAS_LOWEST: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """keys [N, B, k]: the block's best, an integer in the order of score, then id from the largest down. sums [2, N, B]: its
     highest score and its sum of exponentials relative to that."""
@@ -134,8 +252,9 @@ def _score_blocks(
     session, at = row // ROWS, block * BLOCK + tl.arange(0, BLOCK)
     kept = at < size
     scale = tl.load(words + 5 * sessions + session).to(tl.float64, bitcast=True).to(tl.float32)
-    x = tl.load(logits + row * size + at, mask=kept, other=float("-inf")).to(tl.float32)
-    x = tl.where((x == x) & (x != float("inf")), x, float("-inf"))
+    x = without_nan(tl.load(logits + row * size + at, mask=kept, other=float("-inf")))
+    if HAS_LOWEST:
+        x = tl.where(key_of(ordered(x), at) >= tl.load(lowest + row), x, float("-inf"))
     if NOISE_STRIDE > 0:
         x = x + tl.load(noise + session * NOISE_STRIDE * size + at, mask=kept, other=0.0)
     x = x / scale

@@ -32,7 +32,7 @@ LINE = 32
 # Bits of a token's id in its key, whose higher bits are its logit; how many ids there can be.
 ID_BITS = tl.constexpr(20)
 IDS = tl.constexpr(1 << 20)
-# The lowest logit of a token that can be drawn, in the order of `_ordered`. What is behind all ids.
+# The lowest logit of a token that can be drawn, in the order of `ordered`. What is behind all ids.
 LOWEST = tl.constexpr(-2139095040)
 NO_ID = tl.constexpr(2147483647)
 # Tokens that are looked at together when a row is read again, and what a probability of 1 counts.
@@ -142,7 +142,7 @@ def _race(
     kept = ids < width
     x = tl.load(logits + row * width + ids, mask=kept, other=float("-inf"))
     ids += first_id
-    temperature = _real(words, rows, row, 1)
+    temperature = real(words, rows, row, 1)
     top = tl.max(x, 0)
     is_nan = (x != x) | (x == tl.where(temperature > 0, float("inf"), float("nan")))
     out, stride = found + row * blocks + block, rows.to(tl.int64) * blocks
@@ -150,7 +150,7 @@ def _race(
     if LISTED > 0 and _is_filtered(words, rows, row):
         tl.store(out + 2 * stride, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, vocab_size, 0))
         own_list = lists + (row * blocks + block) * LISTED
-        _list_best(x, ids, top, tl.maximum(temperature, MIN), out, stride, own_list, LISTED)
+        list_best(x, ids, top, tl.maximum(temperature, MIN), out + 3 * stride, stride, own_list, LISTED)
         return
     if temperature > 0:
         weights = tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / tl.maximum(temperature, MIN))
@@ -165,11 +165,14 @@ def _race(
 
 
 @triton.jit
-def _list_best(x, ids, top, temperature, out, stride, keys, LISTED: tl.constexpr):
-    """found [3:6, N, B]: the block's sum of weights, the lowest ordered bits down to which its list is complete, and the
-    list's length. keys: of the block's list, in any order."""
+def list_best(x, ids, top, temperature, out, stride, keys, LISTED: tl.constexpr):
+    """List a block's likeliest tokens.
+
+    out [3], `stride` apart: the block's sum of weights, the lowest ordered bits down to which its list is complete, and the
+    list's length. keys: of the block's list, in any order.
+    """
     weights = tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / temperature)
-    bits = _ordered(x)
+    bits = ordered(x)
     held = tl.sum((bits >= LOWEST).to(tl.int32), 0)
     low, high = tl.min(tl.maximum(bits, LOWEST), 0).to(tl.int64), tl.max(bits, 0).to(tl.int64) + 1
     if held <= LISTED:
@@ -185,10 +188,10 @@ def _list_best(x, ids, top, temperature, out, stride, keys, LISTED: tl.constexpr
             else:
                 high, held = middle, count
     chosen = bits >= high
-    tl.store(keys + tl.cumsum(chosen.to(tl.int32), 0) - 1, _key(bits, ids), mask=chosen)
-    tl.store(out + 3 * stride, tl.sum(weights, 0).to(tl.int32, bitcast=True))
-    tl.store(out + 4 * stride, high.to(tl.int32))
-    tl.store(out + 5 * stride, held)
+    tl.store(keys + tl.cumsum(chosen.to(tl.int32), 0) - 1, key_of(bits, ids), mask=chosen)
+    tl.store(out, tl.sum(weights, 0).to(tl.int32, bitcast=True))
+    tl.store(out + stride, high.to(tl.int32))
+    tl.store(out + 2 * stride, held)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
@@ -201,7 +204,7 @@ def _winners(
     kept, at, stride = b < blocks, found + row * blocks + b, rows.to(tl.int64) * blocks
     top = tl.load(at, mask=kept, other=-8388608).to(tl.float32, bitcast=True)
     ids = tl.load(at + 2 * stride, mask=kept, other=0)
-    temperature = _real(words, rows, row, 1)
+    temperature = real(words, rows, row, 1)
     largest = tl.max(top, 0)
     # a block's probabilities are exp((top - largest) / temperature) of what its scores were divided by
     is_level = (top == largest) | (top == float("-inf"))
@@ -246,11 +249,34 @@ def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr)
     Kept are the tokens with keys from `low` on, if they weigh enough.
     """
     words, rows, row, largest, scale = settings
-    top_k, top_p, min_p = tl.load(words + 2 * rows + row), _real(words, rows, row, 3), _real(words, rows, row, 4)
-    masses = (tl.exp((_logit(keys >> ID_BITS) - largest) / scale) * MASS).to(tl.int64)
-    source = (keys, masses, logits, size, largest, scale)
-    least = _key(limit, IDS - 1)
-    low, is_certain = _key(limit * 0 + LOWEST, IDS - 1), limit == limit
+    top_k, top_p, min_p = tl.load(words + 2 * rows + row), real(words, rows, row, 3), real(words, rows, row, 4)
+    masses = (tl.exp((logit_of(keys >> ID_BITS) - largest) / scale) * MASS).to(tl.int64)
+    source = (keys, masses, logits, size, largest, scale, MASS)
+    low, is_certain = lowest_kept(source, top_k, top_p, limit, total, IN_ROW)
+    least = key_of(limit, IDS - 1)
+    is_certain = is_certain & ((low >= least) | (tl.exp((logit_of(limit) - largest) / scale) < min_p))
+    best, winner = tl.full([], float("inf"), tl.float32), tl.full([], NO_ID, tl.int32)
+    for start in range(0, size if IN_ROW else 1, TILE):
+        some = _keys_of_row(logits, start, size) if IN_ROW else keys
+        weights, ids = tl.exp((logit_of(some >> ID_BITS) - largest) / scale), _id(some)
+        kept = (some >= low) & (weights >= min_p)
+        score = tl.where(kept, _noise(tl.load(words + row), ids) / weights, float("inf"))
+        lowest = tl.min(score, 0)
+        found = tl.min(tl.where(kept & (score == lowest), ids, NO_ID), 0)
+        winner = tl.where(lowest < best, found, tl.where(lowest == best, tl.minimum(found, winner), winner))
+        best = tl.minimum(best, lowest)
+    return winner, is_certain
+
+
+@triton.jit
+def lowest_kept(source, top_k, top_p, limit, total, IN_ROW: tl.constexpr):
+    """The lowest key that top-k and top-p keep, and whether it is certain; see `_draw_kept`.
+
+    source: keys and masses of listed tokens; the row's logits, their number, the largest; the temperature; the mass of the
+    likeliest token. The key is below all others if the filters keep more than is listed.
+    """
+    least = key_of(limit, IDS - 1)
+    low, is_certain = key_of(limit * 0 + LOWEST, IDS - 1), limit == limit
     if top_k > 0:
         low = _search(source, least, top_k, False, IN_ROW)
         is_certain = low >= least
@@ -263,19 +289,7 @@ def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr)
             room = (wanted.to(tl.float32) * MASS_ERROR).to(tl.int64)
             reached, before = _reached(source, low, True, IN_ROW), _reached(source, low + 1, True, IN_ROW)
             is_certain = (before < wanted - room) & (reached > wanted + room)
-    is_certain = is_certain & ((low >= least) | (tl.exp((_logit(limit) - largest) / scale) < min_p))
-    best, winner = tl.full([], float("inf"), tl.float32), tl.full([], NO_ID, tl.int32)
-    for start in range(0, size if IN_ROW else 1, TILE):
-        if IN_ROW:
-            keys = _keys_of_row(logits, start, size)
-        weights, ids = tl.exp((_logit(keys >> ID_BITS) - largest) / scale), _id(keys)
-        kept = (keys >= low) & (weights >= min_p)
-        score = tl.where(kept, _noise(tl.load(words + row), ids) / weights, float("inf"))
-        lowest = tl.min(score, 0)
-        found = tl.min(tl.where(kept & (score == lowest), ids, NO_ID), 0)
-        winner = tl.where(lowest < best, found, tl.where(lowest == best, tl.minimum(found, winner), winner))
-        best = tl.minimum(best, lowest)
-    return winner, is_certain
+    return low, is_certain
 
 
 @triton.jit
@@ -284,9 +298,9 @@ def _search(source, least, wanted, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
 
     The lowest of all keys if those from `least` on do not reach it.
     """
-    low, high = least, _key(_ordered(source[4]), 0)
+    low, high = least, key_of(ordered(source[4]), 0)
     if _reached(source, low, BY_MASS, IN_ROW) < wanted:
-        low = _key(high * 0 + LOWEST, IDS - 1)
+        low = key_of(high * 0 + LOWEST, IDS - 1)
         high = low
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -300,26 +314,32 @@ def _search(source, least, wanted, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
 @triton.jit
 def _reached(source, low, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
     """Number or mass of the tokens with keys from `low` on, int64."""
-    keys, masses, logits, size, largest, scale = source
+    keys, masses, logits, size, largest, scale, unit = source
     if not IN_ROW:
         return tl.sum(tl.where(keys >= low, masses if BY_MASS else 1, 0).to(tl.int64), 0)
     reached = tl.zeros([TILE], tl.int64)
     for start in range(0, size, TILE):
-        keys = _keys_of_row(logits, start, size)
-        if BY_MASS:
-            masses = (tl.exp((_logit(keys >> ID_BITS) - largest) / scale) * MASS).to(tl.int64)
-        reached += tl.where(keys >= low, masses if BY_MASS else 1, 0)
+        some = _keys_of_row(logits, start, size)  # another name, because lists have other sizes
+        counts = (tl.exp((logit_of(some >> ID_BITS) - largest) / scale) * unit).to(tl.int64) if BY_MASS else 1
+        reached += tl.where(some >= low, counts, 0)
     return tl.sum(reached, 0)
 
 
 @triton.jit
 def _keys_of_row(logits, start, size):
     ids = start + tl.arange(0, TILE)
-    return _key(_ordered(tl.load(logits + ids, mask=ids < size, other=float("-inf"))), ids)
+    return key_of(ordered(without_nan(tl.load(logits + ids, mask=ids < size, other=float("-inf")))), ids)
 
 
 @triton.jit
-def _key(bits, ids):
+def without_nan(x):
+    """Logits in float32 with minus infinity for what is no number."""
+    x = x.to(tl.float32)
+    return tl.where((x == x) & (x != float("inf")), x, float("-inf"))
+
+
+@triton.jit
+def key_of(bits, ids):
     """The key of a token: the higher, the better its rank."""
     return (bits.to(tl.int64) + 1) * IDS - 1 - ids
 
@@ -341,7 +361,7 @@ def _noise(key, ids):
 
 
 @triton.jit
-def _real(words, rows, row, word):
+def real(words, rows, row, word):
     """A real number of a row's words, see `_words`."""
     return tl.load(words + word * rows + row).to(tl.float64, bitcast=True).to(tl.float32)
 
@@ -349,20 +369,20 @@ def _real(words, rows, row, word):
 @triton.jit
 def _is_filtered(words, rows, row):
     """Whether a row is not greedy and has top-k, top-p or min-p."""
-    has_filters = (tl.load(words + 2 * rows + row) > 0) | (_real(words, rows, row, 3) < 1) | (_real(words, rows, row, 4) > 0)
-    return has_filters & (_real(words, rows, row, 1) > 0)
+    has_filters = (tl.load(words + 2 * rows + row) > 0) | (real(words, rows, row, 3) < 1) | (real(words, rows, row, 4) > 0)
+    return has_filters & (real(words, rows, row, 1) > 0)
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """Integers in the order of floats; zeros are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _logit(bits):
-    """The float of `_ordered`."""
+def logit_of(bits):
+    """The float of `ordered`."""
     bits = bits.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -372,7 +392,7 @@ def _block_keys(scores, keys, size, K: tl.constexpr, BLOCK: tl.constexpr):
     """The K largest keys of a block: an integer in the order of the score, then the id from the largest down."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    bits = _ordered(tl.load(scores + row * size + ids, mask=ids < size, other=0.0))
+    bits = ordered(tl.load(scores + row * size + ids, mask=ids < size, other=0.0))
     key = (bits.to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64))
     key = tl.where(ids < size, key, -9223372036854775807)
     for place in range(K):
@@ -387,6 +407,6 @@ def _best_keys(keys, best, ids, count, K: tl.constexpr, BLOCK: tl.constexpr):
     key = tl.load(keys + row * count + at, mask=at < count, other=-9223372036854775807)
     for place in range(K):
         top = tl.max(key, 0)
-        tl.store(best + row * K + place, _logit(top >> 32))
+        tl.store(best + row * K + place, logit_of(top >> 32))
         tl.store(ids + row * K + place, 4294967295 - (top & 4294967295))
         key = tl.where(key == top, -9223372036854775807, key)

@@ -9,11 +9,13 @@ import torch
 
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters import cuda_graphs, scoring
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_fuser
+from eyas.drafters.scoring import ProbsFunction, Scorer, ScorerKind
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import padded_size
 from eyas.models.heads.eagle import load_head
@@ -231,3 +233,21 @@ def test_states_of_earlier_drafts_do_not_matter(tiny_target: str, tiny_head: str
     drafter.propose([commit(f"{i}", tokens, spoilt, 0, 9, NOISED, BUDGETS[1]) for i in range(4)])
     drafter.release([f"{i}" for i in range(4)])
     assert_same(drafter, plain, [commit(f"good{i}", tokens, features, 0, 9, NOISED, BUDGETS[0]) for i in range(3)])
+
+
+@pytest.mark.parametrize("noise", [NOISED, FILTERED])
+def test_trees_of_the_kernels_are_the_plain_ones(
+    noise: NoiseKey, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+
+    def with_kernels(words: torch.Tensor, levels: int, ids: torch.Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
+        return scoring._kernel_scorer(words.contiguous(), levels, ids, kind, probs)
+
+    drafter, plain = (make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (lambda run: run, None))
+    monkeypatch.setattr(cuda_graphs, "perturbed_scorer", with_kernels)
+    contexts = [
+        commit(f"{i}", *session(i, 9), 0, 9, each, BUDGETS[0])
+        for i, each in enumerate((noise, GREEDY, replace(noise, seed=7, temperature=0.05)))
+    ]
+    assert_same(drafter, plain, contexts)

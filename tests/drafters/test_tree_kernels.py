@@ -6,7 +6,7 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.scoring import Ranking, UnrankedLogits, noise_words, perturbed_scorer, rank_children
+from eyas.drafters.scoring import Ranking, UnrankedLogits, noise_words, perturbed_scorer, rank_children, without_nan
 from eyas.drafters.tree_growth import find_frontier
 from eyas.models.heads.layers import rms_norm, take_rows
 from eyas.request import NoiseKey
@@ -47,6 +47,49 @@ def test_best_children_are_the_ranked_plain_scores(keys: tuple[NoiseKey, NoiseKe
         assert found.ids[0].tolist() == expected.ids[0].tolist()
         whole = UnrankedLogits(logits.to(DEVICE), words, noise, level).scores().cpu()
         torch.testing.assert_close(whole, scores, atol=2e-5, rtol=2e-5)
+
+
+FILTERS = {
+    "top-k": {"top_k": 3}, "top-k with p": {"top_k": 40, "top_p": 0.7}, "top-p": {"top_p": 0.9}, "one": {"top_k": 1},
+    "min-p": {"min_p": 0.02}, "all": {"top_k": 90, "top_p": 0.95, "min_p": 1e-3}, "deep": {"top_k": 700, "top_p": 0.999},
+    "nearly all": {"top_p": 0.9999}, "floor": {"top_p": 0.99, "min_p": 0.3}, "weightless": {"top_k": 2000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.bfloat16) for name in FILTERS), ("top-k with p", torch.float32), ("top-p", torch.float32),
+])  # fmt: skip
+def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.dtype) -> None:
+    """Of three sessions one has no filters, and one has the lowest temperature that filters know."""
+    keys = NoiseKey(3, 0.9, **FILTERS[name]), NoiseKey(4, 0.9), NoiseKey(5, 0.05, **FILTERS[name])
+    contexts = [Commit(f"{i}", 0, 0, (5,) * (7 + i), None, key, TreeBudget(9, 9)) for i, key in enumerate(keys)]
+    words = torch.from_numpy(noise_words(contexts, Ranking(DraftingConfig()), len(contexts)))
+    draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[:SIZE].copy())
+    logits = torch.randn(3, 3, SIZE, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+    logits[0, 0] /= 9  # flat: lists are not enough
+    logits[0, 1, 7], logits[0, 1, 8] = torch.nan, torch.inf
+    logits[0, 2, :], logits[2, 1, ::2] = -torch.inf, -torch.inf
+    logits[2, 2, 5 : 5 + 600 : 2] = 9.0  # more equal tokens than are listed
+    plain = perturbed_scorer(words, LEVELS, draft_ids, "filtered", filtered_probs_no_sync)
+    words, draft_ids, given = words.to(DEVICE), draft_ids.to(DEVICE), logits.to(DEVICE)
+    scores = plain(logits, 1)
+    assert isinstance(scores, torch.Tensor)
+    unranked = UnrankedLogits(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
+    expected, found = rank(scores, 12), unranked.rank(12)
+    assert found.ids.tolist() == expected.ids.tolist()
+    torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(unranked.scores().cpu(), scores, atol=2e-5, rtol=2e-5)
+    best = kernels.lowest_keys(given, words).cpu()
+    clean = without_nan(logits)
+    token_keys = (ordered(clean).long() + 1) * 2**20 - 1 - torch.arange(SIZE)
+    is_possible = torch.isfinite(clean)
+    assert torch.equal((token_keys >= best[..., None]) & is_possible, torch.isfinite(scores))
+
+
+def ordered(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of floats."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @pytest.mark.parametrize("has_parents", [False, True])
