@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
-from eyas.bench.results import ASSISTED, GENERATE, PLAIN, Agreement, Run, total_stats
+from eyas.bench.results import ASSISTED, GENERATE, LOOKUP, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
@@ -25,6 +25,7 @@ INCHES_PER_METHOD = 0.9
 # Time of a drafter's layer over that of a verify pass, in the comparison of methods whose speeds here say little about GPUs.
 LAYER_COST = 0.1
 PER_VERIFY_TIME = "tokens per verify time"
+OVER_LOOKUP = "over generate with prompt lookup"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class MethodScore:
     work: passes of the drafter's network for a tree. rows: mean rows of a verify step, the root included.
     unshared_noise_tau: acceptance length without shared noise, for methods with draft probabilities at temperatures above 0.
     plain_ranking_tau: the same with nodes ranked by draft probabilities, not by sharpened ones.
+    over_lookup: speedup over `generate` of transformers with prompt lookup, by prompt; None where that did not run.
     seconds, other_seconds: decoding time of the method, and of the runs behind these two figures.
     """
 
@@ -65,6 +67,7 @@ class MethodScore:
     rows: float = 1.0
     unshared_noise_tau: float | None = None
     plain_ranking_tau: float | None = None
+    over_lookup: Spread | None = None
     seconds: float = 0.0
     other_seconds: float = 0.0
 
@@ -79,8 +82,10 @@ class MethodScore:
         work: DraftWork = NO_WORK,
         unshared_noise: Sequence[Run] = (),
         plain_ranking: Sequence[Run] = (),
+        lookup: Sequence[Run] = (),
     ) -> MethodScore:
         """Score runs over the same prompts, in the same order, as `tasks`, `plain` and the other runs."""
+        over_lookup = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, lookup, strict=False)]
         stats = total_stats(runs)
         steps = stats.num_verify_steps
         draft_seconds = sum(run.draft_seconds for run in runs)
@@ -100,6 +105,7 @@ class MethodScore:
             rows=1 + stats.num_drafted / steps if steps else 1.0,
             unshared_noise_tau=_tau(unshared_noise) if unshared_noise else None,
             plain_ranking_tau=_tau(plain_ranking) if plain_ranking else None,
+            over_lookup=Spread.of(over_lookup) if over_lookup else None,
             seconds=sum(run.seconds for run in runs),
             other_seconds=sum(run.seconds for run in (*unshared_noise, *plain_ranking)),
         )
@@ -137,7 +143,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     noisy = ranked if max(settings.temperatures) > 0 else []
     unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
     generate = GenerateContender(settings.model, settings.dtype, target.device)
-    greedy: dict[str, Contender] = {GENERATE: generate}
+    greedy: dict[str, Contender] = {GENERATE: generate, LOOKUP: generate.with_lookup()}
     if settings.assistant:
         greedy[ASSISTED] = generate.assisted(settings.assistant)
     progress.update(loading, total=1, completed=1)
@@ -152,7 +158,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
         for name, own in runs.items():
             found = contenders[name]
             work = found.work if isinstance(found, EngineContender) else NO_WORK
-            others = alone.get(name, ()), plainly.get(name, ())
+            others = alone.get(name, ()), plainly.get(name, ()), runs.get(LOOKUP, ())
             scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
@@ -218,6 +224,9 @@ def _table(scores: Sequence[MethodScore]) -> Table:
     columns += ["draft ms per step", "tokens/s", "identical"]
     if temperature > 0:
         columns.insert(3, "tau without shared noise")
+    has_lookup = any(score.over_lookup for score in scores)
+    if has_lookup:
+        columns.insert(2, OVER_LOOKUP)
     note = (
         "Batch 1. Speedup over plain decoding of the same prompt in the same run: median (smallest-largest) over prompts. "
         "tau: mean tokens per verify step, bonus included. Identical: outputs that equal plain decoding's token for token. "
@@ -225,7 +234,7 @@ def _table(scores: Sequence[MethodScore]) -> Table:
     )
     other = sum(score.other_seconds for score in scores)
     note += f", and the runs for comparison {other:.0f} s." if other else "."
-    return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks) for s in scores), note)
+    return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks, has_lookup) for s in scores), note)
 
 
 def _costs(scores: Sequence[MethodScore]) -> Table:
@@ -257,8 +266,10 @@ def _costs(scores: Sequence[MethodScore]) -> Table:
     return Table(f"Temperature {scores[0].temperature:g}: what drafts cost", columns, rows, note)
 
 
-def _row(score: MethodScore, tasks: Sequence[str]) -> tuple[str, ...]:
-    cells = [score.method, f"{score.overall.speedup}", _text(score.overall.tau)]
+def _row(score: MethodScore, tasks: Sequence[str], has_lookup: bool) -> tuple[str, ...]:
+    cells = [score.method, f"{score.overall.speedup}"]
+    cells += [f"{score.over_lookup or ''}"] if has_lookup else []
+    cells.append(_text(score.overall.tau))
     if score.temperature > 0:
         cells.append(_text(score.unshared_noise_tau))
     cells += [f"{number(task.speedup.median)} / {_text(task.tau)}" for task in score.tasks if tasks]

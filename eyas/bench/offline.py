@@ -12,6 +12,7 @@ from rich.progress import Progress
 from eyas.bench.report import Spread
 from eyas.bench.results import (
     GENERATE,
+    LOOKUP,
     PLAIN,
     SPECULATIVE,
     FirstToken,
@@ -110,12 +111,12 @@ def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: Engi
 
 
 def build_contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Contenders:
-    """Build the engines for all batches, and `generate`."""
+    """Build the engines for all batches, and `generate`, alone and with prompt lookup."""
     longest, batch = max(map(len, prompts)) + settings.max_tokens, max(settings.batches)
     max_kv_tokens = batch * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=batch, prefix_cache=False)
     generate = GenerateContender(settings.model, settings.dtype, parts.target.device)
-    return engine_contenders(settings, parts, config) | {GENERATE: generate}
+    return engine_contenders(settings, parts, config) | {GENERATE: generate, LOOKUP: generate.with_lookup()}
 
 
 def build_caching_contenders(settings: OfflineSettings, parts: BenchParts) -> Contenders:
@@ -134,7 +135,8 @@ def compare(
 ) -> SpeedComparison:
     """Decode all batches of one size with every contender, then time the stages."""
     sampling = settings.sampling(temperature)
-    contenders = {name: each for name, each in contenders.items() if name != GENERATE or temperature == 0}
+    left_out = {GENERATE, LOOKUP} if temperature > 0 else {LOOKUP} if batch > 1 else set()
+    contenders = {name: each for name, each in contenders.items() if name not in left_out}
     batches = groups(prompts, batch, settings.num_groups)
     runs = run_in_turn(contenders, batches, sampling, progress, f"temperature {temperature:g}, batch {batch}")
     return SpeedComparison.of(temperature, batch, runs, stages(contenders, batches[0], sampling))
@@ -158,8 +160,9 @@ def first_token(
 ) -> FirstToken:
     """Time one new long prompt after another, then, in `caching`, the same prompt with a few tokens more.
 
-    The first prompt warms up.
+    The first prompt warms up. Prompt lookup is left out: it drafts nothing for a first token.
     """
+    contenders = {name: each for name, each in contenders.items() if name != LOOKUP}
     length = min(LONG_PROMPT_TOKENS, target.max_model_len - NEW_PROMPT_TOKENS - 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     cold_ms: dict[str, list[float]] = {name: [] for name in contenders}

@@ -10,7 +10,11 @@ from eyas.bench.report import Spread, Table, number
 from eyas.request import GenerationStats
 
 PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted generate"
-PAIRS = {f"{a} / {b}": (a, b) for a, b in ((SPECULATIVE, PLAIN), (PLAIN, GENERATE), (SPECULATIVE, GENERATE))}
+LOOKUP = "generate, prompt lookup"
+PAIRS = {
+    f"{a} / {b}": (a, b)
+    for a, b in ((SPECULATIVE, PLAIN), *((name, base) for base in (GENERATE, LOOKUP) for name in (PLAIN, SPECULATIVE)))
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class OfflineResults:
 
 
 def _speed(comparisons: Sequence[SpeedComparison]) -> Table:
-    names = (PLAIN, SPECULATIVE, GENERATE)
+    names = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
     rows = [
         (
             *_cell(c),
@@ -169,7 +173,8 @@ def _speed(comparisons: Sequence[SpeedComparison]) -> Table:
     note = (
         "Output tokens a second over whole batches, prefill included: median (smallest-largest). Each batch is decoded by "
         "every contender before the next one, and ratios are taken batch by batch. "
-        "The spread comes from the prompts and the machine."
+        "The spread comes from the prompts and the machine. "
+        f"{LOOKUP}: `generate` of transformers with `prompt_lookup_num_tokens`; it takes batches of one only."
     )
     return Table("Speed", ("temperature", "batch", *names, *PAIRS), tuple(rows), note)
 

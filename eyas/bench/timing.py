@@ -42,6 +42,7 @@ CACHED_TOKENS = 160
 NEW_TOKENS = 3
 NUM_WARM_UPS = 2
 WARM_UP_TOKENS = 16
+LOOKUP_TOKENS = 10  # drafted in a step by prompt lookup of transformers, as in its documentation
 NUM_REPEATS = 10
 GREEDY = NoiseKey(seed=0)
 
@@ -92,7 +93,7 @@ class GenerateContender:
     def __init__(self, model: str, dtype: str, device: torch.device) -> None:
         """Raises CheckpointError when transformers cannot load the model."""
         self._model = _load_for_generate(model, dtype, device)
-        self._assistant: Any = None
+        self._drafting: dict[str, Any] = {}  # options of `generate`
         self._dtype, self._device = dtype, device
 
     def assisted(self, assistant: str) -> GenerateContender:
@@ -101,7 +102,13 @@ class GenerateContender:
         Raises CheckpointError when transformers cannot load the assistant.
         """
         contender = copy.copy(self)
-        contender._assistant = _load_for_generate(assistant, self._dtype, self._device)
+        contender._drafting = {"assistant_model": _load_for_generate(assistant, self._dtype, self._device)}
+        return contender
+
+    def with_lookup(self) -> GenerateContender:
+        """The same model with transformers' prompt lookup, by its defaults. For batches of one."""
+        contender = copy.copy(self)
+        contender._drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         return contender
 
     @torch.inference_mode()
@@ -111,8 +118,8 @@ class GenerateContender:
         longest = max(map(len, prompts))
         ids = self._tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = self._tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        options = {"assistant_model": self._assistant} if self._assistant else {}
-        out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=sampling.max_tokens, **options)
+        options = {"max_new_tokens": sampling.max_tokens, **self._drafting}
+        out = self._model.generate(input_ids=ids, attention_mask=mask, **options)
         outputs = tuple(map(tuple, out[:, longest:].tolist()))
         return Run(now(self._device) - started, outputs, GenerationStats())
 

@@ -60,6 +60,16 @@ def test_what_drafts_cost_counts_verified_rows_and_passes() -> None:
     assert MethodsResults(1, (lookup,)).tables()[1].rows[0][3:7] == ("", "", "", "4.50")
 
 
+def test_methods_are_compared_with_prompt_lookup_of_transformers() -> None:
+    plain, fast, lookup = timed(4.0, (1, 2)), timed(1.0, (1, 2), 1), timed(2.0, (1, 3))
+    runs = {"plain": plain, "eagle3": fast, "generate, prompt lookup": lookup}
+    scores = [MethodScore.of(name, 0.0, ["code"], [run], [plain], lookup=[lookup]) for name, run in runs.items()]
+    table = MethodsResults(1, tuple(scores)).tables()[0]
+    assert table.columns[2] == "over generate with prompt lookup"
+    assert [row[2] for row in table.rows] == ["0.5 (0.5-0.5)", "2 (2-2)", "1 (1-1)"]
+    assert table.rows[2][-1] == "0 of 1, else from token 1"
+
+
 # Where a network runs a layer; for a small draft model, a pass.
 LAYER = {
     EagleHead: "finish",
@@ -142,7 +152,10 @@ def test_a_run_writes_a_report_json_and_a_plot(
     data = json.loads(page.with_suffix(".json").read_text())
     scores = {(s["method"], s["temperature"]): s for s in data["results"]["scores"]}
     methods = ("plain", "prompt_lookup", "eagle3")
-    assert set(scores) == {("generate", 0.0), *((name, t) for name in methods for t in (0.0, 0.6, 1.0))}
+    by_transformers = {("generate", 0.0), ("generate, prompt lookup", 0.0)}
+    assert {key for key, score in scores.items() if score["over_lookup"]} == {k for k in scores if k[1] == 0}
+    assert page.read_text().count("over generate with prompt lookup") == 1
+    assert set(scores) == {*by_transformers, *((name, t) for name in methods for t in (0.0, 0.6, 1.0))}
     assert all(score["identical"]["num_identical"] == 3 for score in scores.values())
     with_law = {key for key, score in scores.items() if score["unshared_noise_tau"] is not None}
     assert with_law == {("eagle3", 0.6), ("eagle3", 1.0)}

@@ -60,8 +60,10 @@ def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, promp
     ]  # fmt: skip
     for c in found["comparisons"]:
         greedy = c["temperature"] == 0
-        assert set(c["tokens_per_second"]) == {"plain", "speculative"} | ({"generate"} if greedy else set())
-        assert len(c["ratios"]) == len(c["identical"]) == (3 if greedy else 1)
+        lookup = {"generate, prompt lookup"} if greedy and c["batch"] == 1 else set()
+        others = ({"generate"} if greedy else set()) | lookup
+        assert set(c["tokens_per_second"]) == {"plain", "speculative"} | others
+        assert len(c["ratios"]) == len(c["identical"]) == 1 + 2 * len(others)
         assert all(a["num_identical"] == a["num_outputs"] == c["batch"] * c["num_groups"] for a in c["identical"].values())
         assert 1 <= c["tau"] <= 3
         assert len(c["acceptance_by_depth"]) == 2
@@ -83,7 +85,7 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())["results"]
-    assert set(found["comparisons"][0]["ratios"]) == {"plain / generate"}
+    assert set(found["comparisons"][0]["ratios"]) == {"plain / generate", "plain / generate, prompt lookup"}
     assert found["comparisons"][0]["tau"] is None
     assert found["draft"] == []
     assert "## Acceptance" not in file.with_suffix(".md").read_text()
