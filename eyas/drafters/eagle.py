@@ -37,9 +37,9 @@ from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCost
 from eyas.drafters.tree_rows import BufferAttention, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees_ahead import FoundRows, GrownRows
 from eyas.errors import ConfigError
+from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import on_host
-from eyas.models.fused import MAX_KERNEL_ROWS
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, RowKeys, Segment

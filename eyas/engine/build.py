@@ -27,9 +27,9 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.models.cpu_decoder import share_layers
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
-from eyas.models.fused import share_layers
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
 from eyas.models.rank_commands import InitKVCache

@@ -15,9 +15,10 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError
+from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.emulation import EmulatedBackend
-from eyas.models.fused import MAX_KERNEL_ROWS, is_batch_invariant
+from eyas.models.fused import is_batch_invariant
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks

@@ -12,14 +12,11 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +24,15 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, HalfProduct, MergedLinearPart, PackedLinear, Product
-from eyas.models.inputs import PackedInputs, RowKeys, pack
+from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product
+from eyas.models.cpu_decoder import CpuDecoder
+from eyas.models.inputs import PackedInputs
 from eyas.models.numerics import Float32Head
-from eyas.process import num_cores
-from eyas.tensors import Floats, Ints, runs_compiled
-
-if TYPE_CHECKING:
-    from eyas.models.cpu_products import Helpers
-
-# Segments of more rows are prompts, whose attention torch computes faster.
-MAX_KERNEL_ROWS = 64
+from eyas.tensors import Floats, runs_compiled
 
 # Activations of the gate by the class that transformers makes of them.
 PLAIN_LINEAR = (nn.Linear, Float32Head)
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,12 +49,21 @@ class LayerKind:
     window_in_config: bool = False
 
 
+# Sibling layers that are one product, and the name where a family has them as one layer.
+QKV = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+GATE_UP = ("gate_proj", "up_proj"), "gate_up_proj"
+# Modules in the place of an MLP that stay as they are, between two fused norms.
+EXPERTS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+
 # By the class of transformers. A class belongs here if its code is that of `FusedLayer.forward`.
 KINDS = {
     "LlamaDecoderLayer": LayerKind(),
     "MistralDecoderLayer": LayerKind(window_in_config=True),
+    "MixtralDecoderLayer": LayerKind(window_in_config=True),
+    "Phi3DecoderLayer": LayerKind(window_in_config=True),
     "Qwen2DecoderLayer": LayerKind(),
     "Qwen3DecoderLayer": LayerKind(),
+    "Qwen3MoeDecoderLayer": LayerKind(),
     "Gemma2DecoderLayer": LayerKind(adds_one=True, has_output_norms=True, has_softcap=True),
     "Gemma3DecoderLayer": LayerKind(adds_one=True, has_output_norms=True),
 }
@@ -174,16 +172,17 @@ class ResidualStream:
 
 
 class FusedLayer:
-    """One decoder layer, with the `forward` that replaces the module's."""
+    """One decoder layer, with the `forward` that replaces the module's. experts: what it has in the place of an MLP."""
 
-    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream, qkv: Product, gate_up: Product) -> None:
-        """qkv, gate_up: the merged products of the layer's projections."""
+    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._stream, self._qkv, self._gate_up = int(attention.layer_idx), stream, qkv, gate_up
-        self._out, self._down = attention.o_proj, mlp.down_proj
-        self._activation = ACTIVATIONS[type(mlp.act_fn).__name__]
-        sizes = [_num_outputs(attention.q_proj), _num_outputs(attention.k_proj)]
-        num_heads, num_kv_heads = (size // attention.head_dim for size in sizes)
+        self._index, self._stream = int(attention.layer_idx), stream
+        self._qkv, self._out = _product_of(attention, *QKV), attention.o_proj
+        self.experts = mlp if type(mlp).__name__ in EXPERTS else None
+        if self.experts is None:
+            self._gate_up, self._down = _product_of(mlp, *GATE_UP), mlp.down_proj
+            self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
+        num_heads, num_kv_heads = _num_heads(attention)
         self._heads = HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
         if getattr(attention, "q_norm", None) is not None:
             norms = [RMSNorm.of(norm, kind.adds_one) for norm in (attention.q_norm, attention.k_norm)]
@@ -228,129 +227,22 @@ class FusedLayer:
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        out = self._down(gated(self._gate_up(normed), self._activation))
+        out = self.experts(normed) if self.experts else self._down(gated(self._gate_up(normed), self._activation))
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, self._down_norm)
         return stream.hidden
 
     @cached_property
     def cpu_layer(self) -> CpuLayer:
         """The same layer for the kernels of the CPU."""
-        out, down = (
+        parts = (
             part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
-            for part in (self._out, self._down)
+            for part in (self._qkv, self._out, self._gate_up, self._down)
         )
         return CpuLayer(
-            CpuProducts.of(self._qkv, out, self._gate_up, down),
+            CpuProducts.of(*parts),
             self._heads, *self._attention, self._activation,
             self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
         )  # fmt: skip
-
-
-class CpuDecoder:
-    """All layers of a model on the CPU, without transformers' code between them.
-
-    Its methods replace `forward` of transformers' decoder and causal model. Modules' hooks run as if their `forward` were
-    called.
-    """
-
-    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
-        decoder = model.get_decoder()
-        self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
-        self._helpers: Helpers | None = None
-        self._tables: dict[str | None, tuple[Floats, Floats]] = {}
-        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
-        has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
-        found = [kind if has_types else None for kind in types]
-        self._rotary_kinds = list(dict.fromkeys(found))
-        self._layer_kinds = [self._rotary_kinds.index(kind) for kind in found]
-
-    def forward(
-        self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
-    ) -> Any:
-        """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
-        attend go to its own code.
-
-        Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
-        segment.
-        """
-        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
-        if is_plain or not runs_compiled(input_ids.device):
-            arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
-            return type(self._decoder).forward(self._decoder, **arguments, **others)
-        from eyas.models import cpu_kernels
-
-        embedded = self._decoder.embed_tokens(input_ids)
-        ends = accumulate(len(segment.tokens) for segment in packed.segments)
-        prompts = [
-            (slice(end - len(segment.tokens), end), pack([segment], embedded.device))
-            for segment, end in zip(packed.segments, ends, strict=True)
-            if len(segment.tokens) > MAX_KERNEL_ROWS
-        ]
-        keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
-        rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
-        rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
-        rows.start(cpu_kernels, self._layers[0].input_norm)
-        if prompts or self._stack is None:
-            self._run_apart(cpu_kernels, rows, rotary, kv_cache)
-        else:
-            hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
-            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked, self._helpers), strict=True):
-                module = self._decoder.layers[index]
-                _run_hooks(module._forward_pre_hooks, module, state)
-        norm = self._decoder.norm
-        _run_hooks(norm._forward_pre_hooks, norm, rows.state)
-        _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
-        return SimpleNamespace(last_hidden_state=rows.normed[None])
-
-    @property
-    def has_stack(self) -> bool:
-        """Whether one kernel runs all layers, so that threads can share them."""
-        return self._stack is not None
-
-    @cached_property
-    def _stack(self) -> CpuStack | None:
-        return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
-
-    def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
-        """Run the layers one by one, each with the hooks of its module."""
-        layers = zip(self._decoder.layers, self._layers, self._layer_kinds, strict=True)
-        for index, (module, layer, kind) in enumerate(layers):
-            if module._forward_pre_hooks:
-                _run_hooks(module._forward_pre_hooks, module, rows.state.clone())
-            layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
-
-    def share(self, num_threads: int) -> None:
-        """Share passes between this number of threads from now on. The first of them is the one that calls."""
-        if num_threads == (self._helpers.num_threads if self._helpers else 1):
-            return
-        from eyas.models.cpu_products import Helpers
-
-        self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
-        if isinstance(self._head, PackedLinear) and isinstance(self._head.product, HalfProduct):
-            self._head.product.helpers = self._helpers
-
-    def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
-        """What `TargetModel.forward` reads of the output of transformers' causal model."""
-        hidden = self._decoder(**arguments).last_hidden_state
-        logits = self._head(hidden[:, logits_to_keep])
-        return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
-
-    def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
-        """cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
-        length, tables = int(positions.max()) + 1, self._tables.get(kind)
-        if tables is None or len(tables[0]) < length:
-            most = max(length, int(self._decoder.config.max_position_embeddings))
-            every = torch.arange(min(1 << (length - 1).bit_length(), most))[None]
-            cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
-            tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
-        return tables[0][positions], tables[1][positions]
-
-
-def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:
-    """Call a module's hooks with tensors [R, C] that nothing overwrites."""
-    for hook in hooks.values():
-        hook(module, (state[None],), *(output[None] for output in outputs))
 
 
 def _layer_kernels() -> Any:
@@ -371,18 +263,14 @@ def fuse_layers(model: Any) -> bool:
         return False
     if not layers or not all(map(_can_fuse, layers)):
         return False
-    stream, fused = ResidualStream(), []
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = merged_product([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up = merged_product([mlp.gate_proj, mlp.up_proj])
-        fused.append(FusedLayer(layer, KINDS[type(layer).__name__], stream, qkv, gate_up))
+    stream = ResidualStream()
+    fused = [FusedLayer(layer, KINDS[type(layer).__name__], stream) for layer in layers]
     final = RMSNorm.of(decoder.norm, KINDS[type(layers[0]).__name__].adds_one)
     for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
-    if on_cpu:
+    if on_cpu and not any(each.experts for each in fused):
         compiled = CpuDecoder(model, fused)
         model.forward, decoder.forward = compiled.model_forward, compiled.forward
         if runs_compiled(model.device):
@@ -398,36 +286,6 @@ def unfuse_layers(model: Any) -> None:
     decoder = model.get_decoder()
     for module in (model, decoder, *decoder.layers, decoder.norm):
         module.__dict__.pop("forward", None)
-
-
-def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
-    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are.
-
-    At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
-    whether keys and values have 8 bits.
-    """
-    found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
-    decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
-    if decoder is not None:
-        decoder.share(min(num_threads, most))
-    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):
-        log.warning("engine.layer_threads is %d, but one thread runs this model's layers: %s", num_threads, reason)
-    elif num_threads > most:
-        log.warning("engine.layer_threads is %d, but this process may use %d cores; set it to that", num_threads, most)
-
-
-def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.device) -> str:
-    """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
-    if decoder is None and runs_compiled(device):
-        return "they are not fused, so no kernel of the CPU runs them"
-    if decoder is None:
-        return (
-            "kernels of the CPU need device cpu, dtype float32, threads 1 "
-            f"(torch has {torch.get_num_threads()}) and numba (pip install eyas[cpu])"
-        )
-    if is_narrow:
-        return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
-    return "" if decoder.has_stack else "they differ in shape, or have weights that float16 does not hold, or more biases"
 
 
 def is_batch_invariant(model: Any) -> bool:
@@ -455,10 +313,40 @@ def _is_half(linear: nn.Linear) -> bool:
 def _can_fuse(layer: Any) -> bool:
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    if type(layer).__name__ not in KINDS or type(getattr(mlp, "act_fn", None)).__name__ not in ACTIVATIONS:
+    if type(layer).__name__ not in KINDS or not _can_multiply(attention, *QKV) or _rotates_in_part(attention.config):
         return False
-    siblings: list[list[Any]] = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
-    return all(_can_merge(parts) for parts in siblings)
+    if type(mlp).__name__ in EXPERTS:
+        return True
+    return type(_activation_of(mlp)).__name__ in ACTIVATIONS and _can_multiply(mlp, *GATE_UP)
+
+
+def _rotates_in_part(config: Any) -> bool:
+    return bool((getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0)
+
+
+def _activation_of(mlp: Any) -> Any:
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
+def _can_multiply(module: Any, names: Sequence[str], merged_name: str) -> bool:
+    """Whether `_product_of` can make one product."""
+    merged = getattr(module, merged_name, None)
+    if merged is None:
+        return _can_merge([getattr(module, name) for name in names])
+    return isinstance(merged, PackedLinear) or (type(merged) is nn.Linear and type(merged.weight) is nn.Parameter)
+
+
+def _product_of(module: Any, names: Sequence[str], merged_name: str) -> Product:
+    """One product for layers of a module. A layer that is merged in the checkpoint is called, with its sums over ranks."""
+    merged: Product | None = getattr(module, merged_name, None)
+    return merged or merged_product([getattr(module, name) for name in names])
+
+
+def _num_heads(attention: Any) -> tuple[int, int]:
+    """Query and key-value heads of this rank; each rank gathers all of a layer that is merged in the checkpoint."""
+    if hasattr(attention, QKV[1]):
+        return attention.config.num_attention_heads, attention.config.num_key_value_heads
+    return _num_outputs(attention.q_proj) // attention.head_dim, _num_outputs(attention.k_proj) // attention.head_dim
 
 
 def _has_hooks(module: Any) -> bool:

@@ -14,15 +14,17 @@ import pytest
 import torch
 
 from eyas import process
-from eyas.models import fused
+from eyas.models import cpu_decoder, fused
 from eyas.models.cpu import _has_fbgemm, in_blocks
-from eyas.models.fused import KINDS, MAX_KERNEL_ROWS, HeadLayout, LayerKind, RMSNorm, share_layers, unfuse_layers
+from eyas.models.cpu_decoder import MAX_KERNEL_ROWS, share_layers
+from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from tests.models.families import FAMILIES, config_of, write_model
 
-FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "gemma-2", "gemma-3")
+FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
+ROUTED = ("mixtral", "qwen-3-moe")  # no kernel of the CPU runs their layers
 ROWS = 20  # more than the sliding windows
 
 
@@ -70,8 +72,24 @@ def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
     assert_equal_to_unfused(target)
 
 
+@pytest.mark.parametrize("settings", [{}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize("name", ROUTED)
+def test_attention_beside_experts_is_fused(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Also where dense layers stand between those with experts."""
+    kind, own = FAMILIES[name]
+    folder = write_model(tmp_path, config_of(kind, **own, **(settings if name == "qwen-3-moe" else {})))
+    target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
+    assert "forward" not in vars(target.model)
+    assert_equal_to_unfused(target)
+
+
+def test_a_part_of_a_head_that_is_rotated_is_not_fused(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    assert not is_fused(load_target(write_model(tmp_path, config_of("phi3", **rope))))
+
+
 def test_prompts_beside_kernels_equal_transformers(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "MAX_KERNEL_ROWS", ROWS - 1)
+    monkeypatch.setattr(cpu_decoder, "MAX_KERNEL_ROWS", ROWS - 1)
     assert_equal_to_unfused(target)
 
 
@@ -236,7 +254,7 @@ def test_layers_that_threads_cannot_share_are_named(
     tiny_target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba")
-    monkeypatch.setattr(fused, "num_cores", lambda: 2)
+    monkeypatch.setattr(cpu_decoder, "num_cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
         stacked = load_target("models/demo/target").model
         share_layers(stacked, 2)
@@ -298,7 +316,7 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
     assert torch.equal(together, torch.cat([apart[1], apart[0], apart[2]]))
 
 
-@pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "gemma-2"])
+@pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2"])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
     kind, settings = FAMILIES[name]
@@ -378,7 +396,7 @@ def test_layers_of_another_arithmetic_are_not_fused(
 
 
 def test_unknown_layers_stay_as_they_are(tmp_path: Path) -> None:
-    kind, settings = FAMILIES["qwen-3-moe"]
+    kind, settings = FAMILIES["hunyuan-moe"]
     assert not is_fused(load_target(write_model(tmp_path, config_of(kind, **settings))))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu.measuring import llama_head
 from eyas.cache.kv_cache import UNSCALED
@@ -44,14 +44,21 @@ ROPE = {
 
 def llama_8b(num_layers: int) -> TargetModel:
     """Llama 3.1 8B in bfloat16 without weights, with as many layers."""
-    register_attention()
     config: Any = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=num_layers, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=ROPE,
     )  # fmt: skip
+    return weightless(config)
+
+
+def weightless(config: Any) -> TargetModel:
+    """A fused target in bfloat16 without weights."""
+    register_attention()
     config._attn_implementation = ATTENTION_NAME
+    architecture: Any = AutoModelForCausalLM
+    num_layers = config.num_hidden_layers
     with torch.device(META):
-        target = TargetModel(LlamaForCausalLM(config).to(torch.bfloat16), (0, num_layers // 2, num_layers - 1))
+        target = TargetModel(architecture.from_config(config, dtype=torch.bfloat16), (0, num_layers // 2, num_layers - 1))
     use_float32_head(target.model)
     assert fuse_layers(target.model)
     return target
@@ -59,7 +66,13 @@ def llama_8b(num_layers: int) -> TargetModel:
 
 @cache
 def target_pass(num_layers: int, rows: int, fixed_part: int = 0) -> Launches:
-    target, tiling = llama_8b(num_layers), Tiling(4, 8, 132, longest=8192 if fixed_part else 1 << 30, fixed_part=fixed_part)
+    return pass_of(llama_8b(num_layers), rows, fixed_part)
+
+
+def pass_of(target: TargetModel, rows: int, fixed_part: int = 0) -> Launches:
+    """A pass of a target whose layers have 8 key-value heads of width 128."""
+    num_layers, heads_per_kv = target.config.num_hidden_layers, target.config.num_attention_heads // 8
+    tiling = Tiling(heads_per_kv, 8, 132, longest=8192 if fixed_part else 1 << 30, fixed_part=fixed_part)
     shape = bucket_shape(rows, 32, tiling)
     kv: Any = SimpleNamespace(
         scales=[UNSCALED] * num_layers,
@@ -211,3 +224,14 @@ def test_counting_sees_a_launch_and_its_bytes() -> None:
         (x + x).view(-1)[:5].sum()
     assert dict(found.by_name) == {"add": 1, "sum": 1}
     assert found.other_bytes == np.prod((3, 1000, 256, 4)) + 24
+
+
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32064}
+
+
+@pytest.mark.parametrize(("family", "most"), [("phi3", 10), ("mixtral", 30), ("qwen3_moe", 27)])
+def test_a_layer_of_other_families_launches_few_kernels(family: str, most: int) -> None:
+    """Of Mixtral's and Qwen3-MoE's launches 7 are around the experts; the others are in transformers' module."""
+    configs = [AutoConfig.for_model(family, **SIZES, num_hidden_layers=count, pad_token_id=0) for count in (2, 4)]
+    two, four = (pass_of(weightless(config), 64) for config in configs)
+    assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name

@@ -1,0 +1,165 @@
+"""All fused layers of a model on the CPU, run by compiled kernels that threads can share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eyas.cache.kv_cache import KVCache
+from eyas.models.cpu import CpuRows, CpuStack, HalfProduct, PackedLinear
+from eyas.models.inputs import PackedInputs, RowKeys, pack
+from eyas.process import num_cores
+from eyas.tensors import Floats, Ints, runs_compiled
+
+if TYPE_CHECKING:
+    from eyas.models.cpu_products import Helpers
+    from eyas.models.fused import FusedLayer
+
+# Segments of more rows are prompts, whose attention torch computes faster.
+MAX_KERNEL_ROWS = 64
+
+log = logging.getLogger(__name__)
+
+
+class CpuDecoder:
+    """All layers of a model on the CPU, without transformers' code between them.
+
+    Its methods replace `forward` of transformers' decoder and causal model. Modules' hooks run as if their `forward` were
+    called.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+        decoder = model.get_decoder()
+        self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
+        self._helpers: Helpers | None = None
+        self._tables: dict[str | None, tuple[Floats, Floats]] = {}
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+        has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
+        found = [kind if has_types else None for kind in types]
+        self._rotary_kinds = list(dict.fromkeys(found))
+        self._layer_kinds = [self._rotary_kinds.index(kind) for kind in found]
+
+    def forward(
+        self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
+    ) -> Any:
+        """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
+        attend go to its own code.
+
+        Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
+        segment.
+        """
+        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
+        if is_plain or not runs_compiled(input_ids.device):
+            arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
+            return type(self._decoder).forward(self._decoder, **arguments, **others)
+        from eyas.models import cpu_kernels
+
+        embedded = self._decoder.embed_tokens(input_ids)
+        ends = accumulate(len(segment.tokens) for segment in packed.segments)
+        prompts = [
+            (slice(end - len(segment.tokens), end), pack([segment], embedded.device))
+            for segment, end in zip(packed.segments, ends, strict=True)
+            if len(segment.tokens) > MAX_KERNEL_ROWS
+        ]
+        keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
+        rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
+        rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
+        rows.start(cpu_kernels, self._layers[0].input_norm)
+        if prompts or self._stack is None:
+            self._run_apart(cpu_kernels, rows, rotary, kv_cache)
+        else:
+            hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
+            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked, self._helpers), strict=True):
+                module = self._decoder.layers[index]
+                _run_hooks(module._forward_pre_hooks, module, state)
+        norm = self._decoder.norm
+        _run_hooks(norm._forward_pre_hooks, norm, rows.state)
+        _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
+        return SimpleNamespace(last_hidden_state=rows.normed[None])
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether one kernel runs all layers, so that threads can share them."""
+        return self._stack is not None
+
+    @cached_property
+    def _stack(self) -> CpuStack | None:
+        return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
+
+    def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
+        """Run the layers one by one, each with the hooks of its module."""
+        layers = zip(self._decoder.layers, self._layers, self._layer_kinds, strict=True)
+        for index, (module, layer, kind) in enumerate(layers):
+            if module._forward_pre_hooks:
+                _run_hooks(module._forward_pre_hooks, module, rows.state.clone())
+            layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
+
+    def share(self, num_threads: int) -> None:
+        """Share passes between this number of threads from now on. The first of them is the one that calls."""
+        if num_threads == (self._helpers.num_threads if self._helpers else 1):
+            return
+        from eyas.models.cpu_products import Helpers
+
+        self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
+        if isinstance(self._head, PackedLinear) and isinstance(self._head.product, HalfProduct):
+            self._head.product.helpers = self._helpers
+
+    def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
+        """What `TargetModel.forward` reads of the output of transformers' causal model."""
+        hidden = self._decoder(**arguments).last_hidden_state
+        logits = self._head(hidden[:, logits_to_keep])
+        return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
+
+    def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
+        """cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
+        length, tables = int(positions.max()) + 1, self._tables.get(kind)
+        if tables is None or len(tables[0]) < length:
+            most = max(length, int(self._decoder.config.max_position_embeddings))
+            every = torch.arange(min(1 << (length - 1).bit_length(), most))[None]
+            cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
+            tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        return tables[0][positions], tables[1][positions]
+
+
+def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:
+    """Call a module's hooks with tensors [R, C] that nothing overwrites."""
+    for hook in hooks.values():
+        hook(module, (state[None],), *(output[None] for output in outputs))
+
+
+def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
+    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are.
+
+    At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
+    whether keys and values have 8 bits.
+    """
+    found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
+    decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
+    if decoder is not None:
+        decoder.share(min(num_threads, most))
+    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):
+        log.warning("engine.layer_threads is %d, but one thread runs this model's layers: %s", num_threads, reason)
+    elif num_threads > most:
+        log.warning("engine.layer_threads is %d, but this process may use %d cores; set it to that", num_threads, most)
+
+
+def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.device) -> str:
+    """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
+    if decoder is None and runs_compiled(device):
+        return "they are not fused or have experts, so no kernel of the CPU runs them"
+    if decoder is None:
+        return (
+            "kernels of the CPU need device cpu, dtype float32, threads 1 "
+            f"(torch has {torch.get_num_threads()}) and numba (pip install eyas[cpu])"
+        )
+    if is_narrow:
+        return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
+    return "" if decoder.has_stack else "they differ in shape, or have weights that float16 does not hold, or more biases"
