@@ -269,6 +269,7 @@ class AheadTrees:
         self._drafter, self._config, self._demand = drafter, config, demand
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._trees: dict[str, GrownTree] = {}
+        assert drafter.num_grown_slots, "its trees have no slots to grow in"
         self._free = SlotAllocator(drafter.num_grown_slots)
         self._contexts: dict[str, DraftContext] = {}
         self._num_passes: dict[str, int] = {}  # by session, since its last commit

@@ -43,6 +43,7 @@ def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch:
     assert methods == {
         "plain",
         "generate",
+        "generate, prompt lookup",
         "assisted generate",
         "eagle3",
         "dspark",

@@ -190,7 +190,10 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
     monkeypatch.setattr(OnDemand, "explores", lambda *args: False)
     head = tiny_block_head(method, tiny_target) if method == "dspark" else tiny_head
-    inner = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, DraftingConfig(2048, ranking_temperature=1))
+    drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
+    built = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting)
+    assert isinstance(built, DraftAheadDrafter)
+    inner = built._drafter
     drafter, fuser = WatchedDrafter(inner, AHEAD), build_fuser(method, head, tiny_target, "float32", "cpu")  # type: ignore[arg-type]
     needs = inner.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
