@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 from torch import Tensor
 
 from tests.launches import Launch, recorded
@@ -30,6 +31,20 @@ def _clear(launch: Launch) -> None:
     for name in WRITTEN:
         if isinstance(memory := launch.arguments.get(name), Tensor):
             memory.zero_()
+
+
+def fixed_products(patch: pytest.MonkeyPatch) -> None:
+    """Let `tl.dot` sum in one order for all rows of a tile, as a GPU does.
+
+    On some processors NumPy's library sums the last rows of a tile in another order than the first ones.
+    """
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
+        products = a.data[..., None] * b.data[..., None, :, :]
+        return interpreter.TensorHandle(products.sum(-2, dtype=acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def patch_once_a_launch() -> None:

@@ -18,7 +18,7 @@ from eyas.models.cuda.graphs import CaptureLimits, GraphBackend
 from eyas.models.cuda.metadata import Tiling, bucket_shape, count_parts, has_room
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
-from tests.interpreter import run_again
+from tests.interpreter import fixed_products, run_again
 from tests.models.cuda.random_passes import make_pass
 from tests.tiny import write_target
 
@@ -41,6 +41,7 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
         patch.setattr(target, "optimize_for_cpu", lambda model: None)  # products are those of torch
         patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
         patch.setattr("eyas.models.cuda.backend.CHECKED_PROMPT", 20)
+        fixed_products(patch)
         yield target.load_target(str(folder))
 
 
