@@ -20,6 +20,8 @@ import numpy.typing as npt
 from eyas.errors import InvalidTree
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 MASS_TOLERANCE = 1e-4
@@ -141,48 +143,6 @@ class DraftTree:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
 
-    def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
-        """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.
-
-        path: of at least one token below the root. max_nodes: counts the new root. Ties go to the earlier node. A node ranks
-        no higher than its parent, whatever an untrusted drafter says; without a score that is a number it is left out.
-        """
-        root = 0
-        for token in path:
-            found = self._first_child(root, token)
-            if found is None:
-                return None
-            root = found
-        depths, scores, parents, log_probs = {root: 0}, {root: 0.0}, self.parents, self.log_probs
-        for node in range(root + 1, len(self)):
-            parent = parents[node]
-            if parent not in scores:
-                continue
-            score = log_probs[node] - log_probs[root]
-            if depths[parent] < max_depth and score > -math.inf:
-                depths[node], scores[node] = depths[parent] + 1, min(score, scores[parent])
-        kept = sorted(sorted(scores, key=lambda node: (-scores[node], node))[:max_nodes])
-        if len(kept) == 1:
-            return None
-        numbers = {node: number for number, node in enumerate(kept)}
-        return DraftTree(
-            tokens=tuple(self.tokens[node] for node in kept),
-            parents=(0, *(numbers[self.parents[node]] for node in kept[1:])),
-            log_probs=tuple(scores[node] for node in kept),
-            grown_ahead=True,
-        )
-
-    def _first_child(self, node: int, token: int) -> int | None:
-        """`child` for a few look-ups, without a table of all guesses."""
-        found = node
-        try:
-            while True:
-                found = self.tokens.index(token, found + 1)
-                if self.parents[found] == node:
-                    return found
-        except ValueError:
-            return None
-
     def pruned(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes only, for a deterministic proposal.
 
@@ -251,6 +211,71 @@ class DraftTree:
                 )
             if not sampled.replacement and len(set(tokens)) < len(tokens):
                 raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")
+
+
+@dataclass(frozen=True, eq=False)
+class TreeArrays:
+    """A deterministic tree of many nodes, as arrays: tokens, parents int32 [N], log_probs float32 [N], as in DraftTree."""
+
+    tokens: Int32s
+    parents: Int32s
+    log_probs: Floats
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> TreeArrays:
+        """The same tree."""
+        return cls(np.array(tree.tokens, "<i4"), np.array(tree.parents, "<i4"), np.array(tree.log_probs, "<f4"))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def tree(self) -> DraftTree:
+        """The same tree, grown ahead."""
+        return DraftTree(
+            tuple(self.tokens.tolist()), tuple(self.parents.tolist()), tuple(self.log_probs.tolist()), grown_ahead=True
+        )
+
+    def validate(self, vocab_size: int, max_nodes: int) -> None:
+        """As `DraftTree.validate`, for any root and depth."""
+        num_nodes = len(self)
+        if 1 <= num_nodes == len(self.parents) == len(self.log_probs) <= max_nodes and self.parents[0] == 0:
+            comes_before = self.parents.min() >= 0 and bool((self.parents[1:] < np.arange(1, num_nodes)).all())
+            if comes_before and 0 <= self.tokens.min() <= self.tokens.max() < vocab_size:
+                return
+        tree = self.tree()
+        tree.validate(tree.tokens[0] if tree.tokens else 0, vocab_size, max_nodes, num_nodes)
+        raise InvalidTree(f"the root is token {tree.tokens[0]}, outside [0, {vocab_size})")
+
+    def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
+        """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.
+
+        path: of tokens below the root. max_nodes: counts the new root. Ties go to the earlier node. A node ranks no higher
+        than its parent, whatever an untrusted drafter says; without a score that is a number it is left out.
+        """
+        parents, root = self.parents, 0
+        for token in path:
+            found = np.flatnonzero((self.tokens[root + 1 :] == token) & (parents[root + 1 :] == root))
+            if not len(found):
+                return None
+            root += 1 + int(found[0])
+        scores = self.log_probs.astype(np.float64) - self.log_probs[root]
+        scores[root], level, levels = 0.0, np.array([root]), list[Ints]()
+        while len(level) and len(levels) < max_depth:
+            is_above = np.zeros(len(self), np.bool_)
+            is_above[level] = True
+            children = root + 1 + np.flatnonzero(is_above[parents[root + 1 :]])
+            level = children[scores[children] > -np.inf]
+            scores[level] = np.minimum(scores[level], scores[parents[level]])
+            levels.append(level)
+        below = np.concatenate(levels) if levels else level[:0]
+        if not len(below):
+            return None
+        best = np.sort(below[np.lexsort((below, -scores[below]))[: max_nodes - 1]])
+        kept = np.append(root, best)
+        numbers = np.searchsorted(kept, parents[best])
+        return DraftTree(
+            tuple(self.tokens[kept].tolist()), (0, *numbers.tolist()), tuple(scores[kept].tolist()), grown_ahead=True
+        )
 
 
 class PackedTrees(NamedTuple):

@@ -23,8 +23,8 @@ from eyas.bench.report import Report, Table
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts, flat
-from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTree, PreparedTrees
+from eyas.draft_protocol import Commit, PreparedTree, TreeBudget
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.on_demand import StepWait

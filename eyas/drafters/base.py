@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget, changed
+from eyas.draft_protocol import Commit, PreparedTree, ResyncRequired, TreeBudget, changed
 from eyas.grammar import TokenBits
 from eyas.tensors import runs_compiled
 from eyas.tree import DraftTree
@@ -35,19 +35,6 @@ BOOKKEEPING = TreeBudget(1, 0)
 # Starts to compute the bits of the tokens that may follow paths below the roots of sessions, and returns a function that
 # waits for them; None where they are not known.
 PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Callable[[], Mapping[str, Sequence[TokenBits | None]]]]
-
-
-@dataclass(frozen=True)
-class PreparedTree:
-    """A tree that holds the next drafts of likely next commits. Its root is the committed token before `committed_length`.
-
-    committed_length: tokens of the session up to the root; later commits may have been foreseen since.
-    """
-
-    session: str
-    epoch: int
-    committed_length: int
-    tree: DraftTree
 
 
 class PreparedTrees:

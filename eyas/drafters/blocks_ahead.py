@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, Path, PreparedTree, PreparedTrees, without_banned
+from eyas.draft_protocol import PreparedTree, TreeBudget
+from eyas.drafters.base import Draft, DraftContext, Path, PreparedTrees, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.on_demand import OnDemand, claim
 from eyas.drafters.tree_rows import copied_together
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, TreeArrays
 
 # Trees behind likely ends: of all sessions together, the fewest and the most of one; and the tokens of a node that count.
 MAX_TREES, MIN_TREES, MAX_SESSION_TREES, NUM_CHILDREN = 256, 8, 40, 16
@@ -84,7 +84,7 @@ class AheadBlocks:
                 for end, tree, claimed in found
                 if self._demand.is_worth(claimed, True) and not self._demand.explores()
             ]
-            own.prepared = joined_trees(own.tree, kept)
+            own.prepared = TreeArrays.of(joined_trees(own.tree, kept))
             self._changed[own.context.session] = None
 
     def _likely_ends(self, made: Sequence[_Blocks]) -> list[list[End]]:
@@ -157,7 +157,7 @@ class _Blocks:
     nodes: list[int]
     root: Tensor
     states: Tensor
-    prepared: DraftTree | None = None
+    prepared: TreeArrays | None = None
     claims: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def after(self, node: int, token: int) -> DraftContext:

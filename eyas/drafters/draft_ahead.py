@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from eyas.config import DraftAheadConfig
+from eyas.draft_protocol import PreparedTree
 from eyas.drafters.base import (
     BOOKKEEPING,
     Draft,
@@ -24,7 +25,6 @@ from eyas.drafters.base import (
     DrafterNeeds,
     LocalDrafter,
     Path,
-    PreparedTree,
     within,
 )
 from eyas.drafters.block import BlockDrafter

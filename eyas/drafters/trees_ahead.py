@@ -21,19 +21,19 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, PreparedTree, within, without_banned
+from eyas.draft_protocol import PreparedTree, TreeBudget
+from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.on_demand import Average, OnDemand
 from eyas.drafters.tree_growth import Reals
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Bools, Ints, download, upload
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, TreeArrays
 
 if TYPE_CHECKING:
     from eyas.drafters.eagle import EagleDrafter
 
 # Nodes of prepared trees: of all sessions together, the fewest and the most of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 4096, 128, 1024
+MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 8192, 256, 2048
 # Rows of a pass, of all sessions together, and the fewest of a session.
 MAX_ROWS, MIN_ROWS = 512, 16
 # Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
@@ -133,7 +133,7 @@ class GrownTree:
                 return None
         return node
 
-    def below(self, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
+    def below(self, path: Sequence[int], budget: TreeBudget) -> TreeArrays | None:
         """The tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
         root = self.find(path)
         chosen = np.zeros(0, np.int64) if root is None else self.best(root, budget.max_nodes - 1, budget.max_depth)
@@ -142,11 +142,10 @@ class GrownTree:
         assert root is not None
         above, parents = self._parents_among(chosen, root)
         scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
-        return DraftTree(
-            (int(self.tokens[root]), *self.candidates.ravel()[chosen].tolist()),
-            (0, *parents.tolist()),
-            (0.0, *np.minimum(scores, 0.0).tolist()),
-            grown_ahead=True,
+        return TreeArrays(
+            np.append(self.tokens[root], self.candidates.ravel()[chosen]).astype("<i4"),
+            np.append(0, parents).astype("<i4"),
+            np.append(0.0, np.minimum(scores, 0.0)).astype("<f4"),
         )
 
     def move_root(self, root: int) -> None:
@@ -376,7 +375,8 @@ class AheadTrees:
         found = list[DraftTree | None]()
         for context, path in zip(contexts, paths, strict=True):
             tree = self._trees.get(context.session)
-            cut = tree.below(path, context.budget) if tree else None
+            rows = tree.below(path, context.budget) if tree else None
+            cut = rows.tree() if rows else None
             grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
             found.append(None if grows else cut and without_banned(cut, context))
         return found
@@ -437,7 +437,8 @@ class AheadTrees:
         return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
 
     def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        return self._trees[context.session].below((), budget) or DraftTree.root_only(context.tokens[-1])
+        found = self._trees[context.session].below((), budget)
+        return found.tree() if found else DraftTree.root_only(context.tokens[-1])
 
     def release(self, sessions: Sequence[str]) -> None:
         for name in sessions:

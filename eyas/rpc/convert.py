@@ -10,9 +10,20 @@ from __future__ import annotations
 import math
 from typing import Any, cast, get_args
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 
-from eyas.draft_protocol import Commit, KnownLogitBias, Refusal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import (
+    Commit,
+    KnownLogitBias,
+    PreparedTree,
+    Refusal,
+    RefusalReason,
+    ResyncRequired,
+    TensorBytes,
+    TreeBudget,
+)
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
@@ -40,7 +51,7 @@ from eyas.rpc.messages import (
     SessionTree,
     TargetInfo,
 )
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.tree import DraftProbs, DraftTree, SampledProposal, TreeArrays
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
 from eyas.validation import MAX_CHOICES, MAX_INT, check_request_id
 
@@ -320,15 +331,38 @@ def draft_response_to_proto(response: DraftResponse) -> draft_pb2.SpeculateRespo
         resyncs=[draft_pb2.ResyncRequired(**vars(resync)) for resync in response.resyncs],
         draft_ms=response.draft_ms,
         refusals=map(refusal_to_proto, response.refusals),
-        prepared=map(session_tree_to_proto, response.prepared),
+        prepared=map(prepared_to_proto, response.prepared),
     )
 
 
 def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResponse:
     resyncs = tuple(ResyncRequired(**_values(resync)) for resync in message.resyncs)
     refusals = tuple(map(refusal_from_proto, message.refusals))
-    trees, prepared = (tuple(map(session_tree_from_proto, found)) for found in (message.trees, message.prepared))
+    trees, prepared = tuple(map(session_tree_from_proto, message.trees)), tuple(map(prepared_from_proto, message.prepared))
     return DraftResponse(message.step, trees, resyncs, message.draft_ms, refusals, prepared)
+
+
+def prepared_to_proto(value: PreparedTree) -> draft_pb2.PreparedTree:
+    tree = value.tree
+    return draft_pb2.PreparedTree(
+        session=value.session,
+        epoch=value.epoch,
+        committed_length=value.committed_length,
+        tokens=tree.tokens.astype("<i4", copy=False).tobytes(),
+        parents=tree.parents.astype("<i4", copy=False).tobytes(),
+        log_probs=tree.log_probs.astype("<f4", copy=False).tobytes(),
+    )
+
+
+def prepared_from_proto(message: draft_pb2.PreparedTree) -> PreparedTree:
+    tokens, parents = _numbers(message.tokens, "<i4"), _numbers(message.parents, "<i4")
+    tree = TreeArrays(tokens, parents, _numbers(message.log_probs, "<f4"))
+    return PreparedTree(message.session, message.epoch, message.committed_length, tree)
+
+
+def _numbers(data: bytes, dtype: str) -> npt.NDArray[Any]:
+    """The array that was sent, of elements of 4 bytes. A rest does not make an element."""
+    return np.frombuffer(data, dtype, len(data) // 4)
 
 
 def refusal_to_proto(refusal: Refusal) -> draft_pb2.Refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
+from eyas.draft_protocol import Commit, PreparedTree, Refusal, ResyncRequired, TensorBytes
 from eyas.request import Request
 from eyas.tree import DraftTree
 
@@ -224,7 +224,7 @@ class DraftResponse:
     resyncs: tuple[ResyncRequired, ...] = ()
     draft_ms: float = 0.0
     refusals: tuple[Refusal, ...] = ()
-    prepared: tuple[SessionTree, ...] = ()
+    prepared: tuple[PreparedTree, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ class SpeculateResponse(_message.Message):
         """Commits that the drafter did not take; their sessions decode without drafts."""
 
     @_builtins.property
-    def prepared(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tree]:
+    def prepared(self) -> _containers.RepeatedCompositeFieldContainer[Global___PreparedTree]:
         """Trees that hold the next drafts of likely next commits, before these arrive. In responses of step 0 only, which answer no
         request. The root is the last token of the session's last commit. A later one replaces those of the same session.
         """
@@ -318,7 +318,7 @@ class SpeculateResponse(_message.Message):
         resyncs: _abc.Iterable[Global___ResyncRequired] | None = ...,
         draft_ms: _builtins.float = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
-        prepared: _abc.Iterable[Global___Tree] | None = ...,
+        prepared: _abc.Iterable[Global___PreparedTree] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -327,6 +327,48 @@ class SpeculateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculateResponse: _TypeAlias = SpeculateResponse  # noqa: Y015
+
+@_typing.final
+class PreparedTree(_message.Message):
+    """A large deterministic tree. The verifier uses a part of it, below a later commit. Its arrays are little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Session key."""
+    epoch: _builtins.int
+    """Epoch of the commit."""
+    committed_length: _builtins.int
+    """Committed length at the root."""
+    tokens: _builtins.bytes
+    """Token id of each node, as int32."""
+    parents: _builtins.bytes
+    """Parent of each node, as int32; the root is its own parent, others come after theirs."""
+    log_probs: _builtins.bytes
+    """Cumulative log-probability of each node under the drafter, as float32."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        committed_length: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        parents: _builtins.bytes = ...,
+        log_probs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "log_probs", b"log_probs", "parents", b"parents", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreparedTree: _TypeAlias = PreparedTree  # noqa: Y015
 
 @_typing.final
 class Tree(_message.Message):

@@ -14,15 +14,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
 
 from torch import Tensor
 
 from eyas.config import DraftQueueConfig
-from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PreparedTree
+from eyas.draft_protocol import Commit, PreparedTree, Refusal, RefusalReason, ResyncRequired, TensorBytes
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
 from eyas.request import NoiseKey, SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, SessionTree
@@ -222,10 +222,10 @@ class DraftWorker:
 
     def _deliver(self, prepared: Sequence[PreparedTree]) -> None:
         """Send prepared trees to the streams of their sessions, in responses of step 0."""
-        by_stream: dict[int, list[SessionTree]] = {}
+        by_stream: dict[int, list[PreparedTree]] = {}
         for each in prepared:
             number, _, session = each.session.partition("/")
-            by_stream.setdefault(int(number), []).append(SessionTree(session, each.epoch, each.committed_length, each.tree))
+            by_stream.setdefault(int(number), []).append(replace(each, session=session))
         for stream_number, trees in by_stream.items():
             if stream := self._streams.get(stream_number):
                 stream.deliver(DraftResponse(0, prepared=tuple(trees)))

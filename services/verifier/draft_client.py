@@ -21,7 +21,7 @@ import torch
 
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.drafters.on_demand import StepWait
 from eyas.errors import ConfigError, InvalidTree
 from eyas.rpc import convert
@@ -29,7 +29,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.tensors import tensor_to_bytes
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, TreeArrays
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 CIRCUIT_STATES = ("closed", "half-open", "open")
@@ -41,7 +41,7 @@ _RECONNECT_S = 0.1
 # A drafter with more unsent messages than this counts as down.
 _MAX_UNSENT = 256
 # Nodes of a prepared tree.
-MAX_PREPARED_NODES = 1024
+MAX_PREPARED_NODES = 2048
 MAX_UNPREPARED = 32  # steps without a prepared tree; after them steps wait for all trees
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
@@ -333,11 +333,11 @@ class RemoteDrafter:
 
     def _receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
-        prepared = [each for each in reply.prepared if self._is_valid(each)]
+        prepared = [each for each in reply.prepared if self._is_valid(each.session, each.tree)]
         with self._changed:
             for each in prepared:
                 if each.session in self._prepared_for:
-                    self._prepared.put(PreparedTree(each.session, each.epoch, each.committed_length, each.tree))
+                    self._prepared.put(each)
             pending = self._pending
             if pending is None:
                 return
@@ -350,18 +350,15 @@ class RemoteDrafter:
             pending.awaited.discard(reply.step)
             self._changed.notify()
 
-    def _is_valid(self, prepared: SessionTree) -> bool:
+    def _is_valid(self, session: str, tree: TreeArrays) -> bool:
         """Whether a prepared tree may be kept. An invalid one counts as a failure of the drafter."""
-        stream, tree = self._stream, prepared.tree
+        stream = self._stream
         if stream is None:
             return False
-        vocab_size = stream.info.model.vocab_size
         try:
-            if not tree.tokens or tree.sampled is not None:
-                raise InvalidTree(f"a prepared tree of {len(tree.tokens)} nodes; it must have some, and none that are drawn")
-            tree.validate(tree.tokens[0], vocab_size, MAX_PREPARED_NODES, MAX_PREPARED_NODES)
+            tree.validate(stream.info.model.vocab_size, MAX_PREPARED_NODES)
         except InvalidTree as error:
-            log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
+            log.warning("dropped a prepared tree for %s: %s", session, error, extra={"rate_limited": True})
             with self._changed:
                 self.breaker.failed()
             return False

@@ -129,8 +129,9 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
                 above = int(tree.parents[above])
             if tree.find(path) != node:
                 continue  # no longer a candidate
-            found = tree.below(path, budget)
-            assert found is not None
+            below = tree.below(path, budget)
+            assert below is not None
+            found = below.tree()
             found.validate(([1, *path])[-1], 9, budget.max_nodes, budget.max_depth)
             expected = naive_below(tree, path, budget)
             assert [steps for steps, _ in sorted(paths(found))] == [steps for steps, _ in expected]
@@ -442,7 +443,7 @@ def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_tar
     last_of(drafter, [replace(going_on(first, likeliest(tree)), has_tree=True, budget=TreeBudget(1, 0))])
     work(drafter)
     (prepared,) = drafter.take_prepared()
-    assert prepared.tree.num_drafted > BUDGET.max_nodes
+    assert len(prepared.tree) > BUDGET.max_nodes + 1
 
 
 def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
@@ -478,10 +479,11 @@ def test_trees_of_likely_ends_are_sent_before_the_commit(noise: NoiseKey, tiny_t
         work(drafter)
         (prepared,) = drafter.take_prepared()
         store.put(prepared)
-        node = next(n for n in range(len(tree), len(prepared.tree)) if n in prepared.tree.families)
-        path = [prepared.tree.tokens[above] for above in prepared.tree.path(node)[1:]]
+        joined = prepared.tree.tree()
+        node = next(n for n in range(len(tree), len(joined)) if n in joined.families)
+        path = [joined.tokens[above] for above in joined.path(node)[1:]]
         behind, own = drafter._ahead._blocks["a"], going_on(first, path)  # type: ignore[attr-defined]
-        states = behind.states[behind.nodes.index(prepared.tree.parents[node])]
+        states = behind.states[behind.nodes.index(joined.parents[node])]
         (grown,) = drafter._drafter.grow_behind([own], states[None])  # type: ignore[union-attr]
         cut = store.take(own)
         assert cut is not None

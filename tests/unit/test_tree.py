@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
 from eyas.sampling.acceptance import accept
-from eyas.tree import DraftTree, TreeLimits, pack_trees, pack_valid_trees
+from eyas.tree import DraftTree, TreeArrays, TreeLimits, pack_trees, pack_valid_trees
 from tests.strategies import trees
 
 
@@ -118,6 +118,8 @@ def test_a_valid_tree_passes_and_its_limits_are_tight(tree: DraftTree) -> None:
 def test_a_tree_that_breaks_the_contract_is_named(tree: DraftTree, reason: str) -> None:
     with pytest.raises(InvalidTree, match=reason):
         tree.validate(3, 9, 8, 4)
+    with pytest.raises(InvalidTree, match=reason):
+        TreeArrays.of(tree).validate(9, 8)
 
 
 def test_a_root_only_tree_emits_exactly_the_bonus_token() -> None:
@@ -135,7 +137,7 @@ def test_a_tree_with_any_scores_is_cut_to_a_valid_one(tree: DraftTree, data: st.
     scores = data.draw(st.lists(st.floats(width=32), min_size=len(tree), max_size=len(tree)))
     path = [tree.tokens[node] for node in tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]]
     max_nodes, max_depth = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
-    cut = replace(tree, log_probs=tuple(scores)).below(path, max_nodes, max_depth)
+    cut = TreeArrays.of(replace(tree, log_probs=tuple(scores))).below(path, max_nodes, max_depth)
     if cut is not None:
         cut.validate(cut.tokens[0], 8, max_nodes, max_depth)
         assert all(-math.inf < score <= cut.log_probs[cut.parents[node]] for node, score in enumerate(cut.log_probs))
@@ -152,17 +154,17 @@ def test_a_tree_below_a_path_has_its_best_descendants(tree: DraftTree, data: st.
     for token in path:
         root = None if root is None else tree.child(root, token)
     if root is None:  # an earlier sibling has the same token
-        assert tree.below(path, 6, 3) is None
+        assert TreeArrays.of(tree).below(path, 6, 3) is None
         return
     max_nodes, max_depth = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
     below = [
         n for n in range(len(tree)) if root in tree.path(n)[:-1] and len(tree.path(n)) - len(tree.path(root)) <= max_depth
     ]
     best = sorted(sorted(below, key=lambda node: -scores[node])[: max_nodes - 1])
-    cut = tree.below(path, max_nodes, max_depth)
+    cut = TreeArrays.of(tree).below(path, max_nodes, max_depth)
     assert (cut is None) == (not best)
     if cut is not None:
         cut.validate(tree.tokens[root], 8, max_nodes, max_depth)
         assert cut.tokens[1:] == tuple(tree.tokens[node] for node in best)
         assert cut.log_probs[1:] == tuple(scores[node] - scores[root] for node in best)
-    assert tree.below([*path, 99], max_nodes, max_depth) is None
+    assert TreeArrays.of(tree).below([*path, 99], max_nodes, max_depth) is None

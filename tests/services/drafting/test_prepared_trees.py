@@ -10,14 +10,15 @@ from itertools import count
 import pytest
 
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTree, PreparedTrees
+from eyas.draft_protocol import PreparedTree
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import OnDemand, StepWait
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, TreeArrays
 from tests import reference
 from tests.services.drafting.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
 from tests.tiny import build_engine, fixed_config
@@ -46,7 +47,7 @@ class PreparingDrafter(ToyDrafter):
         for name, length in new:
             root = self.sessions[name][-1]
             chain = DraftTree.chain([root, *range(root + 1, root + 12), *([self.bad_token] if self.bad_token else [])])
-            found.append(PreparedTree(name, 0, length, chain))
+            found.append(PreparedTree(name, 0, length, TreeArrays.of(chain)))
         return found
 
 
@@ -103,7 +104,7 @@ def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyP
 )  # fmt: skip
 def test_a_prepared_tree_serves_only_the_commit_after_its_root(change: dict[str, object], taken: bool) -> None:
     trees = PreparedTrees()
-    trees.put(PreparedTree("a", 0, 5, DraftTree.chain(range(14, 30))))
+    trees.put(PreparedTree("a", 0, 5, TreeArrays.of(DraftTree.chain(range(14, 30)))))
     commit = replace(context("a", TOKENS[:6], base=5), **change)  # type: ignore[arg-type]
     assert (trees.take(commit) is not None) == taken
     assert trees.take(commit) is None, "it is used up"
