@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eyas.drafters.eagle import EagleDrafter
 
 # Nodes of prepared trees: of all sessions together, the fewest and the most of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 8192, 256, 2048
+MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 16384, 256, 2048
 # Rows of a pass, of all sessions together, and the fewest of a session.
 MAX_ROWS, MIN_ROWS = 512, 16
 # Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
