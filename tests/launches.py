@@ -7,6 +7,7 @@ lines.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import io
 import json
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PACKAGE = Path(__file__).parents[1] / "eyas"
 # Modules with kernels. Those that they launch are the callables with one of Triton's two kinds of function.
-KERNEL_MODULES = (
-    "eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels", "eyas.sampling.kernels", "eyas.drafters.tree_kernels",
-)  # fmt: skip
+KERNEL_FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "@triton.jit" in path.read_text()]
+KERNEL_MODULES = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in KERNEL_FILES]
 # Operations that launch nothing: views, and memory that is not written.
 FREE = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "slice", "select",
@@ -89,6 +91,19 @@ class _Recorder:
             self._record(Launch(self._function, dict(zip(names, args, strict=False)) | named, options))
 
         return launch
+
+
+def launched_kernels() -> set[str]:
+    """The kernels that modules launch, as `kernel[grid](...)`; the other functions of Triton are called by these."""
+    found = set()
+    for path in KERNEL_FILES:
+        tree = ast.parse(path.read_text())
+        kernels = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
+        calls = (
+            node.func.value for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        )
+        found |= kernels & {value.id for value in calls if isinstance(value, ast.Name)}
+    return found
 
 
 @contextmanager
@@ -341,7 +356,7 @@ def sampling_calls(sm: int) -> None:
     found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
     if sm in WHOLE:
         best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
-        top_k(torch.zeros(10, 32000, device=META), 10)
+    top_k(torch.zeros(10, 32000, device=META), 10)
 
 
 def drafting_calls(sm: int) -> None:

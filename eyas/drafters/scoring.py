@@ -160,11 +160,14 @@ class UnrankedLogits:
 
     def rank(self, k: int, above: Tensor | None = None) -> Ranked:
         """As `rank_children` of the scores."""
-        if k > MAX_KERNEL_K or (above is not None and above.shape[1] != self.logits.shape[1]):
+        if k > MAX_KERNEL_K:
             return rank_children(self.scores(), k, above)
         from eyas.drafters.tree_kernels import best_children, lowest_keys
 
         lowest = None if self.probs is None else lowest_keys(self.logits, self.words)
+        if above is not None and above.shape[1] != self.logits.shape[1]:  # one row of logits for all nodes
+            best = best_children(self.logits, self.words, self.noise, self.level, k, None, lowest)
+            return Ranked(best[0] + above[:, :, None], best[1])
         return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above, lowest))
 
     def scores(self) -> Tensor:

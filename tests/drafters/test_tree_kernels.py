@@ -1,5 +1,7 @@
 """Kernels of tree growth equal the plain scores and their ranking; without a GPU they run in Triton's interpreter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,9 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     expected, found = rank(scores, 12), unranked.rank(12)
     assert found.ids.tolist() == expected.ids.tolist()
     torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
+    shared, above = replace(unranked, logits=given[:, 1:2]), torch.randn(3, 4)  # one row for all nodes of a level
+    below, plain_below = rank_children(shared, 5, above.to(DEVICE)), rank_children(scores[:, 1:2], 5, above)
+    torch.testing.assert_close(below.scores.cpu(), plain_below.scores, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(unranked.scores().cpu(), scores, atol=2e-5, rtol=2e-5)
     best = kernels.lowest_keys(given, words).cpu()
     clean = without_nan(logits)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.launches import SHARED_KIB
+from tests.launches import SHARED_KIB, launched_kernels
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("sm", SHARED_KIB)
 def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, Any]]) -> None:
     kernels = [kernel for kernel in compiled if kernel["sm"] == sm]
-    names = {kernel["name"] for kernel in kernels}
-    assert names >= {"_attend_parts", "_combine", "_add_norm", "_rotate_and_store", "_gate", "_race", "_winners",
-                     "_product", "_attend_fixed_parts", "_combine_in_order"}  # fmt: skip
+    assert {kernel["name"] for kernel in kernels} == launched_kernels()
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
     assert all(kernel["loads_ahead"] for kernel in attention)

@@ -10,63 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig
 
-from benchmarks.gpu.measuring import llama_head
 from eyas.cache.kv_cache import UNSCALED
-from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters import neural
-from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.scoring import ScorerKind
 from eyas.drafters.tree_rows import RowLayout, SlotLevels, SlotRows
-from eyas.models.attention import ATTENTION_NAME, attend, register_attention
+from eyas.models.attention import attend
 from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
-from eyas.models.fused import fuse_layers
-from eyas.models.heads.eagle import EagleHead
-from eyas.models.heads.eagle_config import tensor_shapes
 from eyas.models.inputs import Segment
-from eyas.models.numerics import use_float32_head
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, best_of_races, race, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.drafters.weightless import VOCAB, llama, weightless
 from tests.launches import META, Launch, Launches, keys_read, longest_part, recorded
-
-VOCAB = 128256
-ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-
-
-def llama_8b(num_layers: int) -> TargetModel:
-    """Llama 3.1 8B in bfloat16 without weights, with as many layers."""
-    config: Any = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=num_layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=ROPE,
-    )  # fmt: skip
-    return weightless(config)
-
-
-def weightless(config: Any) -> TargetModel:
-    """A fused target in bfloat16 without weights."""
-    register_attention()
-    config._attn_implementation = ATTENTION_NAME
-    architecture: Any = AutoModelForCausalLM
-    num_layers = config.num_hidden_layers
-    with torch.device(META):
-        target = TargetModel(architecture.from_config(config, dtype=torch.bfloat16), (0, num_layers // 2, num_layers - 1))
-    use_float32_head(target.model)
-    assert fuse_layers(target.model)
-    return target
 
 
 @cache
 def target_pass(num_layers: int, rows: int, fixed_part: int = 0) -> Launches:
-    return pass_of(llama_8b(num_layers), rows, fixed_part)
+    return pass_of(llama(num_layers), rows, fixed_part)
 
 
 def pass_of(target: TargetModel, rows: int, fixed_part: int = 0) -> Launches:
@@ -104,49 +68,6 @@ def test_a_target_pass_launches_little_around_its_layers() -> None:
 def test_a_target_layer_moves_little_beside_its_products() -> None:
     two, four = target_pass(2, 64), target_pass(4, 64)
     assert (four.other_bytes - two.other_bytes) / 2 <= 30.5e6, four.bytes_by_name - two.bytes_by_name
-
-
-@cache
-def eagle_head() -> EagleHead:
-    """An EAGLE-3 head of an 8B target without weights."""
-    config = llama_head(4096, 14336, 32)
-    made = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=META)
-        for name, shape in tensor_shapes(config).items()
-        if name not in ("fc.weight", "d2t", "t2d")
-    }
-    with torch.device("cpu"):
-        head = EagleHead(config, made, made.pop("embed_tokens.weight"), made["lm_head.weight"], 8192)
-    return head.to(META)
-
-
-def draft_round(sessions: int, kind: ScorerKind, num_levels: int = 8) -> Launches:
-    """A captured round of levels of width 10, of 8 that there are, behind prefixes of any length."""
-    tree, config = TreeConfig(60, 8, 10), DraftingConfig(max_kv_tokens=20000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
-        drafter = EagleDrafter(eagle_head(), tree, config, capture=lambda run: run)
-    assert drafter._graphs is not None
-    with torch.inference_mode(), Launches() as found:
-        drafter._graphs.rounds[kind].stages(sessions).run(num_levels)
-    return found
-
-
-@pytest.mark.parametrize(("kind", "most"), [("plain", 180), ("noised", 181), ("filtered", 196)])
-def test_a_draft_round_launches_few_kernels(kind: ScorerKind, most: int) -> None:
-    found = draft_round(1, kind)
-    assert found.num <= most, found.by_name
-
-
-def test_a_round_of_small_trees_launches_fewer_levels() -> None:
-    counts = [draft_round(1, "plain", num_levels).num for num_levels in (1, 2, 4, 8)]
-    assert all(count <= most for count, most in zip(counts, (46, 64, 103, 180), strict=True)), counts
-
-
-@pytest.mark.parametrize(("kind", "most"), [("plain", 1.55e9), ("filtered", 2.01e9)])
-def test_draft_rounds_of_many_sessions_move_few_bytes(kind: ScorerKind, most: float) -> None:
-    found = draft_round(64, kind)
-    assert found.other_bytes <= most, found.bytes_by_name
 
 
 def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:

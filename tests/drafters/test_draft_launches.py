@@ -1,0 +1,127 @@
+"""What drafting would launch and move on a GPU, counted on the `meta` device. The figures are ratchets: they may only fall.
+
+Sizes are those of Llama 3.1 8B; trees have 8 levels of width 10 where the heads reach as far.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.scoring import ScorerKind
+from eyas.drafters.trees_ahead import GrownRows
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.drafters.weightless import HIDDEN, METHODS, commits, drafter_of
+from tests.launches import META, Launches
+
+# Of a round of one session: trees by kind of noise, and sampled chains without and with filters.
+ROUNDS = {
+    "eagle1": (161, 162, 172, 315, 445),
+    "eagle2": (198, 199, 215, 480, 688),
+    "eagle3": (179, 180, 196, 467, 675),
+    "peagle": (146, 147, 163, 426, 634),
+    "dspark": (209, 210, 226, 495, 703),
+    "dspark-rnn": (281, 282, 298, 567, 775),
+    "dflash": (176, 177, 193, 448, 656),
+    "dflash2": (337, 338, 354, 623, 831),
+    "medusa": (84, 85, 93, 210, 314),
+    "medusa-dynamic": (66, 67, 75, 210, 314),
+    "hydra": (113, 114, 122, 239, 343),
+    "sps": (343, 344, 360, 623, 831),
+}
+# Of a commit's new rows.
+EXTENSIONS = {
+    "eagle1": 25, "eagle2": 25, "eagle3": 26, "peagle": 62, "dspark": 42, "dspark-rnn": 42, "dflash": 42, "dflash2": 42,
+    "medusa": 3, "medusa-dynamic": 3, "hydra": 3, "sps": 41,
+}  # fmt: skip
+# Of a pass over rows of trees that grow ahead.
+ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28, "peagle": 70}
+
+
+@cache
+def drafter(method: str) -> NeuralDrafter[Any]:
+    return drafter_of(method)
+
+
+def draft_round(method: str, kind: ScorerKind, sessions: int = 1, num_levels: int | None = None) -> Launches:
+    """A captured round of trees behind prefixes of any length."""
+    graphs = drafter(method)._graphs
+    assert graphs is not None
+    with torch.inference_mode(), Launches() as found:
+        graphs.rounds[kind].stages(sessions).run(num_levels)
+    return found
+
+
+def chain_round(method: str, has_filters: bool, sessions: int = 1) -> Launches:
+    """A captured round of sampled chains."""
+    graphs = drafter(method)._chain_graphs
+    assert graphs is not None
+    with torch.inference_mode(), Launches() as found:
+        graphs.rounds[has_filters].stages(sessions).run()
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_of_trees_launches_few_kernels(method: str) -> None:
+    kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered")
+    for kind, most in zip(kinds, ROUNDS[method], strict=False):
+        found = draft_round(method, kind)
+        assert found.num <= most, found.by_name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_of_chains_launches_few_kernels(method: str) -> None:
+    for has_filters, most in zip((False, True), ROUNDS[method][3:], strict=True):
+        found = chain_round(method, has_filters)
+        assert found.num <= most, found.by_name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_new_rows_launch_few_kernels_for_any_sessions(method: str) -> None:
+    counts = []
+    for sessions in (1, 16):
+        contexts = commits(drafter(method), range(500, 500 + sessions), 3)
+        with torch.inference_mode(), Launches() as found:
+            drafter(method)._extend(contexts)
+        drafter(method).release([context.session for context in contexts])
+        counts.append(found.num)
+    assert counts[0] == counts[1] <= EXTENSIONS[method], found.by_name
+
+
+@pytest.mark.parametrize("method", ROWS_AHEAD)
+def test_rows_ahead_launch_few_kernels_for_any_sessions(method: str) -> None:
+    own, counts = drafter(method), []
+    assert isinstance(own, EagleDrafter)
+    for sessions in (1, 4):
+        contexts = commits(own, range(500, 500 + sessions), 3)
+        with torch.inference_mode(), Launches() as found:
+            own.run_rows(contexts, [rows_below_root(32)] * sessions, 32)
+        own.release([context.session for context in contexts])
+        counts.append(found.num)
+    assert counts[0] == counts[1] <= ROWS_AHEAD[method], found.by_name
+
+
+def rows_below_root(count: int) -> GrownRows:
+    """New nodes behind the root."""
+    tokens, ones = np.arange(count), np.ones(count, np.int64)
+    states = torch.empty(count, HIDDEN, dtype=torch.bfloat16, device=META)
+    return GrownRows(tokens, ones, states, tokens, 1 + tokens, 0 * ones, ones > 0, ones[:0], np.eye(count, dtype=np.bool_))
+
+
+def test_a_round_of_small_trees_launches_fewer_levels() -> None:
+    counts = [draft_round("eagle3", "plain", 1, num_levels).num for num_levels in (1, 2, 4, 8)]
+    assert all(count <= most for count, most in zip(counts, (46, 64, 103, 179), strict=True)), counts
+
+
+@pytest.mark.parametrize(("kind", "most"), [("plain", 1.55e9), ("filtered", 2.01e9)])
+def test_draft_rounds_of_many_sessions_move_few_bytes(kind: ScorerKind, most: float) -> None:
+    found = draft_round("eagle3", kind, 64)
+    assert found.other_bytes <= most, found.bytes_by_name
