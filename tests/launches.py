@@ -360,8 +360,8 @@ def sampling_calls(sm: int) -> None:
 
 
 def drafting_calls(sm: int) -> None:
-    """The children of a level of an EAGLE-3 head of Llama 3, and the noise of a round."""
-    from eyas.drafters.tree_kernels import best_children, find_frontier, lowest_keys, shared_noise
+    """The children of a level of an EAGLE-3 head of Llama 3, the noise of a round, and a level of chains."""
+    from eyas.drafters.tree_kernels import best_children, draw_children, find_frontier, lowest_keys, shared_noise
     from eyas.models.cuda.layer_kernels import pair_inputs
 
     words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
@@ -371,6 +371,12 @@ def drafting_calls(sm: int) -> None:
     for lowest in (None, lowest_keys(logits, words)):
         best_children(logits, words, noise, 1, 10, best, lowest)
     children = torch.zeros(2, 100, dtype=torch.int64, device=META)
+    drawn = torch.zeros(2, 8, 257, dtype=torch.float64, device=META)
+    draw_children(logits[:, :1], words[:, :2].contiguous(), 1, 128, draft_ids, drawn)
+    if sm == min(SHARED_KIB):
+        for size in (2000, 128256, 151936):  # lists of other sizes
+            whole = torch.zeros(2, 1, size, device=META)
+            draw_children(whole, words, 1, 128, draft_ids, drawn)
     find_frontier(torch.zeros(2, 100, device=META), children, 10, 10, 10, True)
     states, embedding = (torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in ((2, 10, 4096), (128256, 4096)))
     norms = embedding[0], embedding[1]

@@ -29,9 +29,10 @@ from eyas.drafters.scoring import (
     Ranking,
     Scorer,
     ScorerKind,
+    chain_scorer,
+    chain_words,
     noise_words,
     perturbed_scorer,
-    probs_scorer_of,
     scorer_kind,
 )
 from eyas.drafters.tree_growth import (
@@ -51,8 +52,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets, with_progress
 from eyas.models.cuda.metadata import bucket_shape, build_words, max_words, view
 from eyas.models.inputs import MetadataShape, PackedInputs, Segment
-from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import Filters, filtered_probs_no_sync, filtering, tempered_probs
+from eyas.sampling.sampler import filtered_probs_no_sync
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
@@ -308,54 +308,35 @@ class TreeGraphs:
 
 
 class ChainGraphs:
-    """Sampled chains from captured rounds, with and without filters."""
+    """Sampled chains from captured rounds."""
 
     def __init__(self, spec: TreeSpec, config: DraftingConfig, place: RoundPlace) -> None:
         self._spec, self._proposal_top_k = spec, config.proposal_top_k
         one = float_bits(1.0)
-        padding = (0, 0, 0, one, one, 0, 0)
-        self.rounds = {
-            has_filters: place.graphs(partial(self._stages, has_filters), padding, place.slots.chains)
-            for has_filters in (False, True)
-        }
+        self.rounds = place.graphs(self._stages, (0, 0, 0, 0, one, one, one, 0, 0), place.slots.chains)
 
     def warm_up(self) -> None:
         """See RoundGraphs."""
-        for graphs in self.rounds.values():
-            graphs.warm_up("capturing sampled chains")
+        self.rounds.warm_up("capturing sampled chains")
 
     def draw(
         self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
     ) -> tuple[list[DraftTree], Ints]:
         """Draw the chains of sessions, see `draw_chains`. Returns them and the rows in their slots, see TreeGraphs.grow."""
-        keys = [context.noise for context in contexts]
-        reals = np.array([(key.temperature, key.top_p, key.min_p) for key in keys]).T
-        columns = np.stack([
-            np.array([signed(key.seed) for key in keys]),
-            np.array([context.committed_length for context in contexts]),
-            np.array([key.top_k for key in keys]),
-            *np.ascontiguousarray(reals).view(np.int64),
-            np.array([context.tokens[-1] for context in contexts]),
-        ])  # fmt: skip
-        results = self.rounds[bool(filtering(keys))].run(columns, slots, scratch, states)
+        columns = np.concatenate([chain_words(contexts), [[context.tokens[-1] for context in contexts]]])
+        results = self.rounds.run(columns, slots, scratch, states)
         cells: Reals = results[: len(contexts)].cpu().numpy()
         size = self._spec.tree.num_steps * (2 * min(self._proposal_top_k, len(self._spec.draft_ids)) + 1)
         drawn = cells[:, :size].reshape(len(contexts), self._spec.tree.num_steps, -1).tolist()
         rows = cells[:, size:].astype(np.int64).reshape(len(contexts), 2, -1)
         return chain_trees(drawn, contexts, self._spec.tree.num_draft_tokens), rows
 
-    def _stages(self, has_filters: bool, columns: Tensor, roots: Callable[[], Roots]) -> Stages:
-        tree, draft_ids = self._spec.tree, self._spec.draft_ids
-        apply = filtered_probs_no_sync if has_filters else tempered_probs
+    def _stages(self, columns: Tensor, roots: Callable[[], Roots]) -> Stages:
+        tree, draft_ids, words = self._spec.tree, self._spec.draft_ids, columns[:NUM_NOISE_WORDS]
 
         def draw() -> Tensor:
-            seeds, lengths, top_k = columns[:3]
-            temperature, top_p, min_p = columns[3:6].contiguous().view(torch.float64).float()
-            positions = lengths[:, None] + torch.arange(tree.num_steps, device=draft_ids.device)
-            noise = exponential_noise_at(seeds[:, None].expand_as(positions).flatten(), positions.flatten(), draft_ids)
-            scorer = probs_scorer_of(Filters(temperature, top_k, top_p, min_p), apply)
-            expansion = self._spec.expand(roots(), scorer, tree)
-            drawn = draw_chains(expansion, noise.view(*positions.shape, -1), self._proposal_top_k, draft_ids)
+            expansion = self._spec.expand(roots(), chain_scorer(words, filtered_probs_no_sync), tree)
+            drawn = draw_chains(expansion, words, tree.num_steps, self._proposal_top_k, draft_ids)
             rows = self._spec.rows_run(expansion)
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)
 

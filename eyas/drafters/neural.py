@@ -31,8 +31,10 @@ from eyas.drafters.scoring import (
     Scorer,
     Scores,
     biased_scorer,
+    chain_scorer,
+    chain_words,
+    filtered_probs_of,
     make_scorer,
-    probs_scorer,
 )
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
 from eyas.drafters.tree_growth import (
@@ -41,7 +43,6 @@ from eyas.drafters.tree_growth import (
     LevelCosts,
     StaticTree,
     TreeGrowth,
-    chain_noise,
     chain_trees,
     draw_chains,
     grow_dynamic,
@@ -57,7 +58,7 @@ from eyas.models.cuda.metadata import pack_with_metadata, tight_shape
 from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
 from eyas.models.heads.layers import LayerSizes, LayerSlots, Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.sampling.sampler import MAX_SORTED, rank
+from eyas.sampling.sampler import MAX_SORTED, filtering, rank
 from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree
 
@@ -288,12 +289,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             self._keep_rows(contexts, rows_run, 1)
             return chains
         shape = self._shape(contexts, top_k=1)
-        scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
-        scorer = self._masked(scorer, contexts)
+        words, device = chain_words(contexts), self.draft_ids.device
+        probs = filtered_probs_of(filtering([context.noise for context in contexts]), len(contexts), device)
+        on_device = upload(words, device)
+        scorer = self._masked(biased_scorer(chain_scorer(on_device, probs), contexts, self.draft_ids), contexts)
         expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), scorer, shape)
         masked = masked_expansion(expansion, scorer)
-        noise = chain_noise(contexts, shape.num_steps, self.draft_ids)
-        drawn = draw_chains(masked, noise, self._config.proposal_top_k, self.draft_ids)
+        drawn = draw_chains(masked, on_device, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 

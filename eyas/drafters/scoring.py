@@ -25,7 +25,7 @@ from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.grammar import TokenBits
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import MAX_KERNEL_K, Filters, Ranked, filtered_probs, filtering, filters_of, rank
+from eyas.sampling.sampler import MAX_KERNEL_K, Filters, Ranked, filtered_probs, rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
@@ -331,15 +331,22 @@ class MaskedExpansion:
         return self._expansion.next(level, parents, tokens)
 
 
-def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scorer:
-    """Scores by unnormalised draft probabilities under each session's temperature and filters."""
-    keys = [context.noise for context in contexts]
-    return probs_scorer_of(filters_of(keys, device), filtered_probs_of(filtering(keys), len(keys), device))
+def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
+    """Scores by unnormalised draft probabilities under each session's temperature and filters.
 
-
-def probs_scorer_of(filters: Filters, probs: ProbsFunction) -> Scorer:
-    """`probs_scorer` with filters on the device and a function that applies them."""
+    words: the output of `chain_words` on the device. probs: applies filters to logits. On CUDA the scores are the logits
+    themselves, and kernels do the rest.
+    """
+    if draws_by_kernels(words.device):
+        return lambda logits, level: logits
+    temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
+    filters = Filters(temperature, words[3], top_p, min_p)
     return lambda logits, level: _per_row(probs, without_nan(logits), filters).nan_to_num_(nan=0.0)
+
+
+def draws_by_kernels(device: torch.device) -> bool:
+    """Whether kernels draw the tokens of sampled chains."""
+    return device.type != "cpu" and find_spec("triton") is not None
 
 
 def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
@@ -371,6 +378,14 @@ def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: in
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
             reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
+
+
+def chain_words(contexts: Sequence[DraftContext]) -> Ints:
+    """What the drawn tokens of sampled chains depend on besides logits, in the rows of `noise_words`."""
+    keys = [context.noise for context in contexts]
+    ints = [(signed(key.seed), c.committed_length, 1, key.top_k) for key, c in zip(keys, contexts, strict=True)]
+    reals = [(key.temperature, 1.0, key.top_p, key.min_p) for key in keys]
+    return np.concatenate([np.array(ints, np.int64), np.array(reals).view(np.int64)], 1).T.copy()
 
 
 def scorer_kind(words: Ints) -> ScorerKind:

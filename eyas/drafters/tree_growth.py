@@ -31,8 +31,8 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.drafters.scoring import Scorer, Scores, rank_children
-from eyas.sampling.noise import exponential_noise
+from eyas.drafters.scoring import Scorer, Scores, draws_by_kernels, rank_children
+from eyas.sampling.noise import exponential_noise_at
 from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
@@ -375,36 +375,46 @@ def _tree(
     )
 
 
-def chain_noise(contexts: Sequence[DraftContext], num_steps: int, target_ids: Tensor) -> Tensor:
-    """What `draw_chains` draws with, float32 [S, L, D]."""
-    seeds = [context.noise.seed for context in contexts for _ in range(num_steps)]
-    positions = [context.committed_length + level for context in contexts for level in range(num_steps)]
-    return exponential_noise(seeds, positions, target_ids).view(len(contexts), num_steps, -1)
+def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
+    """Draw one chain of L levels per session, for verification by rejection sampling.
 
-
-def draw_chains(expansion: Expansion, noise: Tensor, proposal_top_k: int, target_ids: Tensor) -> Tensor:
-    """Draw one chain of L levels per session, for verification by rejection sampling. noise: float32 [S, L, D].
-
-    The expansion scores by probabilities. Those of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the
-    draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that the
-    target never uses. target_ids maps draft vocabulary ids to the target's.
+    The expansion scores by `chain_scorer`. Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k`
+    or the draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that
+    the target never uses. words: the output of `chain_words` on the device. target_ids maps draft vocabulary ids to the
+    target's.
 
     Returns:
         Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
     """
-    scores, levels, places, num_steps = expansion.first(), [], [], noise.shape[1]
+    scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
+    drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
+    draw = _draw_kernel() if draws_by_kernels(words.device) else draw_children
+    root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
     for level in range(num_steps):
-        assert isinstance(scores, Tensor), "probabilities are not ranked by a kernel"
-        kept = rank(scores[:, 0], min(proposal_top_k, scores.shape[-1]))
-        winner = exponential_race(noise[:, level].gather(1, kept.ids), kept.scores)
-        place = winner.clamp(max=kept.ids.shape[1] - 1)[:, None]
-        levels.append(kept)
-        places.append(place)
+        assert isinstance(scores, Tensor), "chains are not ranked by a kernel of trees"
+        tokens = draw(scores, words, level, count, target_ids, drawn)
         if level + 1 < num_steps:
-            scores = expansion.next(level + 1, torch.zeros_like(place), kept.ids.gather(1, place))
-    ids = torch.stack([target_ids[kept.ids] for kept in levels], 1).double()
-    probs = torch.stack([kept.scores for kept in levels], 1).double()
-    return torch.cat([ids, probs, torch.cat(places, 1)[:, :, None].double()], 2)
+            scores = expansion.next(level + 1, root, tokens)
+    return drawn
+
+
+def draw_children(scores: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
+    """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
+
+    scores: probabilities [S, 1, D].
+    """
+    kept = rank(scores[:, 0], k)
+    ids = draft_ids[kept.ids]
+    noise = exponential_noise_at(words[0], words[1] + level, ids)
+    place = exponential_race(noise, kept.scores).clamp_(max=k - 1)[:, None]
+    drawn[:, level] = torch.cat([ids.double(), kept.scores.double(), place.double()], 1)
+    return kept.ids.gather(1, place)
+
+
+def _draw_kernel() -> Callable[[Tensor, Tensor, int, int, Tensor, Tensor], Tensor]:
+    from eyas.drafters import tree_kernels
+
+    return tree_kernels.draw_children
 
 
 def chain_trees(

@@ -5,8 +5,11 @@ one row and one block of the draft vocabulary. It keeps its best tokens and its 
 the blocks. `shared_noise` is the noise of all levels of a round.
 
 Under top-k, top-p or min-p two more kernels come first. They find each row's last kept token from lists of the likeliest
-ones, as the sampler's do. Legend: S sessions, R rows of a session, N rows of all sessions, L levels, D draft vocabulary, B
-blocks, k children.
+ones, as the sampler's do. `draw_children` is a level of sampled chains, as in `eyas.drafters.tree_growth`: it lists the
+likeliest tokens of blocks, puts together those that filters and K keep, and ranks and draws.
+
+Legend: S sessions, R rows of a session, N rows of all sessions, L levels, D draft vocabulary, B blocks, k children, K most
+tokens of a proposal.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from eyas.sampling.kernels import (
     LISTED,
     LOWEST,
     MASS,
+    MASS_ERROR,
+    TILE,
+    _id,
+    _keys_of_row,
+    _noise,
+    _reached,
+    _search,
     key_of,
     list_best,
     logit_of,
@@ -33,11 +43,18 @@ from eyas.sampling.kernels import (
     real,
     without_nan,
 )
+from eyas.sampling.sampler import MIN_TEMPERATURE
 
 BLOCK = 2048
 # A key below all others, and the lowest weight of a token that can be drawn.
 NO_KEY = tl.constexpr(-9223372036854775807)
 MIN_WEIGHT = tl.constexpr(1e-45)
+# Blocks of a draft vocabulary up to which twice as many tokens of each are listed: each has more of the likeliest ones.
+FEW_BLOCKS = 32
+# A token below this probability is never drawn: its score may be no number, and the likeliest one's is far lower.
+LEAST_DRAWN = tl.constexpr(1e-30)
+# Keys that each key is compared with at a time.
+COMPARED = tl.constexpr(16)
 
 
 def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
@@ -99,7 +116,7 @@ def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
     with torch.cuda.device_of(logits):
         _list_blocks[(count, blocks)](
             *(logits, words, found, lists, sessions, size, count),
-            ROWS=rows, MIN=MIN_FILTER_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=LISTED, num_warps=8,
+            ROWS=rows, MIN=MIN_FILTER_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=LISTED, ALL=False, num_warps=8,
         )  # fmt: skip
         _lowest_keys[(count,)](
             *(logits, words, found, lists, lowest, sessions, size, blocks, count),
@@ -122,6 +139,36 @@ def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int,
             BLOCK_C=triton.next_power_of_2(num_children), BLOCK=triton.next_power_of_2(count), num_warps=4,
         )  # fmt: skip
     return Frontier(best, ids[0], ids[1], parents)
+
+
+def draw_children(logits: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
+    """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
+
+    logits: [S, 1, D] in any float type. words: see `eyas.drafters.scoring.chain_words`. drawn: float64 [S, L, 2 k + 1].
+    """
+    sessions, _, size = logits.shape
+    blocks, logits, device = triton.cdiv(size, BLOCK), logits.contiguous(), logits.device
+    listed = 2 * LISTED if blocks <= FEW_BLOCKS else LISTED
+    found = torch.empty((4, sessions, blocks), dtype=torch.int32, device=device)
+    lists = torch.empty((sessions, blocks, listed), dtype=torch.int64, device=device)
+    kept = torch.empty((sessions, k), dtype=torch.int64, device=device)
+    sums = torch.empty((3, sessions), dtype=torch.int32, device=device)
+    tokens = torch.empty((sessions, 1), dtype=torch.int64, device=device)
+    with torch.cuda.device_of(logits):
+        _list_blocks[(sessions, blocks)](
+            *(logits, words, found, lists, sessions, size, sessions),
+            ROWS=1, MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=listed, ALL=True, num_warps=8,
+        )  # fmt: skip
+        _keep_best[(sessions,)](
+            *(logits, words, found, lists, kept, sums, sessions, size, blocks),
+            MIN=MIN_TEMPERATURE, K=k, BLOCK=triton.next_power_of_2(blocks), LIST=triton.next_power_of_2(blocks * listed),
+            LISTED=listed, num_warps=4,
+        )  # fmt: skip
+        _draw[(sessions,)](
+            *(words, kept, sums, draft_ids, drawn, tokens, sessions, level),
+            MIN=MIN_TEMPERATURE, LEVELS=drawn.shape[1], K=k, BLOCK=max(triton.next_power_of_2(k), 16), num_warps=4,
+        )  # fmt: skip
+    return tokens
 
 
 @triton.jit(do_not_specialize=["before"], do_not_specialize_on_alignment=["frontier", "rows"])
@@ -183,12 +230,16 @@ def _has_filters(words, sessions, session):
 @triton.jit(do_not_specialize=["sessions", "count"])
 def _list_blocks(
     logits, words, found, lists, sessions, size, count,
-    ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr,
+    ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """found [4, N, B]: the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]."""
+    """found [4, N, B]: the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]. ALL: also of
+    sessions without filters."""
     row, block, blocks, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     session, ids = row // ROWS, (i // LINE * blocks + block) * LINE + i % LINE
-    if _has_filters(words, sessions, session):
+    is_listed = _has_filters(words, sessions, session)
+    if ALL:
+        is_listed = is_listed | (sessions > 0)
+    if is_listed:
         x = without_nan(tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf")))
         top, temperature = tl.max(x, 0), tl.maximum(real(words, sessions, session, 4), MIN)
         out, stride = found + row * blocks + block, count.to(tl.int64) * blocks
@@ -296,3 +347,97 @@ def _join_blocks(
         tl.store(scores + row * K + place, score)
         tl.store(ids + row * K + place, 4294967295 - (best & 4294967295))
         key = tl.where(key == best, -9223372036854775807, key)
+
+
+@triton.jit(do_not_specialize=["sessions", "blocks"])
+def _keep_best(
+    reread, words, found, lists, kept, sums, sessions, size, blocks,
+    MIN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """kept [S, K]: keys of the tokens that filters and K keep, in any order. sums [3, S]: their number; the largest logit
+    and the sum of all tokens' weights relative to it, as bits. `reread`: the logits, for rows whose lists are not enough."""
+    row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)
+    at, stride, out = found + row * blocks + b, sessions.to(tl.int64) * blocks, kept + row * K
+    top = tl.load(at, mask=b < blocks, other=-8388608).to(tl.float32, bitcast=True)
+    largest, scale = tl.max(top, 0), tl.maximum(real(words, sessions, row, 4), MIN)
+    number, total = 0, tl.full([], 0.0, tl.float32)
+    if largest > float("-inf"):
+        parts = tl.load(at + stride, mask=b < blocks, other=0).to(tl.float32, bitcast=True)
+        total = tl.sum(parts * tl.exp((top - largest) / scale), 0)
+        limit = tl.max(tl.load(at + 2 * stride, mask=b < blocks, other=LOWEST), 0)
+        counts = tl.load(found + 3 * stride + row * blocks + i // LISTED, mask=i < blocks * LISTED, other=0)
+        keys = tl.load(lists + row * blocks * LISTED + i, mask=i % LISTED < counts, other=NO_KEY)
+        masses = (tl.exp((logit_of(keys >> ID_BITS) - largest) / scale) * (MASS / total)).to(tl.int64)
+        source = (keys, masses, reread + row * size, size, largest, scale, MASS / total)
+        least = key_of(limit, IDS - 1)
+        low, is_certain = _lowest_of_best(source, words, sessions, row, limit, K, False)
+        if (not is_certain) | (low < least):
+            low, is_certain = _lowest_of_best(source, words, sessions, row, limit * 0 + LOWEST, K, True)
+        if low >= least:
+            chosen = keys >= low
+            place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(out + place, keys, mask=chosen & (place < K))
+            number += tl.sum(chosen.to(tl.int32), 0)
+        else:
+            for start in range(0, size, TILE):
+                some = _keys_of_row(reread + row * size, start, size)
+                is_kept = some >= low
+                slot = number + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+                tl.store(out + slot, some, mask=is_kept & (slot < K))
+                number += tl.sum(is_kept.to(tl.int32), 0)
+    tl.store(sums + row, number)
+    tl.store(sums + sessions + row, largest.to(tl.int32, bitcast=True))
+    tl.store(sums + 2 * sessions + row, total.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _lowest_of_best(source, words, sessions, row, limit, K: tl.constexpr, IN_ROW: tl.constexpr):
+    """The lowest key among the K best tokens that the filters keep, and whether it is certain; see `lowest_kept`."""
+    top_k, top_p = tl.load(words + 3 * sessions + row), real(words, sessions, row, 6)
+    has_limit, least = (top_k > 0) | (top_p < 1), key_of(limit, IDS - 1)
+    best = _search(source, least, K, False, IN_ROW)
+    low, is_certain = best, limit == limit
+    if has_limit:
+        low, is_certain = lowest_kept(source, top_k, top_p, limit, tl.full([], MASS, tl.float32).to(tl.int64), IN_ROW)
+        # top-k and top-p keep more than K, and it does not matter how many
+        reached = _reached(source, best, True, IN_ROW).to(tl.float32)
+        keeps_more = (top_p >= 1) | ((top_k == 0) & (reached < top_p * MASS * (1 - 2 * MASS_ERROR)))
+        keeps_more = keeps_more & (best >= least) & ((top_k == 0) | (top_k >= K))
+        low, is_certain = tl.where(keeps_more, best, low), is_certain | keeps_more
+    # the sum of masses, which top-k and top-p end at, leaves out what weighs less than one unit
+    weight = tl.maximum(tl.where(has_limit, 1 / source[6], MIN_WEIGHT), real(words, sessions, row, 7))
+    return tl.maximum(tl.maximum(low, best), _lowest_of_weight(weight, source[4], source[5])), is_certain
+
+
+@triton.jit(do_not_specialize=["sessions", "level"])
+def _draw(
+    words, kept, sums, draft_ids, drawn, tokens, sessions, level,
+    MIN: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rank the kept tokens of one session, write their ids and probabilities, and draw one by an exponential race."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    number = tl.load(sums + row)
+    largest = tl.load(sums + sessions + row).to(tl.float32, bitcast=True)
+    total = tl.load(sums + 2 * sessions + row).to(tl.float32, bitcast=True)
+    key = tl.load(kept + row * K + i, mask=i < number, other=NO_KEY)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, BLOCK, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        above = tl.load(kept + row * K + other, mask=other < number, other=NO_KEY)
+        rank += tl.sum((above[None, :] > key[:, None]).to(tl.int32), 1)
+    is_kept, ids = i < number, _id(key)
+    rank = tl.where(is_kept, rank, i)
+    scale = tl.maximum(real(words, sessions, row, 4), MIN)
+    probs = tl.where(is_kept, tl.exp((logit_of(key >> ID_BITS) - largest) / scale) / total, 0.0)
+    target = tl.load(draft_ids + ids, mask=is_kept, other=0)
+    position = (tl.load(words + sessions + row) + level).to(tl.uint64)
+    seed = tl.load(words + row).to(tl.uint64, bitcast=True)
+    noise_key = _mixed(_mixed(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
+    noise, can_win = _noise(noise_key.to(tl.int64, bitcast=True), target), probs > LEAST_DRAWN
+    score = tl.where(can_win, noise / tl.where(can_win, probs, 1.0), float("inf"))
+    place = tl.min(tl.where(score == tl.min(score, 0), rank, K), 0)
+    out = drawn + (row * LEVELS + level) * (2 * K + 1)
+    tl.store(out + rank, target.to(tl.float64), mask=i < K)
+    tl.store(out + K + rank, probs.to(tl.float64), mask=i < K)
+    tl.store(out + 2 * K, place.to(tl.float64))
+    tl.store(tokens + row, tl.sum(tl.where(is_kept & (rank == place), ids, 0), 0).to(tl.int64))

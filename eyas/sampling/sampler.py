@@ -259,11 +259,6 @@ def filtered_probs_no_sync(logits: Tensor, filters: Filters) -> Tensor:
     return _drop_below(torch.where(has_filter[:, None], _filter(logits, probs, top_k, top_p), probs), filters.min_p)
 
 
-def tempered_probs(logits: Tensor, filters: Filters) -> Tensor:
-    """`filtered_probs` for rows without top-k and top-p."""
-    return _drop_below(_tempered(logits, filters.temperature), filters.min_p)
-
-
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     shifted = logits - logits.amax(-1, keepdim=True)
     return torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)

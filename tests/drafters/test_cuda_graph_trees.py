@@ -9,7 +9,7 @@ import torch
 
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters import cuda_graphs, scoring
+from eyas.drafters import cuda_graphs, scoring, tree_growth
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.draft_ahead import DraftAheadDrafter
@@ -251,3 +251,28 @@ def test_trees_of_the_kernels_are_the_plain_ones(
         for i, each in enumerate((noise, GREEDY, replace(noise, seed=7, temperature=0.05)))
     ]
     assert_same(drafter, plain, contexts)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "sps"])
+def test_chains_of_the_kernels_are_the_plain_ones(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    shape = TreeConfig(5, 3, 2)
+    drafter, plain = (make(method, tiny_target, tiny_head, shape, CONFIG, way) for way in (lambda run: run, None))
+    contexts = [
+        replace(commit(f"{n}", *session(n, n), 0, n, each, BUDGETS[0]), proposal="sampled")
+        for n, each in ((6, NOISED), (11, FILTERED), (3, replace(FILTERED, temperature=0.05)))
+    ]
+    expected = plain.propose(contexts)
+    for module in (scoring, tree_growth):
+        monkeypatch.setattr(module, "draws_by_kernels", lambda device: True)
+    for ours, theirs in zip(drafter.propose(contexts), expected, strict=True):
+        assert isinstance(ours, DraftTree)
+        assert isinstance(theirs, DraftTree)
+        assert ours.tokens == theirs.tokens
+        assert ours.sampled is not None
+        assert theirs.sampled is not None
+        for node, stated in theirs.sampled.draft_probs.items():
+            assert ours.sampled.draft_probs[node].ids == stated.ids
+            assert ours.sampled.draft_probs[node].probs == pytest.approx(stated.probs, rel=1e-4)
