@@ -42,11 +42,12 @@ from eyas.drafters.tree_growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows, may_be_copied
+from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
+from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
@@ -55,8 +56,9 @@ from eyas.tree import DraftTree
 if TYPE_CHECKING:
     from eyas.drafters.cpu_kernels import CompiledGrowth
 
-# Sessions of one pass of drafting ahead.
+# Sessions of one pass of drafting ahead. Rows that it may have at least on a GPU, where they lie in slots.
 MAX_SESSIONS_AHEAD = 64
+MIN_ROWS_AHEAD = 4096
 # Of a Markov head whose biases a kernel of the CPU computes; a library reads more of them faster.
 MAX_KERNEL_WEIGHTS = 2**22
 
@@ -66,8 +68,16 @@ class BlockDrafter(NeuralDrafter[None]):
 
     EXTEND_PASS, EXPAND_PASS = "draft_extend", "draft_round"
 
-    def __init__(self, head: BlockHead, tree: TreeConfig, config: DraftingConfig, capture: Capture | None = None) -> None:
-        """capture: how to capture whole trees, backbone included, as CUDA graphs.
+    def __init__(
+        self,
+        head: BlockHead,
+        tree: TreeConfig,
+        config: DraftingConfig,
+        capture: Capture | None = None,
+        is_ahead: bool = False,
+    ) -> None:
+        """capture: how to capture whole trees, backbone included, as CUDA graphs. is_ahead: whether `states_behind` may be
+        called.
 
         Raises ConfigError for a tree that the head cannot grow.
         """
@@ -84,10 +94,14 @@ class BlockDrafter(NeuralDrafter[None]):
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
         slots = plan_tree_slots(c, self._dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
         num_tree_slots = slots.num_slots if slots else 0
-        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_tree_slots)
-        ledger: KVLedger[None] = KVLedger(self._kv.scratch - num_tree_slots, head.max_model_len)
+        largest = tree.num_draft_tokens * (1 + c.block_size) + c.block_size
+        self._num_ahead_slots = max(MIN_ROWS_AHEAD, largest) if slots and is_ahead and not c.conv_kernel else 0
+        num_slots = num_tree_slots + self._num_ahead_slots
+        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_slots)
+        first = self._kv.scratch - num_slots
+        ledger: KVLedger[None] = KVLedger(first, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
-        slots = slots and replace(slots, first=self._kv.scratch - num_tree_slots, spare=self._kv.scratch)
+        slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, self._dtype, self._cache_context, c.hidden)
         self._growth = self._compiled_growth()
 
@@ -169,15 +183,19 @@ class BlockDrafter(NeuralDrafter[None]):
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
 
-    @property
-    def max_growing(self) -> int:
-        """Most sessions of `states_behind`: their rows attend to copies of all prefixes."""
-        return MAX_SESSIONS_AHEAD
+    def first_together(self, trees: Sequence[DraftTree], num_nodes: int) -> int:
+        """How many of these trees, from the first, one pass of `states_behind` can take, with `num_nodes` nodes of each."""
+        trees = trees[:MAX_SESSIONS_AHEAD]
+        if not self._num_ahead_slots:
+            return len(trees)
+        size = self._head.config.block_size
+        rows = np.cumsum([len(tree) + (1 + min(num_nodes, len(tree))) * size for tree in trees])
+        return int(np.searchsorted(rows, self._num_ahead_slots, side="right"))
 
     def can_grow(self, session: str) -> bool:
-        """Whether the session has what blocks grow from, and a pass may copy its prefix."""
+        """Whether the session has what blocks grow from."""
         known = self.sessions.get(session)
-        return known is not None and len(known.slots) > 0 and may_be_copied(len(known.slots))
+        return known is not None and len(known.slots) > 0
 
     @property
     def can_draft_ahead(self) -> bool:
@@ -196,23 +214,42 @@ class BlockDrafter(NeuralDrafter[None]):
             The normed states [S, G, H] behind the last commits, which propose the nodes of the trees; and for each session
             those behind its nodes [number of nodes, G, H]. These propose the tokens after the next one behind a node.
         """
-        most, prefixes, where = max(map(len, nodes)) + 1, self._prefix_slots(contexts), self.draft_ids.device
-        cached = PaddedPrefix.of(prefixes, [no_slots()] * len(prefixes), where)
-        shape = max(map(len, trees)), most, self._head.config.block_size
-        rows = [_rows_ahead(tree, own, shape) for tree, own in zip(trees, nodes, strict=True)]
-        tokens, depths, visible = (upload(np.stack(column), where) for column in zip(*rows, strict=True))
-        tokens = tokens.masked_fill_(tokens < 0, self._head.config.mask_token_id)
-        own = CopiedBlocks(self._head, self._kv, cached, cached.lengths[:, None] + depths, visible)
+        head, prefixes, where = self._head, self._prefix_slots(contexts), self.draft_ids.device
+        rows = [_rows_ahead(tree, own, head.config) for tree, own in zip(trees, nodes, strict=True)]
+        attention = self._blocks_ahead(rows, prefixes)
+        tokens = upload(np.concatenate([own.tokens for own in rows]), where)
 
         def run() -> Tensor:
-            return self._head.run(tokens.flatten(), own.positions, own.attend)
+            return head.run(tokens, attention.positions, attention.attend)
 
         num_cached, device = sum(map(len, prefixes)), self.device
-        states = device.on_device(device.run("draft_round", tokens.numel(), num_cached, run)) if device else run()
-        blocks = states.view(*tokens.shape, -1)[:, shape[0] :].view(len(nodes), most, shape[2], -1)
-        proposing = blocks[:, 1:, blocks.shape[2] - self._head.config.num_drafted :]
-        behind = [found[: len(own)] for found, own in zip(proposing, nodes, strict=True)]
-        return self._head.drafted_rows(blocks[:, 0]), behind
+        states = device.on_device(device.run("draft_round", len(tokens), num_cached, run)) if device else run()
+        parts = zip(torch.split(states, [len(own.tokens) for own in rows]), trees, strict=True)
+        blocks = [own[len(tree) :].view(-1, head.config.block_size, own.shape[1]) for own, tree in parts]
+        behind = [own[1:, head.config.block_size - head.config.num_drafted :] for own in blocks]
+        return head.drafted_rows(torch.stack([own[0] for own in blocks])), behind
+
+    def _blocks_ahead(self, rows: Sequence[RowsAhead], prefixes: Sequence[Slots]) -> SlotBlocks | BlocksApart:
+        """Attention of the rows of sessions, one after the other: with the kernel in slots that all passes share."""
+        head, where, ends = self._head, self.draft_ids.device, np.cumsum([len(own.tokens) for own in rows])
+        if not self._num_ahead_slots:
+            parts = list[CopiedBlocks]()
+            for own, prefix in zip(rows, prefixes, strict=True):
+                cached, visible = PaddedPrefix.of([prefix], [no_slots()], where), upload(own.visible[None], where)
+                parts.append(CopiedBlocks(head, self._kv, cached, upload(len(prefix) + own.depths[None], where), visible))
+            return BlocksApart(parts)
+        first = self._kv.scratch - self._num_ahead_slots
+        assert ends[-1] <= self._num_ahead_slots, "more rows than slots"
+        segments, causal = list[Segment](), list[Segment]()
+        for own, prefix, end in zip(rows, prefixes, ends.tolist(), strict=True):
+            positions, none = np.minimum(len(prefix) + own.depths, head.max_model_len - 1), no_slots()
+            slots = first + np.arange(end - len(own.tokens), end)
+            segments.append(Segment(own.tokens, positions, slots, prefix, own.visible, none))
+            before = own.visible & (own.depths[:, None] >= own.depths)
+            causal.append(segments[-1]._replace(visible=before))
+        windowed = head.config.causal_windows and any(head.config.windows)
+        whole = self._pack(segments, sees_later=True)
+        return SlotBlocks(head, self._kv, whole, self._pack(causal, sees_later=True) if windowed else whole)
 
     @torch.inference_mode()
     def next_tokens(self, contexts: Sequence[DraftContext], states: Tensor, count: int) -> tuple[Ints, Reals]:
@@ -256,11 +293,14 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     """One pass of the blocks behind all sessions' prefixes: normed states of the rows that propose tokens, [S, G, H]."""
     cached = roots.cached
     ahead = torch.arange(head.config.block_size, device=roots.tokens.device)
-    rows = (
-        SlotBlocks(head, kv, cached)
-        if isinstance(cached, SlotRows)
-        else CopiedBlocks(head, kv, cached, cached.lengths[:, None] + ahead)
-    )
+    rows: SlotBlocks | CopiedBlocks
+    if isinstance(cached, SlotRows):
+        blocks = SlotLevels(cached)
+        whole = blocks.all_at_once().packed
+        causal = blocks.all_at_once(cached.layout.own_causal).packed if head.config.causal_windows else whole
+        rows = SlotBlocks(head, kv, whole, causal)
+    else:
+        rows = CopiedBlocks(head, kv, cached, cached.lengths[:, None] + ahead)
     states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
     return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
 
@@ -281,15 +321,14 @@ def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixe
 class SlotBlocks:
     """The rows of blocks for the attention kernel. Rows have slots of the KV cache, and no prefix is copied."""
 
-    def __init__(self, head: BlockHead, kv: KVCache, rows: SlotRows) -> None:
-        self._config, self._kv, blocks = head.config, kv, SlotLevels(rows)
-        whole = blocks.all_at_once().packed
-        windowed = blocks.all_at_once(rows.layout.own_causal).packed if head.config.causal_windows else whole
-        self._packed = {window: whole if window is None else windowed for window in set(head.config.windows)}
+    def __init__(self, head: BlockHead, kv: KVCache, whole: PackedInputs, causal: PackedInputs) -> None:
+        """whole: the pass. causal: the same for layers with a window, in which a head may not see rows behind."""
+        self._config, self._kv = head.config, kv
+        self._packed = {window: whole if window is None else causal for window in set(head.config.windows)}
         self.positions = whole.positions
 
     def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Attend from the block rows [S * B, heads, d] to the prefixes and their own blocks."""
+        """Attend from rows [R, heads, d] to the prefixes and the rows that they see."""
         window = self._config.windows[layer]
         packed = self._packed[window]
         return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
@@ -303,26 +342,42 @@ class RowsAhead(NamedTuple):
     visible: Bools
 
 
-def _rows_ahead(tree: DraftTree, nodes: Sequence[int], shape: tuple[int, int, int]) -> RowsAhead:
+def _rows_ahead(tree: DraftTree, nodes: Sequence[int], c: BlockHeadConfig) -> RowsAhead:
     """The rows of blocks behind nodes of a tree.
 
     Rows are those of the tree, whose true features are missing; then the block of the root as in any round; then for each of
-    `nodes` a block of mask tokens, written as -1, which sees the node's path and itself. Each row of padding sees itself.
-    shape: most nodes of a tree, most blocks of one, and rows of a block.
+    `nodes` a block of mask tokens, which sees the node's path and itself.
 
         tree  root -- a -- b     rows  root a b | root m m | m m m | m m m     the last blocks stand behind a and b
     """
-    num_nodes, num_blocks, size = shape
-    num_rows, mask = num_nodes + num_blocks * size, tree.ancestor_mask()
-    tokens, depths, visible = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.eye(num_rows, dtype=np.bool_)
+    size, mask = c.block_size, tree.ancestor_mask()
+    num_rows = len(tree) + (1 + len(nodes)) * size
+    tokens, depths, visible = (
+        np.full(num_rows, c.mask_token_id),
+        np.zeros(num_rows, np.int64),
+        np.zeros((num_rows,) * 2, np.bool_),
+    )
     tokens[: len(tree)], depths[: len(tree)], visible[: len(tree), : len(tree)] = tree.tokens, tree.depths, mask
-    first = slice(num_nodes, num_nodes + size)
-    tokens[num_nodes], depths[first], visible[first, first] = tree.tokens[0], np.arange(size), True
-    for start, node in zip(range(num_nodes + size, num_rows, size), nodes, strict=False):
+    first = slice(len(tree), len(tree) + size)
+    tokens[first.start], depths[first], visible[first, first] = tree.tokens[0], np.arange(size), True
+    for start, node in zip(range(first.stop, num_rows, size), nodes, strict=True):
         own = slice(start, start + size)
         depths[own] = tree.depths[node] + 1 + np.arange(size)
         visible[own, : len(tree)], visible[own, own] = mask[node], True
     return RowsAhead(tokens, depths, visible)
+
+
+class BlocksApart:
+    """The rows of sessions one after the other without the kernel: each session reads its own prefix alone."""
+
+    def __init__(self, sessions: Sequence[CopiedBlocks]) -> None:
+        self._sessions, self.positions = sessions, torch.cat([own.positions for own in sessions])
+
+    def attend(self, layer: int, rows: Projected) -> Tensor:
+        """See SlotBlocks."""
+        counts = [len(own.positions) for own in self._sessions]
+        parts = zip(*(torch.split(x, counts) for x in (rows.query, rows.key, rows.value, rows.residual)), strict=True)
+        return torch.cat([own.attend(layer, Projected(*part)) for own, part in zip(self._sessions, parts, strict=True)])
 
 
 class CopiedBlocks:

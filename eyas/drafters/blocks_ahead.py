@@ -15,7 +15,6 @@ from eyas.draft_protocol import PreparedTree, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Path, PreparedTrees, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.on_demand import OnDemand, claim
-from eyas.drafters.tree_rows import copied_together
 from eyas.tree import DraftTree, TreeArrays
 
 # Trees behind likely ends: of all sessions together, the fewest and the most of one; and the tokens of a node that count.
@@ -53,8 +52,8 @@ class AheadBlocks:
             self._due[context.session] = context, tree or DraftTree.root_only(context.tokens[-1])
 
     def step(self) -> bool:
-        due = [name for name in self._due if self._drafter.can_grow(name)][: self._drafter.max_growing]
-        names = copied_together({name: self._due[name][0].committed_length for name in due})
+        names = [name for name in self._due if self._drafter.can_grow(name)]
+        names = names[: self._drafter.first_together([self._due[name][1] for name in names], self._num_nodes)]
         if not names:
             return False
         contexts, trees = zip(*(self._due.pop(name) for name in names), strict=True)

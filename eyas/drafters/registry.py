@@ -154,7 +154,8 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
     assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    drafter = BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
+    tree, is_ahead = replace(parts.tree, num_steps=num_steps), parts.ahead_mode != "never"
+    drafter = BlockDrafter(serve(head), tree, parts.drafting, parts.capture(), is_ahead)
     return parts.with_ahead(drafter) if drafter.can_draft_ahead else drafter
 
 

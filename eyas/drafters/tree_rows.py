@@ -14,7 +14,7 @@ Legend: S sessions, W rows of a session in a pass, R rows of a session in all pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,20 +33,6 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
 from eyas.tensors import Bools, Ints, upload
-
-# Tokens of prefixes that a pass ahead may copy, padding included: 0.5 GB for an EAGLE head of Llama 3 8B's shape.
-MAX_COPIED_TOKENS = 2**17
-
-
-def may_be_copied(num_tokens: int) -> bool:
-    """Whether one pass may copy prefixes of that many tokens, padding included."""
-    return num_tokens <= MAX_COPIED_TOKENS
-
-
-def copied_together(lengths: Mapping[str, int]) -> list[str]:
-    """Sessions whose prefixes one pass may copy, shorter ones first: every copy is as long as the longest."""
-    shortest_first = sorted(lengths, key=lengths.__getitem__)
-    return [name for count, name in enumerate(shortest_first, 1) if may_be_copied(count * lengths[name])]
 
 
 @dataclass(frozen=True)

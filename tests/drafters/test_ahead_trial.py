@@ -14,7 +14,6 @@ from benchmarks.scripts.virtual_split import Cell, Settings, VirtualSplit
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters import tree_rows
 from eyas.drafters.base import PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
@@ -224,27 +223,26 @@ def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: st
     assert numbers[-1] in (len(sent), len(sent) - 1), "the last one as well"
 
 
-def test_blocks_ahead_copy_a_bounded_number_of_tokens(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions of 9, 12 and 30 tokens, where 24 may be copied: two share passes, the last one is drafted serially."""
-    monkeypatch.setattr(tree_rows, "MAX_COPIED_TOKENS", 24)
-    copied, of = list[tuple[int, int]](), PaddedPrefix.of
+def test_blocks_ahead_read_each_prefix_at_its_own_length(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of 9, 12 and 120 tokens in one pass without the kernel: each prefix is copied once, and none is padded."""
+    copied, of = list[int](), PaddedPrefix.of
 
     def counted(slots: Sequence[Slots], *rest: Any) -> PaddedPrefix:
-        copied.append((len(slots), max(map(len, slots))))
+        copied.append(len(slots) * max(map(len, slots)))
         return of(slots, *rest)
 
     plain = block_drafter("dspark", tiny_target)
     ahead = DraftAheadDrafter(block_drafter("dspark", tiny_target), AHEAD)
-    first = [session("a", 9), session("b", 12), session("c", 30)]
+    first = [session("a", 9), session("b", 12), session("c", 120)]
     trees = last_of(ahead, first)
     with monkeypatch.context() as patch:
         patch.setattr(PaddedPrefix, "of", counted)
-        work(ahead)
-    assert {count for count, _ in copied} == {2}
-    assert all(count * length <= 24 for count, length in copied)
+        assert ahead.draft_ahead()
+    assert sorted(copied) == [8, 11, 119]
     assert_equal_trees(last_of(plain, first)[2], trees[2])
     second = going_on(first[2], likeliest(trees[2]))
-    assert_equal_trees(last_of(plain, [second])[0], last_of(ahead, [second])[0])
+    (found,) = last_of(ahead, [second])
+    assert found.grown_ahead
 
 
 @pytest.mark.parametrize(("head", "c"), [("eagle3-full", 0.1), ("dspark", 0.27)])

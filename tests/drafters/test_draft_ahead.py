@@ -21,13 +21,14 @@ from eyas.drafters.on_demand import AheadTrial
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
 from eyas.errors import ConfigError
+from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import MAX_SORTED
 from eyas.tree import DraftTree
-from tests.drafters.emulated_graphs import ignore_time
+from tests.drafters.emulated_graphs import DEVICE, capturing, ignore_time
 from tests.drafters.naive_block import NaiveBlock
 from tests.tiny import write_head, write_target
 from tests.tiny_block import KINDS, tiny_block_head
@@ -347,9 +348,9 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
 
-def block_drafter(kind: str, target: str, tree: TreeConfig = SHAPE) -> BlockDrafter:
-    head = serve(load_block_head(tiny_block_head(kind, target), target))
-    return BlockDrafter(head, tree, DraftingConfig(2048, ranking_temperature=1))
+def block_drafter(kind: str, target: str, tree: TreeConfig = SHAPE, capture: Capture | None = None) -> BlockDrafter:
+    head = serve(load_block_head(tiny_block_head(kind, target), target, "float32", DEVICE if capture else "cpu"))
+    return BlockDrafter(head, tree, DraftingConfig(2048, ranking_temperature=1), capture, is_ahead=True)
 
 
 def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> list[DraftTree]:
@@ -358,10 +359,11 @@ def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> 
     return trees  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash", "dflash-window"])
-def test_blocks_behind_nodes_equal_naive_ones(kind: str, tiny_target: str) -> None:
-    """All nodes of two sessions in one pass, against one block at a time."""
-    drafter, first = block_drafter(kind, tiny_target), [session("a", 9), session("b", 4)]
+@pytest.mark.parametrize("capture", [None, capturing()], ids=["plain", "kernel"])
+@pytest.mark.parametrize("kind", ["dspark", "dspark-rnn", "dflash", "dflash-window"])
+def test_blocks_behind_nodes_equal_naive_ones(kind: str, capture: Capture | None, tiny_target: str) -> None:
+    """All nodes of two sessions in one pass, against one block at a time; the kernel reads prefixes in their slots."""
+    drafter, first = block_drafter(kind, tiny_target, capture=capture), [session("a", 9), session("b", 4)]
     trees = last_of(drafter, first)
     nodes = [list(range(len(trees[0]))), [2, 0]]
     own = load_file(Path(tiny_target, "model.safetensors"))
@@ -371,11 +373,11 @@ def test_blocks_behind_nodes_equal_naive_ones(kind: str, tiny_target: str) -> No
     roots, behind = drafter.states_behind(first, trees, nodes)
     for context, tree, asked, root, found in zip(first, trees, nodes, roots, behind, strict=True):
         assert context.features is not None
-        torch.testing.assert_close(root, plain.block(context.features, context.tokens[-1]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(root.cpu(), plain.block(context.features, context.tokens[-1]), rtol=1e-4, atol=1e-5)
         for node, states in zip(asked, found, strict=True):
             path = [tree.tokens[above] for above in tree.path(node)]
             assert context.features is not None
-            torch.testing.assert_close(states, plain.block_ahead(context.features, path), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(states.cpu(), plain.block_ahead(context.features, path), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", NOISES)

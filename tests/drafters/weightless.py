@@ -38,7 +38,7 @@ from tests.launches import META
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_HEADS = 4096, 128256, 32000, 4
 TREE = TreeConfig(60, 8, 10)
-CONFIG = DraftingConfig(max_kv_tokens=20000)
+CONFIG = DraftingConfig(max_kv_tokens=40000)
 METHODS = (
     "eagle1", "eagle2", "eagle3", "peagle", "dspark", "dspark-rnn", "dflash", "dflash2", "medusa", "medusa-dynamic", "hydra",
     "sps",
@@ -59,7 +59,7 @@ def drafter_of(method: str, tree: TreeConfig = TREE, config: DraftingConfig = CO
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
         if method.startswith(("dspark", "dflash")):
-            return BlockDrafter(block_head(method), tree, config, capture)
+            return BlockDrafter(block_head(method), tree, config, capture, is_ahead=True)
         if "eagle" in method:
             plan = StaticTree(MethodsConfig().eagle1.tree_choices, META) if method == "eagle1" else None
             return EagleDrafter(eagle_head(method), tree, config, plan, capture, num_grown_slots=1000)

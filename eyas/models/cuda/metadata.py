@@ -219,12 +219,14 @@ def pack_with_metadata(
     scratch: int,
     device: torch.device,
     runs: Sequence[SharedRun] = (),
+    sees_later: bool = False,
 ) -> PackedInputs:
     """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
 
-    runs: those that the shape was made for.
+    runs: those that the shape was made for. sees_later: see `build_words`.
     """
-    packed = view(upload(build_words(segments, shape, scratch, runs), device), shape, count_logits(segments))
+    words = build_words(segments, shape, scratch, runs, sees_later)
+    packed = view(upload(words, device), shape, count_logits(segments))
     if not _has_others(segments):
         return packed
     assert packed.metadata is not None
@@ -238,8 +240,14 @@ def _has_others(segments: Sequence[Segment]) -> bool:
     return not isinstance(segments, TreeSegments) and any(len(segment.others) for segment in segments)
 
 
-def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int, runs: Sequence[SharedRun] = ()) -> Words:
-    """The words of a pass."""
+def build_words(
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    runs: Sequence[SharedRun] = (),
+    sees_later: bool = False,
+) -> Words:
+    """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
@@ -251,6 +259,8 @@ def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int,
     others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
     num_own = counts + others
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
+    if sees_later:
+        own.tiles[:, 7] = _last_seen(own, [segment.visible for segment in segments])
     ends = _num_fixed_words(shape) + lengths.cumsum()
     at = ends - lengths
     if segments:
@@ -318,6 +328,17 @@ def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape:
     tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + firsts * strides[owner]
     tiles[:, 7] = others[owner] + firsts + tiles[:, 1]  # no row sees a later one
     return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
+
+
+def _last_seen(own: OwnTiles, masks: Sequence[Bools | None]) -> Ints:
+    """The place behind the last key of the segment that a row of each tile sees."""
+    firsts, counts = own.tiles[:, 0], own.tiles[:, 1]
+    ends = []
+    for owner, first, count in zip(own.owner.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        visible = masks[owner]
+        assert visible is not None, "causal rows see no later one"
+        ends.append(1 + int(np.flatnonzero(visible[first : first + count].any(0))[-1]))
+    return np.array(ends)
 
 
 def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:
