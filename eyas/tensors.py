@@ -61,6 +61,13 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return pinned.to(device, non_blocking=on_host).to(dtype)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host, from CUDA straight into pinned memory: into other memory the driver would copy it twice."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
     """Copy tensors of one device to the host together, so that the host waits once.
 

@@ -28,7 +28,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.tensors import tensor_to_bytes
+from eyas.tensors import tensor_to_bytes, to_host
 from eyas.tree import DraftTree, TreeArrays
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -459,11 +459,11 @@ def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[lis
 
 
 def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
-    """The contexts with their features on the host, all in one copy from the device."""
+    """The contexts with their features on the host, all in one copy from the device to pinned memory."""
     features = [context.features for context in contexts if context.features is not None]
     if all(part.device.type == "cpu" for part in features):
         return list(contexts)
-    parts = iter(torch.split(torch.cat(features).cpu(), [len(part) for part in features]))
+    parts = iter(torch.split(to_host(torch.cat(features)), [len(part) for part in features]))
     return [context if context.features is None else changed(context, features=next(parts)) for context in contexts]
 
 
