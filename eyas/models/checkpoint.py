@@ -43,6 +43,8 @@ EMBEDDING_NAMES = (
 )
 # The embedding may be tied to the lm_head.
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
+# The scheme of torchao whose weights have the layouts of GPU kernels; no kernel of a CPU reads them.
+PACKED_FOR_GPUS = "Int4WeightOnlyConfig"
 # Quantised weights that are served, as transformers names them, and the packages that read them.
 QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
@@ -116,8 +118,9 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_quantisation(config: Mapping[str, Any], source: object) -> None:
-    """Raises CheckpointError for weights that Eyas does not serve, and for a package that they need and is missing."""
+def check_quantisation(config: Mapping[str, Any], source: object, device: str) -> None:
+    """Raises CheckpointError for weights that Eyas does not serve on a device, and for a package that they need and is
+    missing."""
     kind = quantisation(config)
     if not kind:
         return
@@ -130,6 +133,11 @@ def check_quantisation(config: Mapping[str, Any], source: object) -> None:
     if missing:
         raise CheckpointError(
             f"{source} holds weights quantised by {kind}; install what reads them: pip install {' '.join(missing)}"
+        )
+    if device == "cpu" and PACKED_FOR_GPUS in json.dumps(config["quantization_config"], default=str):
+        raise CheckpointError(
+            f"{source} holds 4-bit integers that torchao's {PACKED_FOR_GPUS} packs for GPUs, and device is cpu; serve it on "
+            "a GPU, or take weights of torchao's IntxWeightOnlyConfig"
         )
 
 

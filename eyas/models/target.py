@@ -236,7 +236,7 @@ def load_target(
     register_attention()
     check_device(dtype, device)
     folder = resolve(path_or_id)
-    check_quantisation(read_config(folder), path_or_id)
+    check_quantisation(read_config(folder), path_or_id, device)
     shapes = measure_kv_shapes(read_model_config(folder))
     model = _load_shard(folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
     if model is None:

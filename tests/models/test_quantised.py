@@ -18,19 +18,25 @@ from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
+from tests.models.test_fused import is_fused
 from tests.tiny import fixed_config, write_head
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
 
 
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Llama whose linear layers hold 8-bit integers."""
-    from torchao.quantization import Int8WeightOnlyConfig
+@pytest.fixture(scope="module", params=["8-bit integers", "4-bit integers"])
+def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama whose linear layers hold integers; those of 4 bits in groups of 16 with a scale each."""
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
     from transformers import TorchAoConfig
 
     plain = write_model(tmp_path_factory.mktemp("plain"), config_of("llama", num_hidden_layers=4, num_attention_heads=4))
-    scheme = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    scheme: Any = TorchAoConfig(
+        Int8WeightOnlyConfig(version=2)
+        if request.param == "8-bit integers"
+        else IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16))
+    )
     model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=scheme)
     folder = tmp_path_factory.mktemp("quantised")
     model.save_pretrained(folder)
@@ -43,6 +49,7 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     fuser = load_fuser(str(write_head(tmp_path)), quantised)
     target = load_target(quantised, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"
+    assert not is_fused(target), "quantised layers run as transformers has them"
     outputs = []
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(
@@ -75,6 +82,19 @@ def test_unreadable_quantised_weights_are_refused_by_name(
     config = json.loads((Path(tiny_target) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     with pytest.raises(CheckpointError, match=reason):
+        load_target(str(tmp_path))
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore")
+def test_4_bit_weights_packed_for_gpus_are_refused_on_a_cpu(tiny_target: str, tmp_path: Path) -> None:
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    config = json.loads((Path(tiny_target) / "config.json").read_text())
+    scheme: Any = TorchAoConfig(Int4WeightOnlyConfig(group_size=32))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.to_dict()}))
+    with pytest.raises(CheckpointError, match=r"Int4WeightOnlyConfig packs for GPUs.*IntxWeightOnlyConfig"):
         load_target(str(tmp_path))
 
 
