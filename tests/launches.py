@@ -332,6 +332,8 @@ def layer_calls(sm: int) -> None:
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
         slots = torch.zeros(64, dtype=torch.int64, device=META)
         layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
+        keys_alone = HeadLayout(0, 8, 128, head_norm)  # of context features
+        layer_kernels.rotate_and_store(qkv[:, :16].contiguous(), keys_alone, (rotary[0], rotary[1]), pool, pool, None)
         layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")
         if dtype == torch.float32:  # the rest is compiled for bfloat16 alone
             continue

@@ -31,10 +31,10 @@ ROUNDS = {
     "eagle2": (198, 199, 215, 145),
     "eagle3": (179, 180, 196, 132),
     "peagle": (146, 147, 163, 91),
-    "dspark": (209, 210, 226, 168),
-    "dspark-rnn": (281, 282, 298, 240),
-    "dflash": (176, 177, 193, 121),
-    "dflash2": (337, 338, 354, 296),
+    "dspark": (179, 180, 196, 138),
+    "dspark-rnn": (251, 252, 268, 210),
+    "dflash": (146, 147, 163, 91),
+    "dflash2": (307, 308, 324, 266),
     "medusa": (84, 85, 93, 19),
     "medusa-dynamic": (66, 67, 75, 19),
     "hydra": (113, 114, 122, 48),
@@ -42,13 +42,13 @@ ROUNDS = {
 }
 # Of a commit's new rows.
 EXTENSIONS = {
-    "eagle1": 25, "eagle2": 25, "eagle3": 26, "peagle": 62, "dspark": 42, "dspark-rnn": 42, "dflash": 42, "dflash2": 42,
+    "eagle1": 25, "eagle2": 25, "eagle3": 26, "peagle": 62, "dspark": 30, "dspark-rnn": 30, "dflash": 30, "dflash2": 30,
     "medusa": 3, "medusa-dynamic": 3, "hydra": 3, "sps": 41,
 }  # fmt: skip
 # Of a pass over rows of trees that grow ahead.
 ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28, "peagle": 70}
 # Of a pass of blocks behind nodes of trees that are verified.
-BLOCKS_AHEAD = {"dspark": 94, "dspark-rnn": 94, "dflash": 94}
+BLOCKS_AHEAD = {"dspark": 64, "dspark-rnn": 64, "dflash": 64}
 
 
 @cache

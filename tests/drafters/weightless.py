@@ -25,7 +25,7 @@ from eyas.models.attention import ATTENTION_NAME, register_attention
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.fused import fuse_layers
 from eyas.models.heads import block, block_layers
-from eyas.models.heads.block import BlockHead
+from eyas.models.heads.block import BlockHead, serve
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_shapes
@@ -128,7 +128,7 @@ def block_head(method: str) -> BlockHead:
     with pytest.MonkeyPatch.context() as patch, torch.device(META):
         for module in (block, block_layers):
             patch.setattr(module, "empty_linear", torch.nn.Linear)
-        return BlockHead(config, 8192).to(torch.bfloat16)
+        return serve(BlockHead(config, 8192).to(torch.bfloat16))
 
 
 @cache

@@ -358,6 +358,8 @@ def serve(head: BlockHead) -> BlockHead:
     On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases.
     """
     optimize_for_cpu(head.requires_grad_(False).eval())
+    for number in range(len(head.layers)):
+        head._layer(number).self_attn.serve()
     c, weight = head.config, head.embed_tokens.weight
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
         head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)

@@ -18,7 +18,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack, PackedLinear, PackedWeight
 from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
-from eyas.models.heads.layers import Projected, rms_norm, rotate
+from eyas.models.heads.layers import Projected, layer_kernels_for, rms_norm, rotate
 from eyas.models.inputs import RowKeys, Segment
 from eyas.tensors import Floats, Ints
 
@@ -62,17 +62,40 @@ class BlockSelfAttention(nn.Module):
         self.q_proj, self.o_proj = empty_linear(c.hidden, q, bias), empty_linear(q, c.hidden, bias)
         self.k_proj, self.v_proj = empty_linear(c.hidden, kv, bias), empty_linear(c.hidden, kv, bias)
         self.q_norm, self.k_norm = nn.RMSNorm(c.head_dim), nn.RMSNorm(c.head_dim)
+        self._num_heads, self._num_kv = c.num_heads, c.num_kv_heads
+        self._head_norms: Tensor | None = None
+
+    def serve(self) -> None:
+        """Lay out the norms for the kernel of a GPU: a row for each head of queries and keys."""
+        weights = self.q_norm.weight.expand(self._num_heads, -1), self.k_norm.weight.expand(self._num_kv, -1)
+        self._head_norms = torch.cat(weights).detach()
 
     def project(self, rows: Tensor, rotary: Tensor) -> Projected:
         """rows [R, H] as attention sees them, rotary [R, 2, d]; the residual of the result is `rows`."""
+        if self._head_norms is not None and (kernels := layer_kernels_for(rows)):
+            qkv = [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
+            return self._rotated(kernels, qkv, rotary, self._num_heads, rows)
         query = rotate(rms_norm(self._heads(self.q_proj(rows)), self.q_norm.weight, self._eps), rotary)
         context = self.project_context(rows, rotary)
         return Projected(query, context.key, context.value, rows)
 
     def project_context(self, features: Tensor, rotary: Tensor) -> Projected:
         """Keys and values of features [R, H], rotary [R, 2, d]; the query is empty."""
+        if self._head_norms is not None and (kernels := layer_kernels_for(features)):
+            return self._rotated(kernels, [self.k_proj(features), self.v_proj(features)], rotary, 0, features)
         key = rms_norm(self._heads(self.k_proj(features)), self.k_norm.weight, self._eps)
         return Projected(key[:0], rotate(key, rotary), self._heads(self.v_proj(features)), features)
+
+    def _rotated(self, kernels: Any, parts: list[Tensor], rotary: Tensor, num_heads: int, rows: Tensor) -> Projected:
+        """Norms and rotary embedding in one launch. parts: outputs of the projections of `num_heads` queries, if there are
+        some, of keys and of values."""
+        assert self._head_norms is not None, "the head is not served"
+        heads = self._heads(torch.cat(parts, -1))
+        norms = RMSNorm(self._head_norms[-num_heads - self._num_kv :], self._eps, adds_one=False)
+        layout = HeadLayout(num_heads, self._num_kv, self._width, norms)
+        key, value = heads.new_empty((2, len(heads), self._num_kv, self._width))
+        cos, sin = rotary.unbind(1)
+        return Projected(kernels.rotate_and_store(heads, layout, (cos, sin), key, value, None), key, value, rows)
 
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), -1, self._width)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import read_config
+from eyas.models.heads import block_layers, layers
 from eyas.models.heads.block import (
     BlockHead,
     attend_blocks,
@@ -20,6 +21,7 @@ from eyas.models.heads.block import (
     load_block_fuser,
     load_block_head,
     new_block_head,
+    serve,
     write_block_head,
 )
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
@@ -228,3 +230,24 @@ def test_sliding_layers_see_the_block_as_their_authors_do(kind: str, causal: boo
     assert raw.pop("sliding_window_non_causal") is not KINDS[kind].causal_windows
     (folder / "config.json").write_text(json.dumps(raw))
     assert read_block_config(folder, read_config(Path(tiny_target))).causal_windows is causal
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_kernel_projections_are_the_plain_ones(kind: str, tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values of rows, and keys and values of context; without a GPU in Triton's interpreter."""
+    kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = serve(load_block_head(tiny_block_head(kind, tiny_target), tiny_target, "float32", device))
+    rows = torch.randn(7, 32, generator=torch.Generator().manual_seed(4)).to(device)
+    layer, rotary = head.layers[1].self_attn, head.rotary[torch.tensor([3, 0, 9, 200, 5, 5, 1], device=device)]
+    with torch.inference_mode():
+        found = []
+        for ours in (None, kernels):
+            monkeypatch.setattr(block_layers, "layer_kernels_for", lambda x, ours=ours: ours)
+            monkeypatch.setattr(layers, "layer_kernels_for", lambda x: None)
+            found.append((layer.project(rows, rotary), layer.project_context(rows, rotary)))
+    assert found[0][0].query.shape == (7, 4, 8)
+    assert not any(context.query.numel() for _, context in found)
+    for plain, fused in zip(*found, strict=True):
+        for name in ("query", "key", "value", "residual") if plain.query.numel() else ("key", "value", "residual"):
+            torch.testing.assert_close(getattr(fused, name), getattr(plain, name), atol=1e-5, rtol=1e-5)
