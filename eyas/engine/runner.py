@@ -150,6 +150,7 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
         visible=tree.ancestor_mask() if tree is not None else None,
         logits_indices=np.arange(num_rows - num_logits, num_rows),
         noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) else None,
+        table=sequence.table,
     )
 
 
@@ -174,4 +175,5 @@ def tree_segments(
         slots=np.concatenate([scheduled.slots for scheduled in batch]),
         prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in batch],
         noise_keys=keys,
+        tables=[scheduled.sequence.table for scheduled in batch],
     )

@@ -322,8 +322,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         if not is_first:
             sequence.key = QueueKey(-math.inf, sequence.key.number)
-        sequence.prefix, sequence.computed = prefix, len(prefix.slots)
-        sequence.slots[: sequence.computed] = prefix.slots
+        sequence.begin(prefix)
         num_uncached = len(sequence.tokens) - sequence.computed
         sequence.prefilling = num_uncached > 1 or len(sequence.tokens) == len(sequence.request.prompt_ids)
         if sequence.num_cached is None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.models.slot_tables import TableId
 from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import PackedTrees
@@ -31,6 +32,7 @@ class Segment(NamedTuple):
     noise_key: without filters; lets ranks that share the vocabulary draw at these rows. None: rank 0 gets their logits.
     others: slots of earlier rows that only some rows see, such as nodes of a draft tree that grows, [m]. visible is then
         [n, m + n], these first. Not for sliding windows, nor for parts at fixed positions.
+    table: the slot table that begins with the prefix; None if it is of this pass alone.
     """
 
     tokens: Ints
@@ -41,6 +43,7 @@ class Segment(NamedTuple):
     logits_indices: Ints
     noise_key: NoiseKey | None = None
     others: Ints = NO_SLOTS
+    table: TableId | None = None
 
     def part(self, start: int, end: int) -> Segment:
         """Rows `start` to `end` of a causal segment; the rows before them join the prefix."""
@@ -87,7 +90,7 @@ class SegmentRows(NamedTuple):
 class TreeSegments(Sequence[Segment]):
     """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
 
-    rows: of all segments. prefixes: of each. trees: what they are.
+    rows: of all segments. prefixes, noise_keys, tables: of each. trees: what they are.
     """
 
     def __init__(
@@ -97,11 +100,12 @@ class TreeSegments(Sequence[Segment]):
         slots: Ints,
         prefixes: Sequence[Ints],
         noise_keys: Sequence[NoiseKey | None],
+        tables: Sequence[TableId | None],
     ) -> None:
         """positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
         self.rows = SegmentRows(trees.tokens, positions, slots, np.arange(len(slots)), trees.counts)
-        self.prefixes = prefixes
-        self.trees, self._noise_keys = trees, noise_keys
+        self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
+        self.trees = trees
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -113,16 +117,27 @@ class TreeSegments(Sequence[Segment]):
     def _segments(self) -> list[Segment]:
         (tokens, positions, slots, rows, counts), visible, segments = self.rows, self.trees.visible, list[Segment]()
         ends = np.cumsum(counts).tolist()
-        for start, end, prefix, key in zip([0, *ends[:-1]], ends, self.prefixes, self._noise_keys, strict=True):
+        fields = (self.prefixes, self.noise_keys, self.tables)
+        for start, end, prefix, key, table in zip([0, *ends[:-1]], ends, *fields, strict=True):
             own, count = slice(start, end), end - start
-            wanted = rows[:count]
-            segments.append(Segment(tokens[own], positions[own], slots[own], prefix, visible[own, :count], wanted, key))
+            seen, wanted = visible[own, :count], rows[:count]
+            segments.append(Segment(tokens[own], positions[own], slots[own], prefix, seen, wanted, key, NO_SLOTS, table))
         return segments
 
 
 def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
     """The prefix of each segment."""
     return segments.prefixes if isinstance(segments, TreeSegments) else [segment.prefix for segment in segments]
+
+
+def tables_of(segments: Sequence[Segment]) -> Sequence[TableId | None]:
+    """The slot table of each segment."""
+    return segments.tables if isinstance(segments, TreeSegments) else [segment.table for segment in segments]
+
+
+def noise_keys_of(segments: Sequence[Segment]) -> Sequence[NoiseKey | None]:
+    """The noise key of each segment."""
+    return segments.noise_keys if isinstance(segments, TreeSegments) else [segment.noise_key for segment in segments]
 
 
 @dataclass

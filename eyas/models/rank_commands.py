@@ -1,9 +1,9 @@
 """What rank 0 sends the other ranks: the segments of a forward pass, and the size of the KV cache, as bytes.
 
-The slots before a segment's rows are by far the most of it, and they hardly change from pass to pass. So both sides remember
-them, and a message names what to keep and what follows. It costs no matter how long the context is, at 64 sequences of 16
-rows some 20 kB. Where all ranks draw, noise keys go along. Encoder and decoder see the same messages in the same order, so
-they remember the same.
+The slots before a segment's rows are by far the most of it, and they hardly change from pass to pass. So ranks keep the slot
+table of each sequence in a row, and a message says for each segment which row it is, how many slots of it stay, and what
+follows them. Its bytes and the work on it do not depend on the context: at 64 sequences of 16 rows 22 kB. Where all
+ranks draw, noise keys go along.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ import numpy as np
 from eyas.config.engine import KVCacheDtype
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
-from eyas.models.inputs import Segment
+from eyas.models.inputs import NO_SLOTS, Segment, SegmentRows, TreeSegments, noise_keys_of, prefixes_of, tables_of
+from eyas.models.slot_tables import TableId, TableRows
 from eyas.request import NoiseKey
 from eyas.tensors import Ints
 
-# Passes after which a prefix that none of them has continued is forgotten.
-KEPT_PASSES = 16
-# Most slots at the end of a prefix that are searched for the end of a known one: more than a pass adds.
-SEARCHED_SLOTS = 1 << 16
-# Known prefix, kept slots of it, new slots, rows, wanted logits, whether there is a mask, whether there is a noise key.
+# Of a segment: row of its table, kept and new slots, rows, wanted logits, whether it has a mask, and a noise key.
 HEADER_INTS = 7
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
-UNKNOWN = -1
 _KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8")])
 FORWARD, INIT_KV_CACHE = 0, 1
 
@@ -45,142 +41,105 @@ class InitKVCache:
 Command = InitKVCache | Sequence[Segment]
 
 
-class KnownPrefixes:
-    """Prefixes of the last passes, by a number that rises with each of them."""
-
-    def __init__(self) -> None:
-        self._prefixes: dict[int, Ints] = {}
-        self._passes: list[range] = []
-        self._next = 0
-
-    def __getitem__(self, number: int) -> Ints:
-        return self._prefixes[number]
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._prefixes
-
-    @property
-    def next_number(self) -> int:
-        """The number of the first prefix of the next pass."""
-        return self._next
-
-    def end_pass(self, prefixes: Sequence[Ints], continued: Sequence[int]) -> None:
-        """Remember the prefixes of a pass; forget those that it has continued, and old ones."""
-        for number in continued:
-            self._prefixes.pop(number, None)
-        numbers = range(self._next, self._next + len(prefixes))
-        self._prefixes.update(zip(numbers, prefixes, strict=True))
-        self._next = numbers.stop
-        self._passes.append(numbers)
-        if len(self._passes) > KEPT_PASSES:
-            for number in self._passes.pop(0):
-                self._prefixes.pop(number, None)
-
-
 class CommandEncoder:
     """Turns commands into messages of 32-bit integers; an empty one for None, the stop."""
 
     def __init__(self) -> None:
-        self._known = KnownPrefixes()
-        # Which known prefix ends with a slot.
-        self._ends: Ints = np.full(0, UNKNOWN, dtype=np.int64)
+        self._tables = TableRows(0)
 
     def encode(self, command: Command | None) -> bytes:
-        """The next message. Every decoder must get it."""
+        """The next message; a decoder must get all since an InitKVCache. The work does not depend on the context."""
         if command is None:
             return b""
         if isinstance(command, InitKVCache):
-            self.__init__()  # type: ignore[misc]
             plan, limits = command.plan, command.plan.limits
+            self._tables = TableRows(limits.segments)
             dtype = KV_CACHE_DTYPES.index(plan.kv_cache_dtype)
             values = [INIT_KV_CACHE, command.num_slots, plan.kind, dtype, limits.rows, limits.segments, limits.prefix]
             return np.array(values).astype("<i4").tobytes()
-        prefixes = [segment.prefix.copy() for segment in command]  # the scheduler goes on writing to its own
-        kept = [self._find(prefix) for prefix in prefixes]
-        headers = [
-            (number, count, len(s.prefix) - count, len(s.tokens), len(s.logits_indices), *_has(s))
-            for s, (number, count) in zip(command, kept, strict=True)
-        ]
-        parts = [np.array([FORWARD, len(command)]), np.array(headers, dtype=np.int64).reshape(-1)]
-        parts += [prefix[count:] for prefix, (_, count) in zip(prefixes, kept, strict=True)]
-        parts += [getattr(s, name) for name in ("tokens", "positions", "slots", "logits_indices") for s in command]
-        parts += [_key_words(s.noise_key) for s in command if s.noise_key is not None]
-        self._remember(prefixes, [number for number, _ in kept])
-        masks = [s.visible.ravel() for s in command if s.visible is not None]
-        bits = np.packbits(np.concatenate(masks)).tobytes() if masks else b""
-        return np.concatenate(parts).astype("<i4").tobytes() + bits
-
-    def _find(self, prefix: Ints) -> tuple[int, int]:
-        """The known prefix that ends the furthest in this one, and how many slots the two begin with; else UNKNOWN and 0."""
-        tail = prefix[-SEARCHED_SLOTS:]
-        inside = tail < len(self._ends)
-        found = np.where(inside, self._ends[np.where(inside, tail, 0)] if len(self._ends) else UNKNOWN, UNKNOWN)
-        for number in found[found != UNKNOWN][::-1].tolist():
-            if number in self._known:
-                known = self._known[number]
-                count = min(len(known), len(prefix))
-                differing = np.flatnonzero(known[:count] != prefix[:count])
-                return number, int(differing[0]) if len(differing) else count
-        return UNKNOWN, 0
-
-    def _remember(self, prefixes: Sequence[Ints], continued: Sequence[int]) -> None:
-        highest = max((int(prefix[-1]) for prefix in prefixes if len(prefix)), default=UNKNOWN)
-        if highest >= len(self._ends):
-            grown = np.full(2 * highest + 1 - len(self._ends), UNKNOWN, dtype=np.int64)
-            self._ends = np.concatenate([self._ends, grown])
-        for number, prefix in enumerate(prefixes, self._known.next_number):
-            if len(prefix):
-                self._ends[prefix[-1]] = number
-        self._known.end_pass(prefixes, continued)
+        if not command:
+            return np.array([FORWARD, 0], "<i4").tobytes()
+        prefixes, keys, packed = prefixes_of(command), noise_keys_of(command), SegmentRows.of(command)
+        self._tables.most = max(self._tables.most, len(command))
+        rows, kept = self._tables.place(tables_of(command), prefixes)
+        new = [prefix[count:] for prefix, count in zip(prefixes, kept, strict=True)]
+        headers = np.empty((HEADER_INTS, len(command)), dtype=np.int64)
+        headers[:4] = rows, kept, list(map(len, new)), packed.counts
+        headers[4], headers[5], bits = _logits_and_masks(command, packed.counts)
+        headers[6] = [key is not None for key in keys]
+        noise = np.array([(key.seed, key.temperature) for key in keys if key is not None], _KEY).view("<i4")
+        parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
+        return np.concatenate([*parts, packed.logits_indices, noise]).astype("<i4").tobytes() + bits
 
 
 class CommandDecoder:
-    """Turns the messages of one encoder into commands again."""
+    """Turns the messages of one encoder into commands again. It may begin with any InitKVCache."""
 
     def __init__(self) -> None:
-        self._known = KnownPrefixes()
+        self._tables: dict[int, ReceivedTable] = {}
 
     def decode(self, message: bytes) -> Command | None:
-        """The command of the next message; None for the stop."""
+        """The command of the next message; None for the stop. Prefixes are valid until the next one."""
         if not message:
             return None
         kind, count = np.frombuffer(message, "<i4", 2).tolist()
         if kind == INIT_KV_CACHE:
-            self._known = KnownPrefixes()
+            self._tables.clear()
             _, num_slots, kind, dtype, *limits = np.frombuffer(message, "<i4").tolist()
             plan = BackendPlan(BackendKind(kind), CaptureLimits(*limits), kv_cache_dtype=KV_CACHE_DTYPES[dtype])
             return InitKVCache(num_slots, plan)
-        headers = np.frombuffer(message, "<i4", HEADER_INTS * count, 8).reshape(count, HEADER_INTS).astype(np.int64)
-        numbers, kept, added, rows, logits, masked, keyed = headers.T
+        if not count:
+            return []
+        headers = np.frombuffer(message, "<i4", HEADER_INTS * count, 8).reshape(HEADER_INTS, count).astype(np.int64)
+        table_rows, kept, added, rows, logits, masked, keyed = headers
         sizes = np.concatenate([added, rows, rows, rows, logits])
         start = 8 + headers.size * 4
         ints = np.frombuffer(message, "<i4", int(sizes.sum()), start).astype(np.int64)
-        parts = np.split(ints, np.cumsum(sizes)[:-1]) if count else []
+        ints[len(ints) - int(logits.sum()) :] -= np.repeat(rows.cumsum() - rows, logits)  # count within each segment
+        parts = np.split(ints, np.cumsum(sizes)[:-1])
         new, tokens, positions, slots, logits_indices = (parts[i * count : (i + 1) * count] for i in range(5))
         end = start + 4 * len(ints)
         keys = np.frombuffer(message, _KEY, int(keyed.sum()), end).tolist()
         noise_keys = iter([NoiseKey(*key) for key in keys])
-        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=end + _KEY.itemsize * len(keys)))
+        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=end + _KEY.itemsize * len(keys))).view(np.bool_)
         cells = np.cumsum(rows * rows * masked)
         masks = [
-            bits[end - size * size : end].astype(np.bool_).reshape(size, size) if is_masked else None
+            bits[end - size * size : end].reshape(size, size) if is_masked else None
             for end, size, is_masked in zip(cells.tolist(), rows.tolist(), masked.tolist(), strict=True)
         ]
-        prefixes = [
-            np.concatenate([self._known[number][:length], own]) if number != UNKNOWN else own
-            for number, length, own in zip(numbers.tolist(), kept.tolist(), new, strict=True)
-        ]
-        self._known.end_pass(prefixes, numbers.tolist())
+        tables = [self._tables.setdefault(row, ReceivedTable(row)) for row in table_rows.tolist()]
+        prefixes = [t.append(length, own) for t, length, own in zip(tables, kept.tolist(), new, strict=True)]
         own_keys = [next(noise_keys) if has_key else None for has_key in keyed.tolist()]
-        fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys)
+        ids = [table.id for table in tables]
+        fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys, [NO_SLOTS] * count, ids)
         return [Segment(*own) for own in zip(*fields, strict=True)]
 
 
-def _has(segment: Segment) -> tuple[bool, bool]:
-    """Whether there is a mask, and whether there is a noise key."""
-    return segment.visible is not None, segment.noise_key is not None
+class ReceivedTable:
+    """The slots that a rank has in one row. id: of the table that they are; another one once slots are replaced."""
+
+    def __init__(self, row: int) -> None:
+        self.id: TableId = (row, 0)
+        self._slots, self._length = NO_SLOTS, 0
+
+    def append(self, kept: int, new: Ints) -> Ints:
+        """Put slots behind the first `kept` ones. Returns all of them; a copy is made only when memory must grow."""
+        if kept != self._length:
+            self.id = (self.id[0], self.id[1] + 1)
+        self._length = kept + len(new)
+        if self._length > len(self._slots):
+            grown = np.empty(2 * self._length, dtype=np.int64)
+            grown[:kept] = self._slots[:kept]
+            self._slots = grown
+        self._slots[kept : self._length] = new
+        return self._slots[: self._length]
 
 
-def _key_words(key: NoiseKey) -> Ints:
-    """A noise key without filters, as 32-bit integers."""
-    return np.array([(key.seed, key.temperature)], _KEY).view("<i4").astype(np.int64)
+def _logits_and_masks(segments: Sequence[Segment], counts: Ints) -> tuple[Ints | list[int], bool | list[bool], bytes]:
+    """Of each segment the number of wanted logits and whether there is a mask; then the bits of all masks, row by row."""
+    if isinstance(segments, TreeSegments):
+        visible = segments.trees.visible
+        return counts, True, np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()
+    masks = [segment.visible.ravel() for segment in segments if segment.visible is not None]
+    bits = np.packbits(np.concatenate(masks)).tobytes() if masks else b""
+    return [len(s.logits_indices) for s in segments], [s.visible is not None for s in segments], bits

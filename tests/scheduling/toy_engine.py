@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
+from eyas.models.slot_tables import TableRows
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput, accept
 from eyas.tree import DraftTree
@@ -41,7 +42,7 @@ class Clock:
 
 
 class ToyEngine:
-    """Steps a real scheduler with random trees, and checks every slot that is read."""
+    """Steps a real scheduler with random trees, and checks every slot that is read, on a device that gets new ones only."""
 
     def __init__(self, seed: int = 0, tree: TreeConfig = TREE, **limits: float) -> None:
         self.clock = Clock()
@@ -50,6 +51,7 @@ class ToyEngine:
         self.chunks: dict[str, list[Chunk]] = {}
         self.num_rows = 0
         self._slots: dict[int, tuple[int, ...]] = {}
+        self._tables, self._received = TableRows(config.max_num_seqs), dict[int, list[int]]()
         self._random = random.Random(seed)
 
     def submit(
@@ -66,7 +68,8 @@ class ToyEngine:
         chunks = self.scheduler.reap()
         batch = self.scheduler.schedule(drafts)
         self.num_rows = sum(len(scheduled.slots) for scheduled in batch)
-        chunks += self.scheduler.commit(batch, [VerifyOutput(self._forward(scheduled)) for scheduled in batch])
+        outputs = [VerifyOutput(self._forward(*each)) for each in zip(batch, self._prefixes(batch), strict=True)]
+        chunks += self.scheduler.commit(batch, outputs)
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         self.scheduler.check()
@@ -92,9 +95,17 @@ class ToyEngine:
                 depths.append(depths[parent] + 1)
         return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
-    def _forward(self, scheduled: ScheduledSequence) -> Accepted | None:
+    def _prefixes(self, batch: Seq[ScheduledSequence]) -> list[list[int]]:
+        """The slots before the rows of each sequence, as a receiver of new slots has them."""
+        prefixes = [scheduled.sequence.slots[: scheduled.first] for scheduled in batch]
+        update = self._tables.place([scheduled.sequence.table for scheduled in batch], prefixes)
+        for row, kept, prefix in zip(*update, prefixes, strict=True):
+            self._received[row] = self._received.get(row, [])[:kept] + prefix[kept:].tolist()
+        return [self._received[row] for row in update.rows]
+
+    def _forward(self, scheduled: ScheduledSequence, prefix: list[int]) -> Accepted | None:
         tokens, tree = scheduled.sequence.tokens, scheduled.tree
-        read = [self._slots[slot] for slot in scheduled.sequence.slots[: scheduled.first].tolist()]
+        read = [self._slots[slot] for slot in prefix]
         assert read == [tuple(tokens[: i + 1]) for i in range(scheduled.first)], (
             "a slot holds another token than its owner thinks"
         )
