@@ -322,7 +322,8 @@ class MetadataShape:
 class AttentionMetadata:
     """What the attention kernel reads, in the layout of eyas.models.cuda.metadata. All int32.
 
-    A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows.
+    A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows. Masks
+    lie in the words of the pass, and `words` is the same tensor unless a SlotMemory keeps the prefixes.
     tiles: [tiles, 10], or [tiles, 12] with parts at fixed positions. positions: [rows]. slots, key_positions: of own keys.
     num_logits: rows whose logits are asked for, the first of those computed.
     """

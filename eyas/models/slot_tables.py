@@ -8,6 +8,7 @@ length of the context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from eyas.tree import Ints
@@ -16,12 +17,13 @@ from eyas.tree import Ints
 TableId = tuple[int, int]
 
 
-class KnownTable(NamedTuple):
-    """A table in `row` of the receiver's memory, which has `length` slots of it. last: the slot at the end, -1 for none."""
+@dataclass(slots=True)
+class KnownTable:
+    """A table in `row` of the receiver's memory, which has `length` slots of it. used: number of the last pass with it."""
 
     row: int
     length: int
-    last: int
+    used: int
 
 
 class TableUpdate(NamedTuple):
@@ -32,37 +34,40 @@ class TableUpdate(NamedTuple):
 
 
 class TableRows:
-    """The rows of one receiver. Tables that were not used for the longest time make room for others.
+    """The rows of one receiver. The table that was not used for the longest time makes room for another.
 
     most: rows of the receiver's memory. A table without an id takes a row for one pass.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._known: dict[TableId, KnownTable] = {}  # the least recently used first
+        self._known: dict[TableId | None, KnownTable] = {}  # without None
         self._free: list[int] = []
-        self._num_rows = 0
+        self._num_rows = self._num_passes = 0
 
     def place(self, tables: Sequence[TableId | None], prefixes: Sequence[Ints]) -> TableUpdate:
         """Find a row for each of at most `most` tables. From now on the receiver is taken to have all of these prefixes."""
         assert len(tables) <= self.most, f"{len(tables)} tables for {self.most} rows"
-        known = [self._known.pop(table, None) if table is not None else None for table in tables]
-        rows, kept, unnamed = list[int](), list[int](), list[int]()
-        for table, prefix, had in zip(tables, prefixes, known, strict=True):
-            length, count = len(prefix), 0
-            row = self._take_row() if had is None else had.row
-            if had is not None:
-                count = min(had.length, length)
-                if count and count == had.length and prefix[count - 1] != had.last:
-                    count = 0  # only added slots keep the id, but wrong keys would go unseen
-            rows.append(row)
-            kept.append(count)
-            if table is None:
-                unnamed.append(row)
+        self._num_passes += 1
+        rows, kept, missing = list[int](), list[int](), list[int]()
+        for index, (table, prefix) in enumerate(zip(tables, prefixes, strict=True)):
+            known, length = self._known.get(table), len(prefix)
+            if known is None:
+                missing.append(index)
+                rows.append(-1)
+                kept.append(0)
                 continue
-            if (twin := self._known.get(table)) is not None:
-                unnamed.append(twin.row)
-            self._known[table] = KnownTable(row, length, int(prefix[-1]) if length else -1)
+            rows.append(known.row)
+            kept.append(known.length if known.length < length else length)
+            known.length, known.used = length, self._num_passes
+        unnamed = []
+        for index in missing:
+            table, row = tables[index], self._take_row()
+            rows[index] = row
+            if table is None or table in self._known:
+                unnamed.append(row)
+            else:
+                self._known[table] = KnownTable(row, len(prefixes[index]), self._num_passes)
         self._free += unnamed
         return TableUpdate(rows, kept)
 
@@ -72,4 +77,5 @@ class TableRows:
         if self._num_rows < self.most:
             self._num_rows += 1
             return self._num_rows - 1
-        return self._known.pop(next(iter(self._known))).row
+        oldest = min(self._known, key=lambda table: self._known[table].used)
+        return self._known.pop(oldest).row

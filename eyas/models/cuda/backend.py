@@ -28,6 +28,7 @@ from eyas.config.engine import KVCacheDtype
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import FIXED_PART, Tiling, pack_with_metadata, shared_runs, tight_shape
+from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.models.fused import is_batch_invariant
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
@@ -108,7 +109,9 @@ def build_backend(
         raise ConfigError(f"rank 0 takes the kernel for attention, but {where}; install the same on every rank")
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
     tiling = replace(tiling, longest=target.max_model_len, fixed_part=FIXED_PART if plan.batch_invariant else 0)
-    launched = KernelBackend(target, tiling, kv_cache.scratch)
+    limits = plan.limits
+    memory = SlotMemory(limits.segments, min(limits.prefix // limits.segments, kv_cache.scratch), target.device)
+    launched = KernelBackend(target, tiling, kv_cache.scratch, memory)
     check_kernels(launched)
     if plan.batch_invariant:
         check_batch_invariance(launched)
@@ -212,10 +215,12 @@ def why_no_kernel_for(head_width: int, heads_per_kv: int) -> str:
 
 
 class KernelBackend:
-    """A target whose attention is the kernel. scratch: the slot that padding rows write to."""
+    """A target whose attention is the kernel. scratch: the slot that padding rows write to. memory: of prefixes; without it
+    each pass brings its own along."""
 
-    def __init__(self, target: TargetModel, tiling: Tiling, scratch: int) -> None:
+    def __init__(self, target: TargetModel, tiling: Tiling, scratch: int, memory: SlotMemory | None = None) -> None:
         self.target = target
+        self.memory = memory
         self.tiling = tiling
         self.scratch = scratch
 
@@ -223,7 +228,7 @@ class KernelBackend:
         """Segments without padding."""
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
-        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs)
+        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, self.memory)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but hidden states may end with padding rows."""

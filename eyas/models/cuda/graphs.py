@@ -45,7 +45,10 @@ MAX_UNUSED_LOGITS = 64  # rows whose logits may be computed without need, howeve
 
 @dataclass(frozen=True)
 class CaptureLimits:
-    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together."""
+    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together.
+
+    A SlotMemory has room for as many prefixes as there are segments, each with an equal share of the slots.
+    """
 
     rows: int
     segments: int
@@ -86,7 +89,7 @@ class GraphBackend:
         self._kv_cache = kv_cache
         self._buckets = row_buckets(min(limits.rows, MAX_GRAPH_ROWS))
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
-        num_words = max(map(max_words, self._shapes.values())) + limits.prefix
+        num_words = max(map(max_words, self._shapes.values())) + (0 if launched.memory else limits.prefix)
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
         self._output: TargetOutput | None = None  # of the largest graph; the others write to its first rows
         buckets = with_progress(self._buckets[::-1], "capturing CUDA graphs", show_progress)
@@ -99,14 +102,18 @@ class GraphBackend:
         rows = choose_bucket(self._buckets, count_rows(segments), count_logits(segments))
         if rows is None or not has_room(self._shapes[rows], segments):
             return self._launched.pack(segments)
-        return pack_with_metadata(segments, self._shapes[rows], self._launched.scratch, self._launched.target.device)
+        launched = self._launched
+        return pack_with_metadata(
+            segments, self._shapes[rows], launched.scratch, launched.target.device, memory=launched.memory
+        )
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but the next pass overwrites the output, and hidden states may end with padding rows."""
         assert packed.metadata is not None, "packed by another backend"
         assert kv_cache is self._kv_cache, "captured over another KV cache"
-        words, replay = packed.metadata.words, self._replays.get(packed.metadata.shape)
-        if replay is None or len(words) > len(self._words):
+        words, replay = packed.metadata.masks, self._replays.get(packed.metadata.shape)
+        has_prefixes = self._launched.memory is None or packed.metadata.words is self._launched.memory.words
+        if replay is None or not has_prefixes or len(words) > len(self._words):
             return self._launched.forward(packed, kv_cache)
         self._words[: len(words)].copy_(words)
         out = replay()
@@ -134,7 +141,9 @@ class GraphBackend:
     def _run(self, rows: int) -> TargetOutput:
         """What is captured. All graphs leave their output in the same memory: one graph's is used before the next runs."""
         shape = self._shapes[rows]
-        out = self._launched.forward(view(self._words, shape, shape.logits), self._kv_cache)
+        memory = self._launched.memory
+        packed = view(self._words, shape, shape.logits, memory.words if memory else None)
+        out = self._launched.forward(packed, self._kv_cache)
         if rows == self._buckets[-1]:
             self._output = out
             return out

@@ -86,7 +86,8 @@ def _attend_by_position(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # without fused operations, which the compiler would choose by what is around them
     _attend_fixed_parts[(shape.tiles, num_kv)](
-        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.tiles, meta.slots, meta.positions),
+        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
+        *(meta.slots, meta.positions),
         float(scaling),
         BLOCK_N=max(16, _keys_per_block(query) // 2),  # with more, sm_100 spills
         enable_fp_fusion=False,
@@ -229,9 +230,9 @@ def _combine(
     tl.store(out + cell * WIDTH + d, mean.to(out.dtype.element_ty), mask=d < WIDTH)
 
 
-@triton.jit(do_not_specialize_on_alignment=["words", "tiles", "slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["words", "masks", "tiles", "slots", "positions"])
 def _attend_fixed_parts(
-    query, keys, values, partials, sums, words, tiles, slots, positions, scaling,
+    query, keys, values, partials, sums, words, masks, tiles, slots, positions, scaling,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +241,7 @@ def _attend_fixed_parts(
     tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
     first, count, own, lanes = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     length, prefix = tl.load(tile + 4), words + tl.load(tile + 5)
-    paths, depths = words + tl.load(tile + 6), tl.load(tile + 7)
+    paths, depths = masks + tl.load(tile + 6), tl.load(tile + 7)
     begin, end, place = tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 10)
     if begin >= end:
         return

@@ -1,11 +1,12 @@
 """Packs segments for the attention kernel: one array of integers, uploaded in one copy.
 
 Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; the slots of all
-prefixes; then the mask of each segment, one bit for each pair of its rows. A tile holds TILE_WORDS words:
+prefixes, unless a SlotMemory keeps them; then the mask of each segment, one bit for each pair of its rows. A tile holds
+TILE_WORDS words:
 
     0, 1  its first row, and its number of rows
     2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
-    4, 5  length of the prefix, and the word at which it begins
+    4, 5  length of the prefix, and the word at which it begins, among these or in the SlotMemory
     6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
     8, 9  the first key that it reads, and the number of results that stand before its own for each row
 
@@ -36,6 +37,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eyas.models.cuda.slot_memory import SlotMemory, TableWrites
 from eyas.models.inputs import (
     AttentionMetadata,
     MetadataShape,
@@ -220,19 +222,41 @@ def pack_with_metadata(
     device: torch.device,
     runs: Sequence[SharedRun] = (),
     sees_later: bool = False,
+    memory: SlotMemory | None = None,
 ) -> PackedInputs:
     """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
 
-    runs: those that the shape was made for. sees_later: see `build_words`.
+    runs: those that the shape was made for. sees_later: see `build_words`. memory: keeps the prefixes, if it has room for
+    them.
     """
-    words = build_words(segments, shape, scratch, runs, sees_later)
-    packed = view(upload(words, device), shape, count_logits(segments))
+    writes = memory.place(segments) if memory else None
+    words = build_words(segments, shape, scratch, runs, sees_later, writes.prefixes if writes else None)
+    if memory is None or writes is None:
+        packed = view(upload(words, device), shape, count_logits(segments))
+    else:
+        packed = view(_upload_and_write(words, writes, memory, device), shape, count_logits(segments), memory.words)
     if not _has_others(segments):
         return packed
     assert packed.metadata is not None
-    slots = packed.metadata.words[-sum(len(segment.others) + len(segment.slots) for segment in segments) :]
+    slots = packed.metadata.masks[-sum(len(segment.others) + len(segment.slots) for segment in segments) :]
     # positions are for sliding windows, which such rows do not have
     return replace(packed, metadata=replace(packed.metadata, slots=slots, key_positions=slots))
+
+
+def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, device: torch.device) -> Tensor:
+    """The words of a pass on the device, behind the writes to its slot memory; all of it travels in one copy."""
+    count, start = len(writes.at), _aligned(len(words))
+    padding = np.zeros(start - len(words), dtype=np.int32)  # the addresses of writes have 64 bits
+    at, slots = writes.at.astype(np.int64, copy=False).view(np.int32), writes.slots.astype(np.int32)
+    try:
+        uploaded = upload(np.concatenate([words, padding, at, slots]) if count else words, device)
+        if count:
+            end = start + 2 * count
+            memory.words.index_copy_(0, uploaded[start:end].view(torch.int64), uploaded[end:])
+    except BaseException:
+        memory.forget()
+        raise
+    return uploaded[: len(words)]
 
 
 def _has_others(segments: Sequence[Segment]) -> bool:
@@ -246,8 +270,13 @@ def build_words(
     scratch: int,
     runs: Sequence[SharedRun] = (),
     sees_later: bool = False,
+    kept_prefixes: Ints | None = None,
 ) -> Words:
-    """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks."""
+    """The words of a pass.
+
+    sees_later: whether rows may see later rows of their segments; then all have masks. kept_prefixes: where each prefix
+    begins, if a SlotMemory keeps them [B].
+    """
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
@@ -261,8 +290,8 @@ def build_words(
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
     if sees_later:
         own.tiles[:, 7] = _last_seen(own, [segment.visible for segment in segments])
-    ends = _num_fixed_words(shape) + lengths.cumsum()
-    at = ends - lengths
+    ends = _num_fixed_words(shape) + (lengths.cumsum() if kept_prefixes is None else np.zeros_like(lengths))
+    at = ends - lengths if kept_prefixes is None else kept_prefixes
     if segments:
         rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = packed.tokens, packed.positions, packed.slots
         rows[3, : len(packed.logits_indices)] = packed.logits_indices
@@ -279,7 +308,8 @@ def build_words(
     padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
     padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
     keys = [part for segment in segments for part in (segment.others, segment.slots)] if has_others else []
-    return np.concatenate([rows.ravel(), tiles.ravel(), *prefixes, own.seen, *keys], dtype=np.int32, casting="same_kind")
+    sent = prefixes if kept_prefixes is None else ()
+    return np.concatenate([rows.ravel(), tiles.ravel(), *sent, own.seen, *keys], dtype=np.int32, casting="same_kind")
 
 
 def _numbers_within(counts: Ints) -> Ints:
@@ -440,13 +470,14 @@ def _path_words(segment: Segment) -> Words:
     return paths
 
 
-def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
-    """A pass over words that are on the device."""
+def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor | None = None) -> PackedInputs:
+    """A pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
     stride = _aligned(shape.rows)
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
     tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, _tile_words(shape))
     tokens, positions, slots, logits_indices = rows.long()
-    metadata = AttentionMetadata(shape, num_logits, words, words, tiles, rows[1], rows[2], rows[1])
+    with_prefixes = words if prefixes is None else prefixes
+    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, rows[1], rows[2], rows[1])
     return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eyas.models import attention
 from eyas.models.cuda import metadata
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
+from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import (
     Heads,
@@ -53,6 +54,16 @@ def by_position(segments: list[Segment], heads: Heads, scratch: int) -> PackedIn
     """Parts of 64 keys at fixed positions."""
     tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, fixed_part=64)
     return pack_with_metadata(segments, tight_shape(segments, tiling), scratch, DEVICE)
+
+
+def kept(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    """By position, and prefixes in a memory that already has a part of them."""
+    tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, fixed_part=64)
+    memory, segments = SlotMemory(8, 200, DEVICE), [s._replace(table=(n, 0)) for n, s in enumerate(segments)]
+    before = [s._replace(prefix=s.prefix[: len(s.prefix) // 2]) for s in reversed(segments)]
+    for each in (before, segments):
+        packed = pack_with_metadata(each, tight_shape(each, tiling), scratch, DEVICE, memory=memory)
+    return packed
 
 
 def check(
@@ -104,10 +115,11 @@ def test_rows_of_a_tree_see_nodes_that_were_run_before(packing: Packing) -> None
     check(packing, [behind_others(make_pass([(True, 50, 70)])[0], 20)], Heads(4, 1, 16))
 
 
+@pytest.mark.parametrize("packing", [by_position, kept])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (33, 2.0)])
-def test_keys_by_position_equal_the_definition(window: int | None, softcap: float | None) -> None:
+def test_keys_by_position_equal_the_definition(packing: Packing, window: int | None, softcap: float | None) -> None:
     """Trees and chunks that begin within a block and go on into the next part."""
-    check(by_position, make_pass([(True, 9, 60), (False, 30, 50), (True, 1, 0)]), Heads(4, 2, 16), window, softcap)
+    check(packing, make_pass([(True, 9, 60), (False, 30, 50), (True, 1, 0)]), Heads(4, 2, 16), window, softcap)
 
 
 def test_long_prefixes_have_more_parts_than_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Capturing is CUDA's; without it a captured pass runs again from the same closure
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel
 from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, build_words
+from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
@@ -58,10 +60,12 @@ def kv_cache(target: TargetModel) -> KVCache:
     return filled_kv_cache(target)
 
 
-@pytest.fixture(scope="module")
-def backend(target: TargetModel, kv_cache: KVCache) -> GraphBackend:
+@pytest.fixture(scope="module", params=["memory", "whole prefixes"])
+def backend(request: pytest.FixtureRequest, target: TargetModel, kv_cache: KVCache) -> GraphBackend:
+    """With and without a memory of prefixes, which has no room for the longest ones."""
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
-    return GraphBackend(KernelBackend(target, TILING, kv_cache.scratch), kv_cache, LIMITS, capture)
+    memory = SlotMemory(3, 45, target.device) if request.param == "memory" else None
+    return GraphBackend(KernelBackend(target, TILING, kv_cache.scratch, memory), kv_cache, LIMITS, capture)
 
 
 def check_passes(target: TargetModel, backend: GraphBackend, kv_cache: KVCache, forests: Sequence[list[Segment]]) -> None:
@@ -102,6 +106,41 @@ def test_batches_shrink_and_grow_across_buckets(target: TargetModel, backend: Gr
         [(True, 1, 50)],
     ]
     check_passes(target, backend, kv_cache, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
+
+
+def test_tables_grow_on_the_device_from_pass_to_pass(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
+    """Four sequences for three rows, so that some are forgotten; one pass has too many segments, one too long a prefix."""
+    slots = np.random.default_rng(0).permutation(NUM_SLOTS).reshape(4, 50)
+    forests = []
+    for step, chosen in enumerate([(0, 1), (1, 2, 0), (3, 0), (0, 1, 2, 3), (2,), (0, 3)]):
+        lengths = [8 * step + number for number in chosen]
+        made = make_pass([(number % 2 == 0, 2, 0) for number in chosen], seed=step)
+        forests.append([
+            s._replace(
+                prefix=slots[n, :length], slots=slots[n, length : length + 2], positions=s.positions + length, table=(n, 0)
+            )
+            for s, n, length in zip(made, chosen, lengths, strict=True)
+        ])  # fmt: skip
+    check_passes(target, backend, kv_cache, forests)
+
+
+def test_a_pass_that_cannot_be_uploaded_leaves_nothing_believed(
+    target: TargetModel, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SlotMemory(4, 100, target.device)
+    backend = KernelBackend(target, TILING, kv_cache.scratch, memory)
+    segments = [s._replace(table=(1, 0)) for s in make_pass([(True, 3, 30)])]
+
+    def fail(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("eyas.models.cuda.metadata.upload", fail)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            backend.pack(segments)
+    backend.pack(segments)
+    found = memory.words.cpu().numpy()
+    assert np.array_equal(found[found.nonzero()], segments[0].prefix[segments[0].prefix != 0])
 
 
 def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:

@@ -1,8 +1,6 @@
 """What rank 0 sends the other ranks: nothing is lost on the way, and prefixes travel once."""
 
-import sys
-from collections import Counter
-from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCach
 from eyas.models.slot_tables import TableId
 from eyas.models.tensor_parallel import Shard, SharedVocabulary
 from eyas.request import NoiseKey
-from eyas.tree import DraftTree, pack_trees
+from tests.growing_trees import batch_of_trees, counted, grown_steps
 
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))
 
@@ -74,40 +72,15 @@ def test_commands_survive_the_wire(passes: list[list[tuple[int, int, int, bool, 
         assert decoder.decode(encoder.encode(other)) == other
 
 
-def batch_of_trees(prefixes: list[np.ndarray], nodes: int = 16, version: int = 0) -> TreeSegments:
-    """A tree behind each prefix, its nodes in slots of their own."""
-    tree = DraftTree(tuple(range(nodes)), (0, *range(nodes - 1)), (0.0,) * nodes)
-    packed = pack_trees([tree] * len(prefixes))
-    positions = packed.depths + np.repeat([len(prefix) for prefix in prefixes], nodes)
-    keys, tables = [NoiseKey(n, 1.0) for n in range(len(prefixes))], [(n, version) for n in range(len(prefixes))]
-    return TreeSegments(packed, positions, 2**24 + np.arange(len(positions)), prefixes, keys, tables)
-
-
-def grown_steps(context: int, poison: bool = False) -> Iterator[TreeSegments]:
-    """Four steps of 64 trees whose prefixes grow by a few slots. poison: only the last slot of the known ones is right."""
-    rng = np.random.default_rng(0)
-    memory, length = [rng.integers(0, 2**24, context + 100) for _ in range(64)], context
-    for step in range(4):
-        yield batch_of_trees([own[:length] for own in memory])
-        for own in memory if poison else ():
-            own[: length - 1] = -1 - step
-        length += 5
-
-
 def test_a_step_costs_as_much_at_32k_of_context_as_at_1k() -> None:
     """The same bytes and the same calls, of Python and of C. Kept slots may be anything: they are not read again."""
     found = []
     for context in (1 << 10, 1 << 15):
         encoder, counts, plain = CommandEncoder(), list[tuple[int, int]](), CommandEncoder()
         for poisoned, right in zip(grown_steps(context, poison=True), grown_steps(context), strict=True):
-            calls: Counter[str] = Counter()
-            sys.setprofile(lambda frame, event, arg, calls=calls: calls.update([event]))  # type: ignore[misc]
-            try:
-                message = encoder.encode(poisoned)
-            finally:
-                sys.setprofile(None)
+            message, num_calls = counted(partial(encoder.encode, poisoned))
             assert message == plain.encode(right), "an old slot was read"
-            counts.append((len(message), calls["call"] + calls["c_call"]))
+            counts.append((len(message), num_calls))
         found.append(counts[1:])
     assert found[0] == found[1]
     assert max(size for size, _ in found[0]) <= 23_000, found
