@@ -112,20 +112,28 @@ def bytes_per_slot(
     return kv_bytes + feature_width * dtype.itemsize
 
 
-def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device) -> int:
-    """Number of slots in a fraction of the memory that is free now. Raises ConfigError if there is none."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        num_slots = int(free * fraction) // slot_bytes
-    else:
-        free = _free_ram()
-        num_slots = min(min(int(free * fraction), MAX_BYTES_ON_CPU) // slot_bytes, MAX_SLOTS_ON_CPU)
+def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reserved: int = 0) -> int:
+    """Number of slots in a fraction of the memory that is free now, without `reserved` bytes of it.
+
+    Raises ConfigError if there is none.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    num_slots = num_slots_in(free, slot_bytes, fraction, reserved)
+    if device.type != "cuda":
+        num_slots = min(num_slots, MAX_BYTES_ON_CPU // slot_bytes, MAX_SLOTS_ON_CPU)
     if num_slots < 1:
+        kept = f", {reserved / 2**30:.1f} GiB of them for forward passes and CUDA graphs" if reserved else ""
+        lower = ", or lower engine.max_num_seqs, engine.max_verify_tokens or engine.max_prefill_tokens" if reserved else ""
         raise ConfigError(
-            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}, gpu_memory_utilization is {fraction}, "
-            f"and a token takes {slot_bytes} bytes. Free some memory or take a smaller model"
+            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}{kept}, gpu_memory_utilization is "
+            f"{fraction}, and a token takes {slot_bytes} bytes. Free some memory or take a smaller model{lower}"
         )
     return num_slots
+
+
+def num_slots_in(free: int, slot_bytes: int, fraction: float, reserved: int = 0) -> int:
+    """Slots in a fraction of `free` bytes without `reserved` ones; not below 0."""
+    return max(int((free - reserved) * fraction), 0) // slot_bytes
 
 
 def _free_ram() -> int:

@@ -21,8 +21,8 @@ class EngineConfig:
 
     Attributes:
         max_kv_tokens: capacity of the KV cache in tokens. 0 takes as many as gpu_memory_utilization allows.
-        gpu_memory_utilization: share of the memory left after loading the weights that the KV cache takes, in (0, 1].
-            Used if max_kv_tokens is 0.
+        gpu_memory_utilization: share of the memory left after loading the weights that the KV cache takes, in (0, 1]. On
+            CUDA, memory of forward passes and CUDA graphs is subtracted first. Used if max_kv_tokens is 0.
         kv_cache_dtype: type of keys and values, as vLLM names it. "auto" is the model's; "fp8", which is "fp8_e4m3", and
             "fp8_e5m2" take 8 bits: twice the tokens in the same memory, at some loss of accuracy.
         max_num_seqs: maximum number of sequences in a step.

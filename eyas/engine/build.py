@@ -29,6 +29,7 @@ from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cpu_decoder import share_layers
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
+from eyas.models.cuda.memory import reserved_bytes
 from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
@@ -96,12 +97,14 @@ def assemble_engine(
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype)
-    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, engine.gpu_memory_utilization, target.device)
-    log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
-    engine = replace(engine, max_kv_tokens=num_slots)
     max_model_len = min(engine.max_model_len or target.max_model_len, target.max_model_len)
     drafted_tree = tree if drafter else ROOT_ONLY
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
+    reserved = reserved_bytes(target, plan, engine.max_verify_tokens)
+    fraction = engine.gpu_memory_utilization
+    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved)
+    log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
+    engine = replace(engine, max_kv_tokens=num_slots)
     with workers.init_kv_cache(num_slots, plan):
         kv_cache = _kv_cache(target, num_slots, width)
         backend = build_backend(plan, target, kv_cache)

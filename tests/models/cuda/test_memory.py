@@ -1,0 +1,108 @@
+"""Memory of passes and graphs by arithmetic, against what a pass of 8B shapes allocates on the `meta` device."""
+
+import weakref
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eyas.cache.kv_cache import UNSCALED, num_slots_in
+from eyas.models.cuda.backend import KernelBackend
+from eyas.models.cuda.graphs import row_buckets
+from eyas.models.cuda.memory import PassSizes, graph_bytes, launched_bytes, output_bytes
+from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.launches import META, recorded
+from tests.models.cuda.test_launches import llama_8b
+
+LLAMA_8B = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3)
+H100 = Tiling(4, 8, 132)
+GIB = 2**30
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of tensors alive at once among those that operations inside it make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._owners: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._own(tensor, given)
+        return out
+
+    def _own(self, tensor: Tensor, given: set[int]) -> None:
+        storage, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        if storage in given and not self._owners[storage]:
+            return  # memory from outside
+        if not self._owners[storage]:
+            self._now += size
+            self.peak = max(self.peak, self._now)
+        self._owners[storage] += 1
+        weakref.finalize(tensor, self._leave, storage, size)
+
+    def _leave(self, storage: int, size: int) -> None:
+        self._owners[storage] -= 1
+        if not self._owners[storage]:
+            self._now -= size
+
+
+def peak_of(rows: int, num_logits: int) -> int:
+    """Bytes of a pass of 8B shapes with two layers."""
+    target, shape = llama_8b(2), replace(bucket_shape(rows, 32, H100), logits=num_logits)
+    kv: Any = SimpleNamespace(
+        scales=[UNSCALED] * 2,
+        **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * 2 for name in ("keys", "values")},
+    )
+    words = torch.empty(max_words(shape), dtype=torch.int32, device=META)
+    with recorded(lambda launch: None), torch.inference_mode(), PeakMemory() as found:
+        KernelBackend(target, H100, 0).forward(view(words, shape, shape.logits), kv)
+    return found.peak
+
+
+@pytest.mark.parametrize("rows", [16, 256, 1024])
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_arithmetic_covers_what_a_pass_allocates(rows: int, has_logits: bool) -> None:
+    """At most a third too much."""
+    shape, num_logits = bucket_shape(rows, 32, H100), rows if has_logits else 1
+    expected, found = LLAMA_8B.peak(rows, num_logits, shape.num_results), peak_of(rows, num_logits)
+    assert found <= expected <= 4 / 3 * found, (found, expected)
+
+
+def test_the_sizes_of_a_loaded_target_are_found() -> None:
+    target = llama_8b(2)
+    assert PassSizes.of(target) == LLAMA_8B
+
+
+def test_graphs_of_8b_shapes_keep_one_buffer_of_logits() -> None:
+    """Each graph with its own took 1.83 GB."""
+    buckets = row_buckets(1024)
+    assert sum(map(LLAMA_8B.logits, buckets)) > 1.8e9
+    states = 1024 * 3 * 4096 * 2
+    assert output_bytes(LLAMA_8B, 1024) == 1024 * 128256 * 4 + states == 550_502_400
+    assert graph_bytes(LLAMA_8B, 5000, 32, H100) == graph_bytes(LLAMA_8B, 1024, 32, H100) < 1.25e9
+    assert graph_bytes(LLAMA_8B, 64, 4, H100) < 0.15e9
+
+
+def test_the_kv_cache_takes_its_share_of_what_graphs_leave() -> None:
+    """80 GB with 15 GiB of weights: 63.5 GiB are free, and a slot takes 136 KiB."""
+    reserved = graph_bytes(LLAMA_8B, 1024, 32, H100) + launched_bytes(LLAMA_8B, 2432, 1056, H100)
+    free, slot = int(63.5 * GIB), 136 * 1024
+    num_slots = num_slots_in(free, slot, 0.95, reserved)
+    assert num_slots * slot + reserved <= free
+    assert num_slots_in(free, slot, 1.0, reserved) * slot + reserved <= free
+    assert num_slots == int((free - reserved) * 0.95) // slot
+    assert num_slots_in(GIB, slot, 1.0, reserved) == 0
