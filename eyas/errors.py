@@ -4,6 +4,7 @@ EyasError
 |- InvalidRequest: UnknownModel
 |- ConfigError, CheckpointError, InvalidTree
 |- Overloaded: RateLimited
+|- OutOfMemory
 |- Unavailable, TimedOut
 |- Unauthenticated, PermissionDenied
 `- RequestFailed
@@ -58,6 +59,10 @@ class RateLimited(Overloaded):
     def __init__(self, message: str, retry_after: float | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message, retry_after)
         self.headers = headers or {}
+
+
+class OutOfMemory(EyasError):
+    """A device has too little memory. It says for what, how much was free, and which setting to lower."""
 
 
 class Unavailable(EyasError):

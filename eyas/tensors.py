@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, groupby
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.draft_protocol import TensorBytes
-from eyas.errors import InvalidRequest
+from eyas.errors import InvalidRequest, OutOfMemory
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -30,6 +31,9 @@ HUGE_PAGE = 2 << 20
 # Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or when memory is first touched.
 MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
 MAPPINGS = Path("/proc/self/maps")
+
+# Characters of torch's own text on missing memory.
+MAX_REASON = 300
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +70,24 @@ def to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+@contextmanager
+def explain_out_of_memory(what: str, device: torch.device, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory where the body runs out of the device's memory. what, remedy: see the text."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(out_of_memory_text(what, device, remedy, error)) from error
+
+
+def out_of_memory_text(what: str, device: torch.device, remedy: str, error: torch.OutOfMemoryError) -> str:
+    """What was allocated, how much is free, and what to do; then the reason that torch gives."""
+    free = "an unknown number of"
+    if device.type == "cuda" and torch.cuda.is_available():
+        free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.2f}"
+    reason = str(error).partition("\n")[0][:MAX_REASON]
+    return f"no memory for {what} on {device}, where {free} GiB are free: {remedy}. torch: {reason}"
 
 
 def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:

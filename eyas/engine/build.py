@@ -40,7 +40,7 @@ from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, warm_up
 from eyas.sampling.verify import tokens_of
-from eyas.tensors import to_huge_pages
+from eyas.tensors import explain_out_of_memory, to_huge_pages
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which no larger size is timed: the table goes on along its last slope.
@@ -48,6 +48,8 @@ TIME_LIMIT_S = 0.2
 LONG_ENOUGH_S = 0.02
 PREFIX_TOKENS = 64
 GREEDY = NoiseKey(seed=0)
+FOR_WEIGHTS = "free some memory, take a smaller or a quantised model, or raise engine.tensor_parallel_size"
+FOR_KV_CACHE = "lower engine.max_kv_tokens if it is set, else engine.gpu_memory_utilization"
 
 Build = Callable[[BackendPlan, TargetModel, KVCache], ForwardBackend]
 
@@ -64,7 +66,9 @@ def load_model(
 ) -> TargetModel:
     """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs."""
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
-    return load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else (), engine.max_model_len, shard)
+    layers = fuser.aux_hidden_state_layers if fuser else ()
+    with explain_out_of_memory(f"the weights of {target!r}", torch.device(device), FOR_WEIGHTS):
+        return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 
 
 def assemble_engine(
@@ -80,8 +84,8 @@ def assemble_engine(
 
     clock: of its measurements and of an emulated device, by default the real one.
 
-    Raises ConfigError when the drafter does not suit the acceptance rule, when the workers are not as many as
-    `engine.tensor_parallel_size` says, and for deterministic mode with more than one of them.
+    Raises OutOfMemory when the device has too little, and ConfigError when the drafter does not suit the acceptance rule,
+    when the workers are not as many as `engine.tensor_parallel_size` says, and for deterministic mode with more than one.
     """
     workers, clock = workers or TargetWorkers(), clock or Clock()
     if workers.size != engine.tensor_parallel_size:
@@ -160,7 +164,8 @@ def run_worker(
     CheckpointError when the target does not load, ConfigError when the planned backend cannot run here.
     """
     worker = Worker(rank)
-    model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
+    with explain_out_of_memory(f"a part of the weights of {target!r}", torch.device(rank.device), FOR_WEIGHTS):
+        model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
     ready()
     runner = ModelRunner(model, _kv_cache(model, 1), None)
     for command in worker.commands():
@@ -176,7 +181,8 @@ def run_worker(
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
-    kv_cache = target.new_kv_cache(num_slots, feature_width)
+    with explain_out_of_memory(f"a KV cache of {num_slots} tokens", target.device, FOR_KV_CACHE):
+        kv_cache = target.new_kv_cache(num_slots, feature_width)
     to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache
 

@@ -101,6 +101,19 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return
+        try:
+            self._request(drafter, sequences, budgets, allowed, logit_biases)
+        except torch.OutOfMemoryError:  # nothing is pending, so the next step decodes plainly
+            self._note_no_memory(len(sequences))
+
+    def _request(
+        self,
+        drafter: Drafter,
+        sequences: Seq[Sequence],
+        budgets: Seq[TreeBudget],
+        allowed: Mapping[str, bytes],
+        logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
+    ) -> None:
         wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
         if wanted:
             requested = [sequence for sequence, _ in wanted]
@@ -119,11 +132,25 @@ class DraftManager:
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
 
+    def _note_no_memory(self, num_sequences: int) -> None:
+        torch.cuda.empty_cache()
+        log.warning(
+            "no memory to draft for %d requests; this step goes without drafts: lower engine.gpu_memory_utilization, "
+            "drafting.max_kv_tokens or engine.max_num_seqs",
+            num_sequences,
+            extra={"rate_limited": True},
+        )
+
     def collect(self) -> list[DraftReply]:
         """Wait for the answers to `request`."""
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
-        drafts = pending()
+        try:
+            drafts = pending()
+        except torch.OutOfMemoryError:
+            self._note_no_memory(len(requested))
+            # what the drafter has of them is unknown
+            drafts = [ResyncRequired(context.session, context.epoch, -1) for context in contexts]
         assert len(drafts) == len(requested), "a drafter answers every context"
         self.packed = self._pack_valid(contexts, drafts) if len(drafts) > 1 else None
         replies = list(map(self._reply, requested, contexts, drafts))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+
+import torch
 
 from eyas.draft_protocol import KnownLogitBias
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget, StepTimes
@@ -23,7 +26,15 @@ from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.token_masks import TokenMasks
 from eyas.sampling.verify import nothing, verify
+from eyas.tensors import out_of_memory_text
 from eyas.validation import check_engine_request, check_request
+
+FOR_STEP = (
+    "lower engine.gpu_memory_utilization or engine.max_kv_tokens, or engine.max_num_seqs, engine.max_verify_tokens or "
+    "engine.max_prefill_tokens"
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,18 +133,8 @@ class Engine:
         outputs: Seq[VerifyOutput] = ()
         pass_s = 0.0
         if batch:
-            wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
-            draws_on_ranks = self._runner.target.shared_vocabulary is not None
             began = self._clock()
-            segments: Seq[Segment]
-            # arrays of all trees pay from two trees on
-            if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
-                segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
-            else:
-                segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
-                trees = segments.trees
-            output = self._runner.forward(segments)
-            outputs = verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
+            outputs = self._verified(batch, _once(meanwhile))
             pass_s = self._clock() - began
             if self._draft_manager.needs_samples:
                 outputs = _without_samples(outputs, batch, drafts)
@@ -156,6 +157,36 @@ class Engine:
         ended = self._clock()
         self._request_s, self._ended = ended - began, ended if self.has_work else None
         return chunks
+
+    def _verified(self, batch: Seq[ScheduledSequence], meanwhile: Callable[[], None]) -> Seq[VerifyOutput]:
+        """Run a pass and draw its tokens. Without memory for that, each half of the batch gets a pass of its own; a request
+        that has not enough memory alone ends with an error, and no other does."""
+        try:
+            return self._run_pass(batch, meanwhile)
+        except torch.OutOfMemoryError as error:
+            num_rows = sum([len(scheduled.slots) for scheduled in batch])
+            reason = out_of_memory_text(f"a step of {num_rows} rows", self._runner.target.device, FOR_STEP, error)
+        torch.cuda.empty_cache()  # outside of `except`, where the error still holds the pass's tensors
+        if len(batch) == 1:
+            log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
+            meanwhile()
+            return [VerifyOutput(None, error=reason)]
+        log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
+        middle = len(batch) // 2
+        return [*self._verified(batch[:middle], meanwhile), *self._verified(batch[middle:], meanwhile)]
+
+    def _run_pass(self, batch: Seq[ScheduledSequence], meanwhile: Callable[[], None]) -> Seq[VerifyOutput]:
+        wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
+        draws_on_ranks = self._runner.target.shared_vocabulary is not None
+        segments: Seq[Segment]
+        # arrays of all trees pay from two trees on
+        if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
+            segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
+        else:
+            segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
+            trees = segments.trees
+        output = self._runner.forward(segments)
+        return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
 
     def follow(self, request: Request) -> Future[OutputMatchers]:
         """Compile the grammar of a request with structured_outputs, and follow the output that it brings along.
@@ -270,6 +301,12 @@ class Engine:
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls another at its first call, and does nothing later."""
+    left = [call]
+    return lambda: left.pop()() if left else None
 
 
 def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:

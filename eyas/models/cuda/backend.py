@@ -228,7 +228,7 @@ class KernelBackend:
         """Segments without padding."""
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
-        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, self.memory)
+        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but hidden states may end with padding rows."""

@@ -31,7 +31,7 @@ from eyas.models.cuda.metadata import (
 )
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
-from eyas.tensors import upload
+from eyas.tensors import explain_out_of_memory, upload
 
 if TYPE_CHECKING:
     from eyas.models.cuda.backend import KernelBackend
@@ -40,6 +40,9 @@ Out = TypeVar("Out")
 Item = TypeVar("Item")
 
 MAX_GRAPH_ROWS = 1024  # the device computes a longer pass for longer than its launches take
+FOR_GRAPHS = (
+    "lower engine.gpu_memory_utilization, engine.max_kv_tokens or engine.max_num_seqs, or set engine.cuda_graphs to false"
+)
 MAX_UNUSED_LOGITS = 64  # rows whose logits may be computed without need, however few logits are asked for
 
 
@@ -129,7 +132,8 @@ class GraphBackend:
         padding = build_words((), self._shapes[rows], self._launched.scratch)  # a pass without tiles leaves rows unwritten
         self._words[: len(padding)].copy_(upload(padding, target.device))
         try:
-            replay = capture(lambda: self._run(rows))
+            with explain_out_of_memory(f"a CUDA graph of {rows} rows", target.device, FOR_GRAPHS):
+                replay = capture(lambda: self._run(rows))
         except RuntimeError as error:
             name = type(target.model).__name__
             raise ConfigError(
