@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: keys, values and fused features, one slot per token.
+"""The tensors of the KV cache: keys, values and fused features, one slot per token; and slot tables on a device.
 
 Keys and values may have 8 bits, divided by a scale of their layer. torch copies such numbers between slots as bytes.
 Legend: S slots, R rows, J key-value heads, D head width, H width of fused features.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cache.prefix_cache import TableId, TableRows
 from eyas.errors import ConfigError
 from eyas.tensors import Floats, Ints
 
@@ -141,3 +142,36 @@ def _free_ram() -> int:
     reported = "SC_AVPHYS_PAGES" in os.sysconf_names
     pages = os.sysconf("SC_AVPHYS_PAGES") if reported else os.sysconf("SC_PHYS_PAGES") // 2
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class TableWrites(NamedTuple):
+    """What a pass adds. prefixes: the word at which each segment's prefix begins [B]. at, slots: what to write where."""
+
+    prefixes: Ints
+    at: Ints
+    slots: Ints
+
+
+class SlotMemory:
+    """`words`, int32: a row of `row_length` words for each table. A pass sees what was written before it."""
+
+    def __init__(self, num_rows: int, row_length: int, device: torch.device) -> None:
+        self.words = torch.zeros(num_rows * row_length, dtype=torch.int32, device=device)
+        self._num_rows, self._row_length = num_rows, row_length
+        self._rows = TableRows(num_rows)
+
+    def place(self, tables: Sequence[TableId | None], prefixes: Sequence[Ints]) -> TableWrites | None:
+        """Find room for the prefixes of a pass; None if there is not enough. The caller must do the writes, or `forget`."""
+        if not prefixes or len(prefixes) > self._num_rows or max(map(len, prefixes)) > self._row_length:
+            return None
+        found = self._rows.place(tables, prefixes)
+        new = [prefix[count:] for prefix, count in zip(prefixes, found.kept, strict=True)]
+        counts = np.array(list(map(len, new)))
+        starts = np.array(found.rows) * self._row_length
+        # of each new slot: where its table goes on, and its number among the new ones of its table
+        at = np.repeat(starts + found.kept - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
+        return TableWrites(starts, at, np.concatenate(new))
+
+    def forget(self) -> None:
+        """Take all rows to be empty, as writes were lost."""
+        self._rows = TableRows(self._num_rows)

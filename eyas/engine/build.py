@@ -28,8 +28,14 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cpu_decoder import share_layers
-from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
-from eyas.models.cuda.memory import reserved_bytes
+from eyas.models.cuda.backend import (
+    BackendPlan,
+    ForwardBackend,
+    build_backend,
+    plan_backend,
+    release_backend,
+    reserved_bytes,
+)
 from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
@@ -67,7 +73,7 @@ def load_model(
     """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs."""
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
     layers = fuser.aux_hidden_state_layers if fuser else ()
-    with explain_out_of_memory(f"the weights of {target!r}", torch.device(device), FOR_WEIGHTS):
+    with explain_out_of_memory(f"no memory for the weights of {target!r}", torch.device(device), FOR_WEIGHTS):
         return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 
 
@@ -164,7 +170,7 @@ def run_worker(
     CheckpointError when the target does not load, ConfigError when the planned backend cannot run here.
     """
     worker = Worker(rank)
-    with explain_out_of_memory(f"a part of the weights of {target!r}", torch.device(rank.device), FOR_WEIGHTS):
+    with explain_out_of_memory(f"no memory for a part of the weights of {target!r}", torch.device(rank.device), FOR_WEIGHTS):
         model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
     ready()
     runner = ModelRunner(model, _kv_cache(model, 1), None)
@@ -181,7 +187,7 @@ def run_worker(
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
-    with explain_out_of_memory(f"a KV cache of {num_slots} tokens", target.device, FOR_KV_CACHE):
+    with explain_out_of_memory(f"no memory for a KV cache of {num_slots} tokens", target.device, FOR_KV_CACHE):
         kv_cache = target.new_kv_cache(num_slots, feature_width)
     to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache

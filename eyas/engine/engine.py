@@ -114,7 +114,8 @@ class Engine:
 
         The chunks are made when the first is read: read them in `meanwhile` of the next step if there is one.
 
-        meanwhile: work of the host that the step does not need. It is called once, while the device runs the pass.
+        meanwhile: work of the host that the step does not need. It is called while the device runs the pass, and again at
+            most where the device has no memory for all of the step.
         """
         self.report = StepReport()
         cancelled = self._scheduler.reap()
@@ -134,7 +135,7 @@ class Engine:
         pass_s = 0.0
         if batch:
             began = self._clock()
-            outputs = self._verified(batch, _once(meanwhile))
+            outputs = self._verified(batch, meanwhile)
             pass_s = self._clock() - began
             if self._draft_manager.needs_samples:
                 outputs = _without_samples(outputs, batch, drafts)
@@ -162,10 +163,21 @@ class Engine:
         """Run a pass and draw its tokens. Without memory for that, each half of the batch gets a pass of its own; a request
         that has not enough memory alone ends with an error, and no other does."""
         try:
-            return self._run_pass(batch, meanwhile)
+            wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
+            draws_on_ranks = self._runner.target.shared_vocabulary is not None
+            segments: Seq[Segment]
+            # arrays of all trees pay from two trees on
+            if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
+                segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
+            else:
+                segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
+                trees = segments.trees
+            output = self._runner.forward(segments)
+            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
-            reason = out_of_memory_text(f"a step of {num_rows} rows", self._runner.target.device, FOR_STEP, error)
+            problem = f"no memory for a step of {num_rows} rows"
+            reason = out_of_memory_text(problem, self._runner.target.device, FOR_STEP, error)
         torch.cuda.empty_cache()  # outside of `except`, where the error still holds the pass's tensors
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
@@ -173,20 +185,7 @@ class Engine:
             return [VerifyOutput(None, error=reason)]
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
-        return [*self._verified(batch[:middle], meanwhile), *self._verified(batch[middle:], meanwhile)]
-
-    def _run_pass(self, batch: Seq[ScheduledSequence], meanwhile: Callable[[], None]) -> Seq[VerifyOutput]:
-        wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
-        draws_on_ranks = self._runner.target.shared_vocabulary is not None
-        segments: Seq[Segment]
-        # arrays of all trees pay from two trees on
-        if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
-            segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
-        else:
-            segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
-            trees = segments.trees
-        output = self._runner.forward(segments)
-        return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
+        return [*self._verified(batch[:middle], meanwhile), *self._verified(batch[middle:], nothing)]
 
     def follow(self, request: Request) -> Future[OutputMatchers]:
         """Compile the grammar of a request with structured_outputs, and follow the output that it brings along.
@@ -301,12 +300,6 @@ class Engine:
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls another at its first call, and does nothing later."""
-    left = [call]
-    return lambda: left.pop()() if left else None
 
 
 def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:

@@ -322,7 +322,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         if not is_first:
             sequence.key = QueueKey(-math.inf, sequence.key.number)
-        sequence.begin(prefix)
+        sequence.prefix, sequence.computed = prefix, len(prefix.slots)
+        sequence.slots[: sequence.computed], sequence.table = prefix.slots, (sequence.key.number, sequence.table[1] + 1)
         num_uncached = len(sequence.tokens) - sequence.computed
         sequence.prefilling = num_uncached > 1 or len(sequence.tokens) == len(sequence.request.prompt_ids)
         if sequence.num_cached is None:

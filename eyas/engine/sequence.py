@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, Tokens
+from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
 from eyas.draft_protocol import changed
-from eyas.models.slot_tables import TableId
 from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.tree import DraftTree
@@ -38,7 +37,7 @@ class Sequence:
     key: place among the tenant's requests; it changes only when the request is admitted before more urgent ones.
     tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
     slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
-    num_replaced: how often slots of computed tokens have been replaced by others.
+    table: names the slot table that `slots` are: while it is the same, slots are added, and none changes.
     end_ids: tokens that end its output, known once it has some.
     prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
     prefilling: whether more than the last token lacks KV.
@@ -55,7 +54,7 @@ class Sequence:
     slots: Slots
     end_ids: frozenset[int] = frozenset()
     computed: int = 0
-    num_replaced: int = 0
+    table: TableId = (0, 0)
     prefix: CachedPrefix | None = None
     prefilling: bool = True
     num_cached: int | None = None
@@ -78,13 +77,7 @@ class Sequence:
         self.prefix = cache.store(tokens, self.slots[:count], self.prefix, self.request.cache_salt)
         if not np.array_equal(self.slots[:count], self.prefix.slots):
             self.slots[:count] = self.prefix.slots
-            self.num_replaced += 1
-
-    def begin(self, prefix: CachedPrefix) -> None:
-        """Run behind a cached prefix."""
-        self.prefix, self.computed = prefix, len(prefix.slots)
-        self.slots[: self.computed] = prefix.slots
-        self.num_replaced += 1
+            self.table = self.key.number, self.table[1] + 1
 
     def leave(self, cache: PrefixCache, used: float) -> None:
         """Give up all slots. used: time until which the prefix cache counts those that it owns as in use."""
@@ -92,11 +85,6 @@ class Sequence:
         cache.free(self.own_slots)
         cache.release(self.prefix, used)
         self.prefix, self.computed = None, 0
-
-    @property
-    def table(self) -> TableId:
-        """The slot table that `slots` are: while it is the same, slots are added, and none changes."""
-        return self.key.number, self.num_replaced
 
     @property
     def own_slots(self) -> Slots:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.models.slot_tables import TableId
+from eyas.cache.prefix_cache import TableId
 from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import PackedTrees

@@ -14,11 +14,11 @@ from typing import get_args
 
 import numpy as np
 
+from eyas.cache.prefix_cache import TableId, TableRows
 from eyas.config.engine import KVCacheDtype
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import NO_SLOTS, Segment, SegmentRows, TreeSegments, noise_keys_of, prefixes_of, tables_of
-from eyas.models.slot_tables import TableId, TableRows
 from eyas.request import NoiseKey
 from eyas.tensors import Ints
 
@@ -65,11 +65,15 @@ class CommandEncoder:
         new = [prefix[count:] for prefix, count in zip(prefixes, kept, strict=True)]
         headers = np.empty((HEADER_INTS, len(command)), dtype=np.int64)
         headers[:4] = rows, kept, list(map(len, new)), packed.counts
-        headers[4], headers[5], bits = _logits_and_masks(command, packed.counts)
+        if isinstance(command, TreeSegments):
+            headers[4], headers[5] = packed.counts, True
+        else:
+            headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in command], strict=True)
         headers[6] = [key is not None for key in keys]
         noise = np.array([(key.seed, key.temperature) for key in keys if key is not None], _KEY).view("<i4")
         parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
-        return np.concatenate([*parts, packed.logits_indices, noise]).astype("<i4").tobytes() + bits
+        ints = np.concatenate([*parts, packed.logits_indices, noise]).astype("<i4")
+        return ints.tobytes() + _mask_bits(command, packed.counts)
 
 
 class CommandDecoder:
@@ -135,11 +139,10 @@ class ReceivedTable:
         return self._slots[: self._length]
 
 
-def _logits_and_masks(segments: Sequence[Segment], counts: Ints) -> tuple[Ints | list[int], bool | list[bool], bytes]:
-    """Of each segment the number of wanted logits and whether there is a mask; then the bits of all masks, row by row."""
+def _mask_bits(segments: Sequence[Segment], counts: Ints) -> bytes:
+    """The bits of all masks, row by row."""
     if isinstance(segments, TreeSegments):
         visible = segments.trees.visible
-        return counts, True, np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()
+        return np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()
     masks = [segment.visible.ravel() for segment in segments if segment.visible is not None]
-    bits = np.packbits(np.concatenate(masks)).tobytes() if masks else b""
-    return [len(s.logits_indices) for s in segments], [s.visible is not None for s in segments], bits
+    return np.packbits(np.concatenate(masks)).tobytes() if masks else b""

@@ -13,6 +13,8 @@ import torch
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
+from eyas.models.cuda.backend import WORKSPACES, PassSizes, graph_bytes, launched_bytes
+from eyas.models.cuda.metadata import Tiling
 from tests.repo.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"
@@ -191,6 +193,10 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     assert f"a slot of the verifier | 128 KiB + 8 KiB | {slot // 2**10} KiB |" in page
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
     assert len(rows) == 3
+    sizes, tiling = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3), Tiling(4, 8, 132)
+    reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, tiling)
+    reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
+    assert f"subtracts {reserved / 2**30:.1f} GiB" in page
     for free, cache, tokens in rows:
-        assert float(cache) == pytest.approx(0.85 * float(free), abs=0.06)
-        assert int(tokens.replace(",", "")) == pytest.approx(0.85 * float(free) * 2**30 / slot, rel=0.02)
+        assert float(cache) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
+        assert int(tokens.replace(",", "")) == pytest.approx(float(cache) * 2**30 / slot, rel=0.02)

@@ -8,10 +8,10 @@ import random
 import zlib
 from collections.abc import Sequence as Seq
 
+from eyas.cache.prefix_cache import TableRows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
-from eyas.models.slot_tables import TableRows
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput, accept
 from eyas.tree import DraftTree

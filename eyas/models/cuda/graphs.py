@@ -132,7 +132,7 @@ class GraphBackend:
         padding = build_words((), self._shapes[rows], self._launched.scratch)  # a pass without tiles leaves rows unwritten
         self._words[: len(padding)].copy_(upload(padding, target.device))
         try:
-            with explain_out_of_memory(f"a CUDA graph of {rows} rows", target.device, FOR_GRAPHS):
+            with explain_out_of_memory(f"no memory for a CUDA graph of {rows} rows", target.device, FOR_GRAPHS):
                 replay = capture(lambda: self._run(rows))
         except RuntimeError as error:
             name = type(target.model).__name__

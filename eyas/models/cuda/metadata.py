@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.models.cuda.slot_memory import SlotMemory, TableWrites
+from eyas.cache.kv_cache import SlotMemory, TableWrites
 from eyas.models.inputs import (
     AttentionMetadata,
     MetadataShape,
@@ -46,6 +46,7 @@ from eyas.models.inputs import (
     SegmentRows,
     TreeSegments,
     prefixes_of,
+    tables_of,
 )
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import PackedTrees
@@ -229,7 +230,7 @@ def pack_with_metadata(
     runs: those that the shape was made for. sees_later: see `build_words`. memory: keeps the prefixes, if it has room for
     them.
     """
-    writes = memory.place(segments) if memory else None
+    writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
     words = build_words(segments, shape, scratch, runs, sees_later, writes.prefixes if writes else None)
     if memory is None or writes is None:
         packed = view(upload(words, device), shape, count_logits(segments))

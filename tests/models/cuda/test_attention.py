@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.cache.kv_cache import SlotMemory
 from eyas.models import attention
 from eyas.models.cuda import metadata
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
-from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import (
     Heads,

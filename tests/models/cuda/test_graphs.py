@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, SlotMemory
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
@@ -19,7 +19,6 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel
 from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, build_words
-from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams

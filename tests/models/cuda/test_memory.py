@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eyas.cache.kv_cache import UNSCALED, num_slots_in
-from eyas.models.cuda.backend import KernelBackend
+from eyas.models.cuda.backend import KernelBackend, PassSizes, graph_bytes, launched_bytes, output_bytes
 from eyas.models.cuda.graphs import row_buckets
-from eyas.models.cuda.memory import PassSizes, graph_bytes, launched_bytes, output_bytes
 from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 
 pytest.importorskip("triton", reason="triton is not installed")

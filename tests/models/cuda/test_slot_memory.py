@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.cache.kv_cache import SlotMemory
 from eyas.models.cuda import metadata
 from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import Tiling
-from eyas.models.cuda.slot_memory import SlotMemory
 from eyas.tensors import upload
 from tests.growing_trees import counted, grown_steps
 

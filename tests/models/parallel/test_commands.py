@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.cache.prefix_cache import TableId
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import Segment, TreeSegments
 from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
-from eyas.models.slot_tables import TableId
 from eyas.models.tensor_parallel import Shard, SharedVocabulary
 from eyas.request import NoiseKey
 from tests.growing_trees import batch_of_trees, counted, grown_steps
@@ -160,7 +160,7 @@ def test_a_new_kv_cache_forgets_all_prefixes() -> None:
     assert send(encoder, later, segments) == first
 
 
-def test_a_rank_names_its_tables_so_that_its_device_can_keep_them() -> None:
+def test_a_rank_names_its_tables_for_its_device() -> None:
     """The name stays while slots are only added."""
     rng, encoder, decoder, names = np.random.default_rng(0), CommandEncoder(), CommandDecoder(), []
     for length, version in ((10, 0), (12, 0), (12, 0), (11, 0), (15, 0), (20, 1)):
