@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -49,9 +50,11 @@ from eyas.sampling.verify import tokens_of
 from eyas.tensors import explain_out_of_memory, to_huge_pages
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
-# Seconds after which no larger size is timed: the table goes on along its last slope.
-TIME_LIMIT_S = 0.2
+# Seconds after which each further size is timed once, and those after which none is: the table then goes on along its slope.
+REPEAT_LIMIT_S, TIME_LIMIT_S = 0.2, 2.0
 LONG_ENOUGH_S = 0.02
+# Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
+MAX_BENDS, BEND = 4, 0.05
 PREFIX_TOKENS = 64
 GREEDY = NoiseKey(seed=0)
 FOR_WEIGHTS = "free some memory, take a smaller or a quantised model, or raise engine.tensor_parallel_size"
@@ -243,25 +246,57 @@ def measure_drafting(
 
 
 def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float, clock: Clock) -> CostModel:
-    """Time sizes 1, 4, 16, 32 and so on up to `largest`: one round that does not count, then the median of some."""
-    sizes: list[int] = []
-    seconds: list[float] = []
+    """Time sizes 1, 4, 16, 32 and so on up to `largest`, and then where the slope may change between two of them.
+
+    A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S.
+    """
+    table: dict[int, float] = {}
     began, size = clock(), 1
-    while len(sizes) < 2 or clock() - began < TIME_LIMIT_S:
+
+    def time_size(size: int) -> bool:
+        """Time a size if there is time, or if there are no two yet. Returns whether it was timed."""
+        passed, last = clock() - began, max(table.values(), default=0.0)
+        if len(table) >= 2 and passed + 2 * last * max(size / max(table), 1) > TIME_LIMIT_S:
+            return False
         works = rounds(size)
         next(works)()
-        sizes.append(size)
-        seconds.append(_median_seconds(works, clock))
-        if size == largest:
-            break
+        table[size] = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
+        return True
+
+    while time_size(size) and size < largest:
         size = min((4 if size < 16 else 2) * size, largest)
-    return CostModel(sizes, seconds, rate)
+    for _ in range(MAX_BENDS):
+        bend = _bend(sorted(table), [table[size] for size in sorted(table)])
+        if bend in table or not bend or not time_size(bend):
+            break
+    if max(table) < largest:
+        log.warning("timed sizes up to %d of %d within %g s; larger ones are estimated", max(table), largest, TIME_LIMIT_S)
+    return CostModel(sorted(table), [table[size] for size in sorted(table)], rate)
 
 
-def _median_seconds(works: Iterator[Callable[[], object]], clock: Clock) -> float:
-    """Of as many works as take about LONG_ENOUGH_S, 3 to 7: the fastest one were too good for steps between other work."""
+def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:
+    """The size where a convex table may be too high by most, if by more than BEND of it, else 0.
+
+    Between two sizes a convex function lies above the lines through the two sizes before and through the two after. Of a
+    roofline, flat and then linear, these meet at its bend.
+    """
+    slopes = [0.0, *((b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(zip(sizes, seconds, strict=True)))]
+    worst, found = BEND, 0
+    for i in range(len(sizes) - 2):
+        before, within, after = slopes[i : i + 3]
+        if before < within < after:
+            # the line before, from the left size, meets the line after, back from the right size
+            width = ((after - within) / (after - before)) * (sizes[i + 1] - sizes[i])
+            surplus = (within - before) * width / (seconds[i] + within * width)
+            if surplus > worst:
+                worst, found = surplus, sizes[i] + round(width)
+    return found
+
+
+def _median_seconds(works: Iterator[Callable[[], object]], clock: Clock, least: int) -> float:
+    """Of as many works as take about LONG_ENOUGH_S, up to 7: the fastest one were too good for steps between other work."""
     seconds: list[float] = []
-    while len(seconds) < 3 or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):
+    while len(seconds) < least or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):
         work = next(works)
         began = clock()
         work()

@@ -1,0 +1,50 @@
+"""The tables of costs that are measured at start, on a clock of their own."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from eyas.engine.build import TIME_LIMIT_S, _measure
+from eyas.engine.draft_costs import CostModel
+from eyas.models.emulation import VirtualClock
+
+
+def measured(seconds: dict[str, float], largest: int = 1024) -> tuple[CostModel, VirtualClock]:
+    """The table of a roofline: seconds to read the weights, and of each row."""
+    clock = VirtualClock()
+
+    def rounds(num_rows: int) -> Iterator[partial[None]]:
+        while True:
+            yield partial(clock.sleep, max(seconds["read"], num_rows * seconds["row"]))
+
+    return _measure(rounds, largest, 0.1, clock), clock
+
+
+@pytest.mark.parametrize("read", [0.004, 0.015])
+@pytest.mark.parametrize("knee", [100, 130, 158, 247, 300, 500])
+def test_the_bend_of_a_roofline_is_found(read: float, knee: int) -> None:
+    table, clock = measured({"read": read, "row": read / knee})
+    for rows in range(1, 1025):
+        assert table.seconds(rows) == pytest.approx(read * max(1, rows / knee), rel=0.06), rows
+    assert clock() <= TIME_LIMIT_S
+
+
+def test_a_slow_device_is_timed_for_a_bounded_time(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        table, clock = measured({"read": 0.2, "row": 0.01})
+    assert clock() <= TIME_LIMIT_S
+    assert table.sizes[-1] < 1024
+    assert f"timed sizes up to {table.sizes[-1]:.0f} of 1024" in caplog.text
+
+
+def test_the_slowest_device_is_timed_at_two_sizes() -> None:
+    table, clock = measured({"read": 10.0, "row": 5.0})
+    assert table.sizes == [1, 4]
+    assert table.seconds(4) == pytest.approx(20)
+
+
+def test_a_straight_line_needs_no_further_sizes() -> None:
+    table, _ = measured({"read": 0.0, "row": 1e-5})
+    assert table.sizes == [1, 4, 16, 32, 64, 128, 256, 512, 1024]
