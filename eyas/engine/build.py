@@ -21,8 +21,8 @@ from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
-from eyas.engine.draft_budget import AdaptiveDraftBudget, FixedDraftBudget
-from eyas.engine.draft_costs import CostModel, DraftCosts
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftCosts, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner

@@ -7,19 +7,34 @@ refined by every step. a is the expected number of accepted nodes. It comes from
 a node with its score is accepted, which is learned from what was verified.
 
 When the next trees are there, the nodes of all sequences compete in the same way, by their own scores.
+
+A step with rows of prompts is bound by compute, so nodes cost more there, while its prompts are of use too. It has the
+trees whose tokens take less time than they would in steps without prompts.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
+from eyas.engine.draft_costs import (
+    DECODE_ONLY,
+    NO_TREE,
+    Candidate,
+    CostModel,
+    DraftCosts,
+    NextStep,
+    RecentTrees,
+    StepTimes,
+    SurvivalModel,
+    TreeSize,
+)
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.tree import DraftTree
@@ -27,62 +42,6 @@ from eyas.tree import DraftTree
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
-
-
-class StepTimes(NamedTuple):
-    """Seconds of a step.
-
-    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: since the end of the
-    step before; None if nothing was to be done then. host: of all else in the step.
-    """
-
-    wait: float
-    verify: float
-    between: float | None = None
-    host: float = 0.0
-
-
-class DraftBudget(Protocol):
-    """Chooses sizes of draft trees.
-
-    num_nodes: most nodes of the trees chosen last, the root included. tokens_per_s: see TreeBudget.
-    """
-
-    num_nodes: int
-    tokens_per_s: float
-
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
-        """Largest next tree of each request, of at most `most` nodes.
-
-        decoding: requests that can have a tree. num_plain: requests that decode beside them and cannot.
-        """
-        ...
-
-    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        """The parts to verify of deterministic trees that came; the same objects where nothing is left out.
-
-        num_plain: requests that decode beside them.
-        """
-        ...
-
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
-        """Take note of a step."""
-        ...
-
-
-class FixedDraftBudget:
-    """Always the largest trees."""
-
-    num_nodes, tokens_per_s = 1, 0.0
-
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
-        self.num_nodes = most
-        return dict.fromkeys(decoding, TreeSize(most, most))
-
-    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        return list(trees)
-
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
 
 
 class AdaptiveDraftBudget:
@@ -108,7 +67,7 @@ class AdaptiveDraftBudget:
     SCOUT_SHARE, SCOUT_INTERVALS = 0.01, (4, 64)  # the last: fewest and most drafting steps from one with scouts to the next
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
     MARGIN, FIRST_MARGIN = 1.02, 1.06
-    AS_GOOD = 0.97  # of the best rate: the largest of such sizes is chosen, as its trees say the most, and stays whole
+    AS_GOOD = 0.99  # of the best rate: the deepest of such sizes is chosen, as its trees say the most, and stays whole
     # Estimates from so few sequences are less certain: the largest trees stay unless others, or none, are better by more.
     FEW, AS_GOOD_OF_FEW, DOUBT = 4, 0.9, 0.02
     OBSERVE_STEPS = 4  # of few sequences, or without trees, from one that is learned from to the next: they are short
@@ -117,6 +76,7 @@ class AdaptiveDraftBudget:
     CUT_STEP = 6  # nodes of recent trees from one number of verified nodes that is considered to the next
     SPEED_RATE = 0.1  # weight of a step in tokens_per_s, and in the time between steps
     GOOD_ACCEPTANCE = 0.9  # of a node whose parent is accepted: scouts are sent if that would pay
+    RELAXING = 0.99  # of what catching up seems to cost, for each step in which a sequence has no tree because of it
     MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
 
     def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts, is_apart: bool = False) -> None:
@@ -137,17 +97,25 @@ class AdaptiveDraftBudget:
         self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
         self._num_others = 0  # how often these were measured
         self._most = 1
+        self._step = DECODE_ONLY
+        self._begun: set[str] = set()  # requests that have had trees
+        self._num_missed = 0  # tokens that the drafter gets in the next round of sequences that it did not draft for last
+        self._catch_up = np.array([0.0, 0.0])  # seconds that such tokens took, and how many there were
         self._drafted: dict[int, tuple[DraftTree, DraftTree]] = {}  # by id, what is left of trees that came, and the trees
 
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
         most = min(most, self._tree.num_draft_tokens)
+        self._step = step
         chosen = self._chosen(decoding, most, num_plain) if decoding and most > 1 else {}
         before, self._sizes, self._most = self._sizes, dict.fromkeys(decoding, NO_TREE) | chosen, most
         self.num_nodes = max((size.nodes for size in chosen.values()), default=1)
         # A drafter gets nothing of a sequence without trees, and has to catch up in its next round. New ones bring prompts.
-        num_new = sum(name not in before for name in chosen)
-        self._is_behind = any(not before[name].depth for name in chosen if name in before)
+        late = [name for name in chosen if name not in before or not before[name].depth]
+        num_new = sum(name not in before for name in late)
+        self._is_behind = len(late) > num_new
         self._is_timed = not self._is_behind and num_new <= self.MAX_NEW_SHARE * len(chosen)
+        self._num_missed = self._missed(late)
+        self._begun = self._begun.intersection(decoding).union(chosen) if late else self._begun
         return self._sizes
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
@@ -162,16 +130,20 @@ class AdaptiveDraftBudget:
         order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows, size = num_plain + len(trees), max(self._sizes.values(), default=NO_TREE)
         fixed_s = self._draft.at(len(trees), size) + sum(self._others_s)
-        seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + fixed_s
+        seconds = self._verify.at(self._step.num_prompt_rows + num_rows + np.arange(len(nodes) + 1)) + fixed_s
         gained = num_rows + np.cumsum(np.append(0.0, nodes[order]))
-        if self.tokens_per_s and len(trees) == num_rows <= self.FEW_TREES:  # a good tree need not make up for others at once
+        if self._step.num_prompt_rows and self._plan:
+            num_kept = int(np.argmax(gained - self._plan.rate * seconds))
+        elif self.tokens_per_s and len(trees) == num_rows <= self.FEW_TREES:  # need not make up for others at once
             num_kept = int(np.argmax(gained - num_rows * self.tokens_per_s * seconds))
         else:
             num_kept = int(np.argmax(gained / seconds))
         is_kept = np.zeros(len(nodes), np.bool_)
         is_kept[order[:num_kept]] = True
         if self._scouts:  # a whole tree shows whether what is left out would be accepted
-            is_kept[: trees[0].num_drafted] = True
+            largest = max(range(len(trees)), key=lambda number: trees[number].num_drafted)
+            first = sum(tree.num_drafted for tree in trees[:largest])
+            is_kept[first : first + trees[largest].num_drafted] = True
         parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
         return [
             tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
@@ -197,8 +169,12 @@ class AdaptiveDraftBudget:
         if not requested:
             self._pay(self.RETRY_SHARE * (wait_s + verify_s + sum(self._others_s)))
             return
-        if self._is_timed and learns:
-            self._draft.observe(len(requested), max(requested), wait_s)
+        if self._num_missed:
+            extra_s = min(max(wait_s - draft_s, 0.0), wait_s)
+            self._catch_up = (1 - self.SPEED_RATE) * self._catch_up + (extra_s, self._num_missed)
+        if self._is_timed and learns and min(requested) == max(requested):
+            late_s = self._num_missed * self._catch_up_token_s
+            self._draft.observe(len(requested), max(requested), max(wait_s - late_s, wait_s / CostModel.MAX_SURPRISE))
         num_drafted = self._observe_trees(batch, outputs, learns)
         if not decode_only:
             return
@@ -258,7 +234,7 @@ class AdaptiveDraftBudget:
         full, is_known = self._full(most), not self._recent.num_missing
         scouts, self._scouts = tuple(name for name in self._scouts if name in decoding), ()
         num_rows = len(decoding) + num_plain
-        if scouts and self._goes_on(num_rows):
+        if scouts and self._is_trial and self._goes_on(num_rows):
             self._scouts = scouts
             return dict.fromkeys(scouts, full)
         if self._is_trial:
@@ -272,10 +248,16 @@ class AdaptiveDraftBudget:
                 self._pay(self._debt_s)
             if self._is_stopped:
                 return {}
+            drafting = self._worth_drafting(decoding, plan, num_rows)
+            if not drafting:
+                return {}
             self._num_drafted += 1
+            chosen = dict.fromkeys(drafting, plan.size)
             is_capped = plan.size.nodes == plan.known_size < most
-            if plan.size == full or self._num_drafted % (self.SCOUT_INTERVALS[0] if is_capped else plan.scout_interval):
-                return dict.fromkeys(decoding, plan.size)
+            if plan.size != full and not self._num_drafted % (self.SCOUT_INTERVALS[0] if is_capped else plan.scout_interval):
+                self._scouts = self._next_scouts(drafting, full)
+                chosen |= dict.fromkeys(self._scouts, full)
+            return chosen
         elif self._is_stopped or self._debt_s > 0:
             return {}
         else:
@@ -285,8 +267,46 @@ class AdaptiveDraftBudget:
                 return {}
             self._is_trial, self._catch_up_s = True, 0.0
         self._scouts = self._next_scouts(decoding, full)
-        self._num_left = -(-self.TRIAL_TREES // len(self._scouts)) if self._is_trial else 1
+        self._num_left = -(-self.TRIAL_TREES // len(self._scouts))
         return dict.fromkeys(self._scouts, full)
+
+    def _worth_drafting(self, decoding: Seq[str], plan: _Plan, num_rows: int) -> Seq[str]:
+        """The sequences that trees save more time than the drafter needs to catch up with them."""
+        if plan.pauses:
+            return []
+        late = {name for name in decoding if not self._sizes.get(name, NO_TREE).depth}
+        token_s = self._catch_up_token_s
+        if not late or not token_s or not self._step.candidates:
+            return decoding
+        candidates = self._step.candidates()
+        late = {
+            name for name in late if token_s * self._missed_of(name, candidates) > plan.saved_s * candidates[name].num_left
+        }
+        if not late:
+            return decoding
+        self._catch_up[0] *= self.RELAXING  # so that they are tried some time, if it was measured wrongly
+        drafting = [name for name in decoding if name not in late]
+        prompt_rows, count = self._step.num_prompt_rows + num_rows, len(drafting)
+        verify_s = self._verify.seconds(prompt_rows + count * plan.tree_rows) - self._verify.seconds(prompt_rows)
+        spent_s = verify_s + self._draft.at(count, plan.size)
+        return drafting if count * plan.tree_tokens > plan.rate * spent_s else []
+
+    @property
+    def _catch_up_token_s(self) -> float:
+        """Seconds of the drafter to catch up by a token."""
+        seconds, count = self._catch_up
+        return float(seconds / count) if count else 0.0
+
+    def _missed(self, names: Seq[str]) -> int:
+        """Tokens that the drafter lacks of sequences; 0 if unknown."""
+        if not names or not self._step.candidates:
+            return 0
+        candidates = self._step.candidates()
+        return sum(self._missed_of(name, candidates) for name in names)
+
+    def _missed_of(self, name: str, candidates: Mapping[str, Candidate]) -> int:
+        """Of a sequence without trees so far, the drafter may have its prompt, but has not computed it."""
+        return candidates[name].num_missed if name in self._begun else candidates[name].length
 
     def _waits_for_payment(self, num_rows: int) -> bool:
         """Whether drafting seemed not worth its cost to about as many sequences, and there is a debt."""
@@ -333,10 +353,10 @@ class AdaptiveDraftBudget:
 
     def _planned(self, num_drafting: int, most: int, num_plain: int) -> _Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
-        plan, num_rows, known_size = self._plan, num_drafting + num_plain, min(self._recent.known_size, most)
-        is_few, steps = num_rows <= self.FEW, self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
-        most_steps = self.PLAN_STEPS * steps if plan and plan.size.depth else self.MAX_PLAIN_STEPS
-        if plan and plan.known_size == known_size and plan.age < most_steps and 0.9 < plan.num_rows / num_rows < 1.1:
+        plan, known_size, step = self._plan, min(self._recent.known_size, most), self._step
+        num_rows = num_drafting + num_plain + step.num_prefilling
+        all_rows, is_few = num_drafting + num_plain + step.num_prompt_rows, num_rows <= self.FEW
+        if plan and plan.known_size == known_size and self._is_fresh(plan, num_rows, all_rows):
             self._plan = plan._replace(age=plan.age + 1)
             return plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
@@ -344,21 +364,28 @@ class AdaptiveDraftBudget:
             self._plan = _Plan(NO_TREE, known_size, num_rows, True)
             return self._plan
         levels_of = _steps(1, self._tree.num_steps)
-        sizes = [TreeSize(nodes, depth) for nodes in _steps(2, known_size) for depth in levels_of if depth < nodes]
+        sizes = [TreeSize(nodes, depth) for depth in levels_of for nodes in _steps(2, known_size) if depth < nodes]
         nodes, levels = np.array(sizes).T[:, :, None]
-        shares = num_drafting * weights * ((places < nodes) & (depths <= levels))
-        rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1)
+        shares = weights * ((places < nodes) & (depths <= levels))
+        rows, accepted = np.cumsum(shares, 1), np.cumsum(shares * chances, 1)  # of one tree
         some = slice((len(chances) - 1) % self.CUT_STEP, None, self.CUT_STEP) if self._prunes else slice(-1, None)
         rows, accepted = rows[:, some], accepted[:, some]
-        draft_s = np.array([[self._draft.at(num_drafting, size)] for size in sizes])
-        rates = (num_rows + accepted) / (self._verify.at(num_rows + rows) + draft_s + sum(self._others_s))
+        count = num_rows - num_plain
+        draft_s = np.array([[self._draft.at(count, size)] for size in sizes])
+        seconds = self._verify.at(num_rows + count * rows) + draft_s + sum(self._others_s)
+        rates = (num_rows + count * accepted) / seconds
         best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
         is_drafting = not self._is_stopped and (bool(plan.size.depth) if plan else is_few)
         least_rate = plain * ((self.MARGIN if is_drafting else self.FIRST_MARGIN) - (self.DOUBT if is_few else 0.0))
         as_good = self.AS_GOOD_OF_FEW if is_few else self.AS_GOOD
         good_rate = min(max(as_good * best_rate, least_rate), best_rate)
         first = int(np.argmax(rates.max(axis=1) >= good_rate))
-        cuts = not is_few or bool(rates[first, -1] < good_rate)
+        cuts, pauses = not is_few or bool(rates[first, -1] < good_rate), False
+        if step.num_prompt_rows and best_rate > least_rate:
+            draft_s = np.array([[self._draft.at(num_drafting, size)] for size in sizes])
+            more_s = self._verify.at(all_rows + num_drafting * rows) - self._verify.seconds(all_rows) + draft_s
+            gains = num_drafting * accepted - best_rate * more_s
+            first, cuts, pauses = int(np.argmax(gains.max(axis=1))), True, bool(gains.max() <= 0)
         size = sizes[first] if best_rate > least_rate else NO_TREE
         if not plan or bool(plan.size.depth) != bool(size.depth):
             what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", best_rate / plain
@@ -366,16 +393,44 @@ class AdaptiveDraftBudget:
             log.info("%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra=limited)
         if plan and plan.size.depth and not size.depth:
             self._debt_s = min(self._debt_s, self.RESTART_DEBT * self._step_s(num_rows))
-        one_s = self._step_s(num_rows + rows[0, -1] / num_drafting) + self._draft.at(1, sizes[0])  # of a step with a scout
-        share = 1 - (num_rows + accepted[0, -1] / num_drafting) / one_s / best_rate
-        interval = int(min(max(share / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
-        self._plan = _Plan(size, known_size, num_rows, cuts, interval)
+        cut = int(np.argmax(rates[first]))
+        self._plan = _Plan(
+            size,
+            known_size,
+            num_rows,
+            cuts,
+            self._scout_interval(count, size, most, float(seconds[first, cut]), num_rows + count * float(rows[first, cut])),
+            num_prompt_rows=step.num_prompt_rows,
+            all_rows=all_rows,
+            pauses=pauses,
+            rate=best_rate,
+            saved_s=max(1 / plain - 1 / best_rate, 0.0),
+            tree_rows=float(rows[first, cut]),
+            tree_tokens=float(accepted[first, cut]),
+        )
         return self._plan
+
+    def _is_fresh(self, plan: _Plan, num_rows: int, all_rows: int) -> bool:
+        """Whether a plan still holds, for about as many sequences and rows."""
+        most_steps = self.MAX_PLAIN_STEPS
+        if plan.size.depth:  # the first estimates change fast
+            steps = self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
+            most_steps = min(self.PLAN_STEPS * steps, 1 + self._num_drafted)
+        is_like = (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0)
+        ratios = plan.num_rows / num_rows, plan.all_rows / all_rows
+        return is_like and plan.age < most_steps and min(ratios) > 0.9 and max(ratios) < 1.1
+
+    def _scout_interval(self, count: int, size: TreeSize, most: int, step_s: float, num_rows: float) -> int:
+        """Steps from scouts to scouts, by what they add to a step. A round takes as long as its largest trees would."""
+        full = self._full(most)
+        more_s = self._draft.at(count, full) - self._draft.at(count, size)
+        more_s += self._verify.seconds(num_rows + full.nodes) - self._verify.seconds(num_rows)
+        return int(min(max(more_s / step_s / self.SCOUT_SHARE, self.SCOUT_INTERVALS[0]), self.SCOUT_INTERVALS[1]))
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], learns: bool) -> int:
         """Learn from the trees of a step. Returns the tokens that their sequences have got."""
         trees, paths, num_tokens, full = list[DraftTree](), list[tuple[int, ...]](), 0, self._full(self._most)
-        drafted, self._drafted, is_full = self._drafted, {}, max(self._sizes.values()) == full
+        drafted, self._drafted = self._drafted, {}
         for scheduled, output in zip(batch, outputs, strict=True):
             tree, request = scheduled.tree, scheduled.sequence.request
             if tree is None or output.accepted is None or not self._sizes.get(request.id, NO_TREE).depth:
@@ -385,6 +440,7 @@ class AdaptiveDraftBudget:
             num_tokens += len(output.accepted.tokens)
             _, whole = drafted.get(id(tree), (tree, tree if tree.sampled or not drafted else None))
             most_levels = len(scheduled.sequence.slots) - scheduled.first - 2  # as the last of the tokens is no drafted one
+            is_full = self._sizes[request.id] == full
             if learns and is_full and whole and most_levels >= full.depth:
                 self._recent.observe(whole, min(request.num_draft_tokens or self._most, self._most))
         self._prunes = bool(drafted) or not any(tree.num_drafted for tree in trees)
@@ -399,6 +455,9 @@ class _Plan(NamedTuple):
 
     known_size: most nodes it could have. cuts: whether nodes are left out.
     scout_interval: steps from scouts to scouts. age: steps it was used for.
+    num_prompt_rows: see NextStep. all_rows: of the step without trees. pauses: whether it has none as its prompts fill it.
+    rate: tokens per second in steps without prompts. saved_s: seconds that trees save with each token.
+    tree_rows, tree_tokens: drafted nodes of a tree that are verified, and that are accepted.
     """
 
     size: TreeSize
@@ -407,6 +466,13 @@ class _Plan(NamedTuple):
     cuts: bool
     scout_interval: int = 1
     age: int = 0
+    num_prompt_rows: int = 0
+    all_rows: int = 1
+    pauses: bool = False
+    rate: float = 0.0
+    saved_s: float = 0.0
+    tree_rows: float = 0.0
+    tree_tokens: float = 0.0
 
 
 def _steps(first: int, last: int) -> list[int]:

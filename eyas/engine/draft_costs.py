@@ -1,4 +1,7 @@
-"""What verify passes and draft rounds cost, in seconds by size, and how likely nodes of trees are accepted."""
+"""What verify passes and draft rounds cost, in seconds by size, and how likely nodes of trees are accepted.
+
+Also what a budget of draft trees is, what it is given, and one of the largest trees always.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from eyas.engine.sequence import ScheduledSequence
+from eyas.sampling.acceptance import VerifyOutput
 from eyas.tree import DraftTree
 
 Floats = npt.NDArray[np.float64]
@@ -27,6 +33,88 @@ class TreeSize(NamedTuple):
 
 
 NO_TREE = TreeSize(1, 0)
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step.
+
+    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: since the end of the
+    step before; None if nothing was to be done then. host: of all else in the step.
+    """
+
+    wait: float
+    verify: float
+    between: float | None = None
+    host: float = 0.0
+
+
+class Candidate(NamedTuple):
+    """A sequence that can have a tree.
+
+    length: of its tokens. num_left: tokens that it may still get. num_missed: tokens that the drafter has not got.
+    """
+
+    length: int
+    num_left: int
+    num_missed: int
+
+
+class NextStep(NamedTuple):
+    """What else is known of the next step.
+
+    num_prefilling: sequences inside their prompts. num_prompt_rows: that the step computes of these.
+    candidates: by request id; made only when it is called. None if unknown.
+    """
+
+    num_prefilling: int = 0
+    num_prompt_rows: int = 0
+    candidates: Callable[[], Mapping[str, Candidate]] | None = None
+
+
+DECODE_ONLY = NextStep()
+
+
+class DraftBudget(Protocol):
+    """Chooses sizes of draft trees.
+
+    num_nodes: most nodes of the trees chosen last, the root included. tokens_per_s: see TreeBudget.
+    """
+
+    num_nodes: int
+    tokens_per_s: float
+
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
+        """Largest next tree of each request, of at most `most` nodes.
+
+        decoding: requests that can have a tree. num_plain: requests that decode beside them and cannot.
+        """
+        ...
+
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        """The parts to verify of deterministic trees that came; the same objects where nothing is left out.
+
+        num_plain: requests that decode beside them.
+        """
+        ...
+
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
+        """Take note of a step."""
+        ...
+
+
+class FixedDraftBudget:
+    """Always the largest trees."""
+
+    num_nodes, tokens_per_s = 1, 0.0
+
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
+        self.num_nodes = most
+        return dict.fromkeys(decoding, TreeSize(most, most))
+
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        return list(trees)
+
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
 
 
 class CostModel:

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from eyas.draft_protocol import KnownLogitBias
-from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget, StepTimes
+from eyas.engine.draft_costs import Candidate, DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
+from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence, Sequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
@@ -266,7 +267,10 @@ class Engine:
         ready = self._draft_manager.ready(running)
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
         num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
-        sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
+        prefilling = [len(s.tokens) - s.computed for s in running if s.prefilling]
+        num_prompt_rows = min(sum(prefilling), self._scheduler.config.max_prefill_tokens)
+        step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready))
+        sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
         wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
@@ -300,6 +304,14 @@ class Engine:
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
+
+
+def _candidates(ready: Seq[Sequence]) -> dict[str, Candidate]:
+    return {
+        s.request.id: Candidate(len(s.tokens), s.num_remaining, s.num_draftable - s.drafted)
+        for s in ready
+        if not s.prefilling
+    }
 
 
 def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, TreeSize
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, StepTimes, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput
@@ -74,10 +74,11 @@ class Simulation:
             self.now += wait_s + verify_s + (self.gap or 0.0)
             chosen.append(budget.choose(names, most, self.others))
         usual_sizes = []
-        for sizes in chosen:  # the same size for all, or for scouts
-            drafting = [size for size in sizes.values() if size.depth]
-            assert len(set(drafting)) <= 1
-            assert len(drafting) == self.batch or len(drafting) <= AdaptiveDraftBudget.MAX_SCOUTS
+        for sizes in chosen:  # the same size for all but scouts
+            drafting = Counter(size for size in sizes.values() if size.depth)
+            assert len(drafting) <= 2
+            assert drafting.total() == self.batch or drafting.total() <= AdaptiveDraftBudget.MAX_SCOUTS
+            assert len(drafting) < 2 or drafting[max(drafting)] <= AdaptiveDraftBudget.MAX_SCOUTS
             assert all(size.depth < size.nodes for size in drafting)
             usual_sizes.append(Counter(min(size.nodes, size.depth + 1) for size in sizes.values()).most_common(1)[0][0])
         return usual_sizes

@@ -12,8 +12,8 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, is_adaptive
-from eyas.engine.draft_budget import AdaptiveDraftBudget, DraftBudget, FixedDraftBudget
-from eyas.engine.draft_costs import CostModel, DraftCosts, TreeSize
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import DECODE_ONLY, CostModel, DraftBudget, DraftCosts, FixedDraftBudget, NextStep, TreeSize
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
@@ -70,9 +70,11 @@ class RecordingBudget(FixedDraftBudget):
     def __init__(self) -> None:
         self.calls: set[tuple[tuple[str, ...], int]] = set()
 
-    def choose(self, decoding: Sequence[str], most: int, num_plain: int = 0) -> dict[str, TreeSize]:
+    def choose(
+        self, decoding: Sequence[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeSize]:
         self.calls.add((tuple(decoding), num_plain))
-        return super().choose(decoding, most, num_plain)
+        return super().choose(decoding, most, num_plain, step)
 
 
 def priced_engine(

@@ -40,7 +40,7 @@ def test_a_slow_device_is_timed_for_a_bounded_time(caplog: pytest.LogCaptureFixt
 
 
 def test_the_slowest_device_is_timed_at_two_sizes() -> None:
-    table, clock = measured({"read": 10.0, "row": 5.0})
+    table, _ = measured({"read": 10.0, "row": 5.0})
     assert table.sizes == [1, 4]
     assert table.seconds(4) == pytest.approx(20)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget, StepTimes
-from eyas.engine.draft_costs import CostModel, DraftCosts, SurvivalModel, TreeSize
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftCosts, StepTimes, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from eyas.sampling.acceptance import VerifyOutput
