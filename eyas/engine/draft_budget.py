@@ -412,10 +412,8 @@ class AdaptiveDraftBudget:
 
     def _is_fresh(self, plan: _Plan, num_rows: int, all_rows: int) -> bool:
         """Whether a plan still holds, for about as many sequences and rows."""
-        most_steps = self.MAX_PLAIN_STEPS
-        if plan.size.depth:  # the first estimates change fast
-            steps = self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
-            most_steps = min(self.PLAN_STEPS * steps, 1 + self._num_drafted)
+        steps = self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
+        most_steps = self.PLAN_STEPS * steps if plan.size.depth else self.MAX_PLAIN_STEPS
         is_like = (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0)
         ratios = plan.num_rows / num_rows, plan.all_rows / all_rows
         return is_like and plan.age < most_steps and min(ratios) > 0.9 and max(ratios) < 1.1

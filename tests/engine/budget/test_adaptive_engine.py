@@ -69,11 +69,13 @@ class RecordingBudget(FixedDraftBudget):
 
     def __init__(self) -> None:
         self.calls: set[tuple[tuple[str, ...], int]] = set()
+        self.steps: list[NextStep] = []
 
     def choose(
         self, decoding: Sequence[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
     ) -> dict[str, TreeSize]:
         self.calls.add((tuple(decoding), num_plain))
+        self.steps.append(step)
         return super().choose(decoding, most, num_plain, step)
 
 
@@ -140,6 +142,23 @@ def test_the_budget_sees_requests_without_trees(tiny_target: str, expected: dict
     assert run(priced_engine(target, FirstRequestDrafter(48), CostedBackend(target, 1.0), budget)) == expected
     assert (("0",), 3) in budget.calls
     assert {decoding for decoding, _ in budget.calls} == {("0",), ()}
+
+
+def test_the_budget_sees_prompts_and_what_sequences_lack(tiny_target: str) -> None:
+    """Of three prompts of 200 tokens the first step computes 512 rows."""
+    target, budget = load_target(tiny_target), RecordingBudget()
+    engine = priced_engine(target, RandomDrafter(48), CostedBackend(target, 1.0), budget)
+    for name in ("0", "1", "2"):
+        engine.submit(Request(name, (3,) * 200, SamplingParams(20, seed=0, ignore_eos=True)))
+    engine.step()
+    (step,) = budget.steps
+    assert (step.num_prefilling, step.num_prompt_rows) == (1, 88)
+    assert step.candidates is not None
+    found = step.candidates()
+    assert set(found) == {"0", "1"}
+    assert (found["0"].length, found["0"].num_left) == (201, 19)
+    engine.step()
+    assert budget.steps[-1].num_prompt_rows == 0
 
 
 @pytest.mark.parametrize(
