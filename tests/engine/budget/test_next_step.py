@@ -104,7 +104,7 @@ def test_a_catch_up_that_seemed_dear_is_tried_some_time() -> None:
     assert steps > 10
 
 
-def test_what_catching_up_takes_is_measured_and_is_no_cost_of_other_rounds() -> None:
+def test_catching_up_is_measured_and_no_cost_of_other_rounds() -> None:
     """One sequence in nine is new in each round, with 100 tokens that take a millisecond each."""
     simulation = Roofline(draft=0.05, batch=BATCH)
     budget = simulation.budget()
