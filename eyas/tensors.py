@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, groupby
@@ -47,6 +47,14 @@ def runs_compiled(device: torch.device) -> bool:
 def has_numba() -> bool:
     """Whether kernels of the CPU can be compiled."""
     return find_spec("numba") is not None
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Inside the context Triton launches on the tensor's GPU. It takes the thread's current device, wherever tensors are.
+
+    `torch.cuda.device_of` does the same, but Dynamo cannot trace it.
+    """
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:

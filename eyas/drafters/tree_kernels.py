@@ -44,6 +44,7 @@ from eyas.sampling.kernels import (
     without_nan,
 )
 from eyas.sampling.sampler import MIN_TEMPERATURE
+from eyas.tensors import on_device_of
 
 BLOCK = 2048
 # A key below all others, and the lowest weight of a token that can be drawn.
@@ -64,7 +65,7 @@ def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
     """
     sessions, size = words.shape[1], len(draft_ids)
     noise = torch.empty((sessions, levels, size), dtype=torch.float32, device=draft_ids.device)
-    with torch.cuda.device_of(draft_ids):
+    with on_device_of(draft_ids):
         _gumbel[(sessions * levels, triton.cdiv(size, BLOCK))](
             words, draft_ids, noise, sessions, size, LEVELS=levels, BLOCK=BLOCK, num_warps=8
         )
@@ -92,7 +93,7 @@ def best_children(
     scores = torch.empty((sessions, rows, k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((sessions, rows, k), dtype=torch.int64, device=logits.device)
     here = words if noise is None else noise[:, level]
-    with torch.cuda.device_of(logits):
+    with on_device_of(logits):
         _score_blocks[(count, blocks)](
             *(logits.contiguous(), words, here, words if lowest is None else lowest, keys, sums, sessions, size, count),
             ROWS=rows, NOISE_STRIDE=0 if noise is None else noise.shape[1], HAS_LOWEST=lowest is not None,
@@ -113,7 +114,7 @@ def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
     found = torch.empty((4, count, blocks), dtype=torch.int32, device=logits.device)
     lists = torch.empty((count, blocks, LISTED), dtype=torch.int64, device=logits.device)
     lowest = torch.empty((sessions, rows), dtype=torch.int64, device=logits.device)
-    with torch.cuda.device_of(logits):
+    with on_device_of(logits):
         _list_blocks[(count, blocks)](
             *(logits, words, found, lists, sessions, size, count),
             ROWS=rows, MIN=MIN_FILTER_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=LISTED, ALL=False, num_warps=8,
@@ -132,7 +133,7 @@ def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int,
     best = torch.empty((sessions, top_k), dtype=torch.float32, device=scores.device)
     ids = torch.empty((2, sessions, top_k), dtype=torch.int64, device=scores.device)
     parents = torch.empty((sessions, top_k * num_children), dtype=torch.int64, device=scores.device)
-    with torch.cuda.device_of(scores):
+    with on_device_of(scores):
         _frontier[(sessions,)](
             *(scores, tokens, best, ids[0], ids[1], parents, count, before),
             K=top_k, CHILDREN=num_children, HAS_PARENTS=has_parents,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache, load_rows, store_rows
 from eyas.errors import CheckpointError
 from eyas.models.inputs import PackedInputs, PaddedGroup
+from eyas.tensors import on_device_of
 
 ATTENTION_NAME = "eyas"
 
@@ -124,7 +125,8 @@ def attend(
     if packed.metadata is not None:
         from eyas.models.cuda import kernel
 
-        return kernel.attend(query, keys, values, packed, scaling, window, softcap)
+        with on_device_of(query):
+            return kernel.attend(query, keys, values, packed, scaling, window, softcap)
     out = torch.empty_like(query)
     for index, group in enumerate(packed.groups):
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])

@@ -23,7 +23,7 @@ from torch import Tensor
 from eyas.request import NoiseKey
 from eyas.sampling.noise import row_keys, signed
 from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
-from eyas.tensors import Ints, upload
+from eyas.tensors import Ints, on_device_of, upload
 
 BLOCK = 2048
 # Tokens of a block that are listed at most, and neighbouring ids in a block of a row with filters.
@@ -54,7 +54,7 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     found = torch.empty((6 if listed else 3, rows, blocks), dtype=torch.int32, device=logits.device)
     lists = torch.empty((rows, blocks, listed), dtype=torch.int64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    with torch.cuda.device_of(logits):
+    with on_device_of(logits):
         _race[(rows, blocks)](
             *(logits, words, found, lists, rows, vocab_size, 0, vocab_size),
             MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=LINE if listed else BLOCK, LISTED=listed, num_warps=8,
@@ -73,7 +73,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
     blocks, words = triton.cdiv(width, BLOCK), upload(_words(draws), logits.device)
     found = torch.empty((3, rows, blocks), dtype=torch.int32, device=logits.device)
     best = torch.empty((3, rows), dtype=torch.int32, device=logits.device)
-    with torch.cuda.device_of(logits):
+    with on_device_of(logits):
         _race[(rows, blocks)](
             *(logits, words, found, found, rows, width, first_id, vocab_size),
             MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=BLOCK, LISTED=0, num_warps=8,
@@ -89,7 +89,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
     """`eyas.sampling.sampler.best_of_races`. A copy and one launch."""
     (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
     tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
-    with torch.cuda.device_of(found):
+    with on_device_of(found):
         _winners[(rows,)](
             *(found, words, found, found, tokens, rows, parts, vocab_size),
             MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(parts), LIST=1, LISTED=0, IS_PART=False, num_warps=1,
@@ -122,7 +122,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     keys = torch.empty((rows, blocks, k), dtype=torch.int64, device=scores.device)
     best = torch.empty((*scores.shape[:-1], k), dtype=torch.float32, device=scores.device)
     ids = torch.empty((*scores.shape[:-1], k), dtype=torch.int64, device=scores.device)
-    with torch.cuda.device_of(scores):
+    with on_device_of(scores):
         _block_keys[(rows, blocks)](scores.contiguous(), keys, size, K=k, BLOCK=BLOCK, num_warps=4)
         _best_keys[(rows,)](keys, best, ids, blocks * k, K=k, BLOCK=triton.next_power_of_2(blocks * k), num_warps=4)
     return best, ids

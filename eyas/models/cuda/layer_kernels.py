@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.cache.kv_cache import UNSCALED, KVScales
+from eyas.tensors import on_device_of
 
 if TYPE_CHECKING:
     from eyas.models.fused import HeadLayout, RMSNorm
@@ -30,7 +31,7 @@ def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm |
     state, normed = torch.empty_like(delta), torch.empty_like(delta)
     inner = delta_norm or norm
     block = triton.next_power_of_2(width)
-    with torch.cuda.device_of(hidden):
+    with on_device_of(hidden):
         _add_norm[(hidden.numel() // width,)](
             *(hidden, delta, state, normed, norm.weight, inner.weight, norm.eps, inner.eps),
             WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, BLOCK=block,
@@ -43,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
     width, normed = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    with torch.cuda.device_of(x):
+    with on_device_of(x):
         _norm[(x.numel() // width,)](
             *(x, normed, weight, eps), WIDTH=width, ADDS_ONE=False, BLOCK=block, num_warps=min(16, max(1, block // 512))
         )
@@ -66,7 +67,7 @@ def pair_inputs(
     inputs = torch.empty((rows, 2 * width), dtype=states.dtype, device=states.device)
     taken = torch.empty((rows, width), dtype=states.dtype, device=states.device)
     block = triton.next_power_of_2(width)
-    with torch.cuda.device_of(states):
+    with on_device_of(states):
         _pair_inputs[(rows,)](
             *(states.contiguous(), parents, tokens, draft_ids, embedding, *norms, inputs, taken, eps),
             ABOVE=above, PER_SESSION=tokens.shape[1], WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
@@ -84,7 +85,7 @@ def rotate_and_store(
     """
     (rows, _, width), (cos, sin), norms = qkv.shape, rotary, heads.norms
     query = torch.empty((rows, heads.num_heads, width), dtype=qkv.dtype, device=qkv.device)
-    with torch.cuda.device_of(qkv):
+    with on_device_of(qkv):
         _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
             *(qkv, query, keys, values, qkv if slots is None else slots, cos, sin, norms.weight if norms else qkv),
             norms.eps if norms else 0.0, scales.key, scales.value,
@@ -100,7 +101,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     """Activated gates times the values beside them, as `fused.gate`: one launch."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    with torch.cuda.device_of(gate_up):
+    with on_device_of(gate_up):
         _gate[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
             gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
         )
@@ -119,7 +120,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     block_m = PRODUCT_ROWS
     if x.dtype == torch.float32:  # without matrix units
         block_m, block_n, block_k = 16, 64, 32
-    with torch.cuda.device_of(x):
+    with on_device_of(x):
         _product[(triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n))](
             *(x.contiguous(), weight.contiguous(), weight if bias is None else bias, out, rows, inputs, outputs),
             HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
