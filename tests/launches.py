@@ -45,6 +45,8 @@ READ_IN_PART = {"keys", "values", "words", "masks", "embedding", "reread"}
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 # Kinds of GPU for which all variants of layers' and sampling's kernels are compiled; for the others the commonest are.
 WHOLE = (80, 90)
+# The kind of GPU for which attention is compiled for all layouts of heads; for the others those that spill most easily.
+ALL_LAYOUTS = 90
 META = torch.device("meta")
 
 
@@ -315,6 +317,21 @@ def attention_calls(sm: int) -> None:
         kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
 
 
+def layout_calls(sm: int) -> None:
+    """The attention of a tree over other layouts of heads, and over keys of 8 bits: all of them on one kind of GPU."""
+    from eyas.models.cuda import kernel
+    from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+
+    wanted = [(width, group, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)] if sm == ALL_LAYOUTS else []
+    wanted += [(width, 4, True) for width in (64, 96, 256)] if sm == ALL_LAYOUTS else [(128, 1, False), (64, 4, True)]
+    for width, group, is_narrow in wanted:
+        shape = bucket_shape(64, 32, Tiling(group, 8, 132))
+        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
+        query = torch.zeros(64, 8 * group, width, dtype=torch.bfloat16, device=META)
+        keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
+        kernel.attend(query, keys, keys, packed, width**-0.5)
+
+
 def layer_calls(sm: int) -> None:
     """The kernels of a fused layer: Llama 3.1 8B; on two kinds of GPU Gemma 2 9B, and the widest rows in float32 too."""
     from eyas.models.cuda import layer_kernels
@@ -385,7 +402,9 @@ def drafting_calls(sm: int) -> None:
     pair_inputs(states, children[:, :10], children[:, :10], draft_ids, embedding, norms, 1e-5)
 
 
-KERNEL_CALLS: tuple[Callable[[int], None], ...] = (attention_calls, layer_calls, sampling_calls, drafting_calls)
+KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
+    attention_calls, layout_calls, layer_calls, sampling_calls, drafting_calls,
+)  # fmt: skip
 
 
 def main(sm: int) -> None:

@@ -55,7 +55,7 @@ def attend(
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
-        BLOCK_N=_keys_per_block(query),
+        BLOCK_N=_keys_per_block(query) // (2 if _would_spill(query, keys) else 1),
         **_constants(query, num_kv, shape.tile_rows, window, softcap),
     )
     if is_whole:
@@ -132,6 +132,16 @@ def _row_bytes(query: Tensor) -> int:
 def _keys_per_block(query: Tensor) -> int:
     """Keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
     return 64 if _row_bytes(query) <= 256 else 32 if _row_bytes(query) <= 512 else 16
+
+
+def _would_spill(query: Tensor, keys: Tensor) -> bool:
+    """Whether registers spill with whole blocks of keys: 64 wide with 8 bits, or 128 wide where no heads share keys.
+
+    query [R, H, D], keys [S, J, D]. Such heads do not share their rows' masks either.
+    """
+    if _row_bytes(query) <= 128:
+        return keys.dtype.itemsize < query.dtype.itemsize
+    return _row_bytes(query) <= 256 and query.shape[1] == keys.shape[1]
 
 
 @triton.jit(
