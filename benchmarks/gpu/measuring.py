@@ -125,7 +125,7 @@ def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfi
 def full_scale() -> Scale:
     """The run that a GPU of 80 GB takes in 25 minutes."""
     cases = [Case(batch, rows) for batch in (1, 8, 32) for rows in (1, 16, 32, 60)]
-    cases += [Case(1, rows, cached) for cached in (8192, 32768) for rows in (1, 60)]
+    cases += [Case(64, rows) for rows in (1, 16)] + [Case(1, rows, cached) for cached in (8192, 32768) for rows in (1, 60)]
     targets = {"llama-8b": llama(SHAPES["8b"]), "llama-70b-rank-of-4": llama(SHAPES["70b"], ranks=4)}
     heads = {"eagle3-8b": llama_head(4096, 14336, 32), "eagle3-70b": llama_head(8192, 28672, 64)}
     return Scale(targets, heads, cases, (1, 8, 32), (1, 60, 256, 1024), (4096, 14336, VOCAB), SHAPES["8b"])
