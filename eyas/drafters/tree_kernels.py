@@ -155,7 +155,7 @@ def draw_children(logits: Tensor, words: Tensor, level: int, k: int, draft_ids: 
     kept = torch.empty((sessions, k), dtype=torch.int64, device=device)
     sums = torch.empty((3, sessions), dtype=torch.int32, device=device)
     tokens = torch.empty((sessions, 1), dtype=torch.int64, device=device)
-    with torch.cuda.device_of(logits):
+    with on_device_of(logits):
         _list_blocks[(sessions, blocks)](
             *(logits, words, found, lists, sessions, size, sessions),
             ROWS=1, MIN=MIN_TEMPERATURE, BLOCK=BLOCK, LINE=LINE, LISTED=listed, ALL=True, num_warps=8,
