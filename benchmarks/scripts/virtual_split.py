@@ -9,20 +9,38 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.bench.report import Report, Table
+from benchmarks.scripts.virtual_rates import (
+    BIG_GPU,
+    LAYERS,
+    Cell,
+    Halves,
+    Step,
+    Times,
+    Trace,
+    cell_of,
+    cost_of,
+    draw,
+    free,
+    gpu_of,
+    halves_table,
+    local_table,
+    table,
+    times_of,
+)
+from eyas.bench.report import Report
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts, flat
+from eyas.config.device_costs import DeviceCosts, PassKind
 from eyas.draft_protocol import Commit, PreparedTree, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
@@ -37,11 +55,15 @@ from eyas.models.target import load_target
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 
+T = TypeVar("T")
 NO_TREE = TreeBudget(1, 0)
 MAX_UNPREPARED = 32  # as in the client of draft services
-MARKOV_SHARE = 1 / 24  # a level of a one-pass head after the first, in passes of the head
 LARGE_BATCH = 8
-LAYERS = {"dspark": 2.0}  # a pass of the head in levels of EAGLE, as in the report of the services
+# Trees of drafting on demand: most nodes and levels; 0 takes the head's own levels. The best one counts.
+TREES = ("24:0", "24:3", "24:7", "24:9")
+# The same where passes grow with rows.
+SMALL_TREES = ("2:1", "3:2", "4:2", "4:3", "6:3", "8:4", "12:4", "24:5")
+MODES = ("serial", "ahead", "auto", "local")
 
 
 class VirtualDraftService:
@@ -110,28 +132,6 @@ class VirtualDraftService:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One setting. c: time of an EAGLE level, or of a layer's pass, in verify passes. prepared: share of steps without a
-    round trip. hits: share of steps with trees grown ahead. tau_hits: tokens of such a step. wait: seconds of a step for
-    its tree. So eta is tau over that of serial drafting, over 1 + wait."""
-
-    head: str
-    temperature: float
-    batch: int
-    c: float
-    delay: float
-    mode: str
-    eta: float = 0.0
-    speedup: float = 0.0
-    tau: float = 0.0
-    hits: float = 0.0
-    prepared: float = 0.0
-    tau_hits: float = 0.0
-    wait: float = 0.0
-    num_steps: int = 0
-
-
-@dataclass(frozen=True)
 class Settings:
     """What is measured."""
 
@@ -147,6 +147,16 @@ class Settings:
     max_ahead: int
     minutes: float
     modes: tuple[str, ...]
+    trees: tuple[str, ...] = ("24:0",)
+    ahead_trees: tuple[str, ...] = ("24:0",)
+    local_c: float = 0.025
+    roofline: bool = False
+    halves: tuple[int, ...] = ()
+
+    @property
+    def max_levels(self) -> int:
+        """Most levels of a tree that is not the head's own."""
+        return max(int(name.partition(":")[2] or 0) for name in (*self.trees, *self.ahead_trees, *SMALL_TREES))
 
     def tokens_of(self, batch: int) -> int:
         """Tokens to decode of each prompt: fewer where the batch itself gives many steps."""
@@ -216,6 +226,11 @@ class Replayed:
     num_prepared: int = 0
     accepted: list[int] = field(default_factory=list)
     grown_ahead: list[bool] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def trace(self, tree: str) -> Trace:
+        """The steps, for any times."""
+        return Trace(tree, self.num_tokens, tuple(self.steps))
 
     @property
     def tau(self) -> float:
@@ -229,8 +244,26 @@ class Replayed:
         return sum(accepted) / len(accepted) + 1 if accepted else 0.0
 
 
+class RecordedDevice(EmulatedDevice):
+    """An emulated device that notes its passes: kinds and rows, since they were last taken."""
+
+    def __init__(self, costs: DeviceCosts, clock: VirtualClock) -> None:
+        super().__init__(costs, clock)
+        self._passes: list[tuple[PassKind, int]] = []
+
+    def run(self, kind: PassKind, rows: int, context: int, work: Callable[[], T]) -> T:
+        """See EmulatedDevice."""
+        self._passes.append((kind, rows))
+        return super().run(kind, rows, context, work)
+
+    def take(self) -> tuple[tuple[PassKind, int], ...]:
+        """The passes since the last call."""
+        passes, self._passes = tuple(self._passes), []
+        return passes
+
+
 class VirtualSplit:
-    """Decodes prompts with one head. A verify pass takes a second, whatever its rows.
+    """Decodes prompts with one head. The unit of time is a verify pass of few rows.
 
     The output of the target does not depend on drafts. So it is decoded once, plainly, and each cell replays it.
     """
@@ -243,11 +276,23 @@ class VirtualSplit:
         self._fuser: FeatureFuser = fuser
         self._tree = resolve_tree(TreeConfig(), self.method, head)
 
+    def tree(self, name: str) -> TreeConfig:
+        """The tree of a name such as 24:5, most nodes and levels."""
+        if not name:
+            return self._tree
+        num_nodes, _, num_levels = name.partition(":")
+        tree = resolve_tree(TreeConfig(int(num_nodes), int(num_levels or 0)), self.method, self.head)
+        return replace(tree, num_steps=min(tree.num_steps, self._tree.num_steps)) if self.method in LAYERS else tree
+
+    def trees(self, names: Sequence[str]) -> dict[str, TreeConfig]:
+        """Trees by their resolved names, each once."""
+        return {f"{tree.num_draft_tokens}:{tree.num_steps}": tree for tree in map(self.tree, names)}
+
     def record(self, temperature: float, count: int) -> list[Recording]:
         """`count` requests, plainly decoded."""
         s, config = self.settings, DraftingConfig()
         drafter = build_drafter(self.method, s.model, self.head, "float32", "cpu", self._tree, config)
-        recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + self._tree.num_steps + 4
+        recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + s.max_levels + self._tree.num_steps + 4
         prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
         num_slots = sum(map(len, prompts)) + count * num_tokens
         engine_config = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=count, prefix_cache=False, draft_budget="fixed")
@@ -266,71 +311,81 @@ class VirtualSplit:
             found.append(Recording(tokens, len(prompt), features, commits[0].noise))
         return found
 
-    def cell(self, recordings: Sequence[Recording], cell: Cell, free: float) -> Cell:
-        """Decode all recordings. free: tau of serial drafting; 0 takes that of this run."""
-        found, clock = Replayed(), VirtualClock()
-        service = self._service(cell, clock)
-        for start in range(0, len(recordings), cell.batch):
-            self._replay(recordings[start : start + cell.batch], service, clock, found)
+    def times(self, c: float, gpu: str = "") -> Times:
+        """Passes at a cost; they grow with rows, as on a GPU, if that is set."""
+        return times_of(self.method, c, gpu or gpu_of(c), self.settings.roofline)
+
+    def cell(self, recordings: Sequence[Recording], cell: Cell, free_rate: float) -> Cell:
+        """Decode all recordings. free_rate: of free drafting; 0 takes that of this run."""
+        found, rate, num_steps = self._run(recordings, cell), 0.0, 0
         rate, num_steps = found.num_tokens / found.seconds, len(found.accepted)
+        alone = found.tau / (found.trace("").rate(self.times(cell.c), free))
         return replace(
-            cell, eta=rate / (free or found.tau), speedup=rate, tau=found.tau, num_steps=num_steps,
+            cell, eta=rate / (free_rate or found.tau / alone), speedup=rate, tau=found.tau, num_steps=num_steps,
             hits=sum(found.grown_ahead) / num_steps, prepared=found.num_prepared / num_steps,
-            tau_hits=found.tau_hits, wait=found.seconds / num_steps - 1,
+            tau_hits=found.tau_hits, wait=found.seconds / num_steps - alone,
         )  # fmt: skip
 
-    def serial(self, cell: Cell) -> Cell:
-        """A cell of serial drafting with other times: each of its steps takes all passes and a round trip."""
-        times, num_levels = costs(self.method, cell.c), self._tree.num_steps - 1
-        step_s = 1 + 2 * cell.delay + times.seconds("draft_round", 1) + num_levels * times.seconds("draft_level", 1)
-        return replace(cell, eta=1 / step_s, speedup=cell.tau / step_s, wait=step_s - 1)
+    def trace(self, recordings: Sequence[Recording], temperature: float, batch: int, tree: str) -> Trace:
+        """The steps of serial drafting with a tree, for any times."""
+        return self._run(recordings, Cell(self.name, temperature, batch, 1.0, 0.0, "serial", tree=tree)).trace(tree)
 
-    def _service(self, cell: Cell, clock: VirtualClock) -> VirtualDraftService:
-        s, own = self.settings, VirtualClock()
+    def _run(self, recordings: Sequence[Recording], cell: Cell) -> Replayed:
+        found, clock, tree = Replayed(), VirtualClock(), self.tree(cell.tree)
+        device = RecordedDevice(self.times(cell.c).drafter, VirtualClock())
+        service = self._service(cell, clock, device)
+        for start in range(0, len(recordings), cell.batch):
+            budget, times = TreeBudget(tree.num_draft_tokens, tree.num_steps), self.times(cell.c)
+            self._replay(recordings[start : start + cell.batch], budget, service, device, clock, times, found)
+        return found
+
+    def _service(self, cell: Cell, clock: VirtualClock, device: RecordedDevice) -> VirtualDraftService:
+        s, own = self.settings, device.clock
+        assert isinstance(own, VirtualClock)
         mode: DraftAheadMode = "never" if cell.mode == "serial" else "auto" if cell.mode == "auto" else "always"
         config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
-        args = self.method, s.model, self.head, "float32", "cpu", self._tree, config
+        args = self.method, s.model, self.head, "float32", "cpu", self.tree(cell.tree), config
         drafter = build_drafter(*args, has_idle_time=True)
         inner = drafter._drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
-        inner.emulate(EmulatedDevice(costs(self.method, cell.c), own))
+        inner.emulate(device)
         return VirtualDraftService(drafter, clock, own, cell.delay)
 
     def _replay(
-        self, group: Sequence[Recording], service: VirtualDraftService, clock: VirtualClock, found: Replayed
+        self,
+        group: Sequence[Recording],
+        budget: TreeBudget,
+        service: VirtualDraftService,
+        device: RecordedDevice,
+        clock: VirtualClock,
+        times: Times,
+        found: Replayed,
     ) -> None:
         """Decode requests that begin together, some tokens behind the first tree of each."""
         began, lengths = 0.0, [recording.num_prompt + 1 for recording in group]
-        starts, budget = [0] * len(group), TreeBudget(self._tree.num_draft_tokens, self._tree.num_steps)
-        running, first = list(range(len(group))), list[int]()
+        starts, running, first = [0] * len(group), list(range(len(group))), list[int]()
         while running:
-            num_prepared = service.num_prepared
+            num_prepared, num_rows = service.num_prepared, 0
             contexts = [group[i].commit(f"{i}", starts[i], lengths[i], budget) for i in running]
+            device.take()
             for i, tree in zip(running, service.request(contexts)(), strict=True):
                 assert isinstance(tree, DraftTree)
-                accepted = group[i].num_accepted(tree, lengths[i])
+                accepted, num_rows = group[i].num_accepted(tree, lengths[i]), num_rows + len(tree.tokens)
                 starts[i], lengths[i] = lengths[i], lengths[i] + accepted + 1
                 if first:
                     found.accepted.append(accepted)
                     found.grown_ahead.append(tree.grown_ahead)
-            clock.now += 1.0
+            clock.now += times.verify_s(num_rows)
             if not first:
                 began, first = clock.now, list(lengths)
                 continue
+            found.steps.append(Step(len(running), num_rows, device.take()))
             found.num_prepared += service.num_prepared - num_prepared
             ended = [i for i in running if lengths[i] - group[i].num_prompt > self.settings.tokens_of(len(group))]
             found.num_tokens += sum(lengths[i] - first[i] for i in ended)
             found.seconds += len(ended) * (clock.now - began)
             service.release([f"{i}" for i in ended])
             running = [i for i in running if i not in ended]
-
-
-def costs(method: str, c: float) -> DeviceCosts:
-    """Of the drafter, where a verify pass takes a second."""
-    if method not in LAYERS:
-        return flat("virtual", draft_round=1000 * c, draft_level=1000 * c)
-    whole = 1000 * c * LAYERS[method]
-    return flat("virtual", draft_round=whole, draft_level=whole * MARKOV_SHARE)
 
 
 def main(
@@ -350,109 +405,72 @@ def main(
     max_ahead: Annotated[int, typer.Option(help="Largest batch that drafts ahead; larger ones draft serially.")] = 64,
     minutes: Annotated[float, typer.Option(help="Cells that have not begun by then are left out.")] = 90.0,
     mode: Annotated[list[str], typer.Option(help="ahead, auto; may be repeated.")] = ["ahead", "auto"],  # noqa: B006
+    tree: Annotated[list[str], typer.Option(help="NODES:LEVELS on demand; the best counts. Repeatable.")] = list(TREES),  # noqa: B006
+    ahead_tree: Annotated[list[str], typer.Option(help="The same of drafting ahead.")] = ["24:0"],  # noqa: B006
+    local_c: Annotated[float, typer.Option(help="Cost of a level on the verifier's GPU; 0: by arithmetic.")] = 0.0,
+    roofline: Annotated[bool, typer.Option(help="Passes grow with rows, as on GPUs.")] = False,
+    halves: Annotated[list[int], typer.Option(help="Batches to compare with two halves. Repeatable.")] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
-    """Measure serial drafting, drafting ahead and choosing between them at every cost, delay, temperature and batch.
-
-    Serial trees do not depend on time: they are made once for each head, temperature and batch.
-    """
+    """Measure drafting on demand, ahead and by choice at every cost, delay, temperature and batch, and beside them drafting
+    on the verifier's own GPU."""
     ahead = DraftAheadConfig(top_k=ahead_top_k)
     axes = tuple(head), tuple(c), tuple(delay), tuple(temperature), tuple(batch)
-    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead, minutes, tuple(mode))
+    trees = tuple(tree), tuple(ahead_tree), local_c or cost_of(BIG_GPU), roofline, tuple(halves)
+    settings = Settings(model, *axes, num_prompts, max_tokens, ahead, max_ahead, minutes, tuple(mode), *trees)
     tasks = MethodsSettings(model=model, methods=(MethodSpec("eagle3"),), prompts=prompts, num_prompts=num_prompts)
     try:
         loaded = [task.token_ids for task in load_tasks(tasks)]
         with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            cells = measure(settings, loaded, progress)
+            cells, halved = measure(settings, loaded, progress)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     command = "python -m benchmarks.scripts.virtual_split"
-    page = Report.here("virtual-split", command, "cpu", settings, cells, [table(cells)]).publish(out)
-    draw(cells, page.with_suffix(".png"))
+    tables = [table(cells), local_table(cells, settings.local_c), *([halves_table(halved)] if halved else [])]
+    page = Report.here("virtual-split", command, "cpu", settings, (cells, halved), tables).publish(out)
+    draw(list(itertools.chain(*cells)), page.with_suffix(".png"))
 
 
-def measure(settings: Settings, prompts: Sequence[Prompt], progress: Progress) -> list[Cell]:
-    """All cells, small batches first; trees of serial drafting do not depend on time, so their tau is that of free drafting.
+def measure(
+    settings: Settings, prompts: Sequence[Prompt], progress: Progress
+) -> tuple[list[tuple[Cell, ...]], list[Halves]]:
+    """The cells of each setting, by MODES, small batches first; and half-batches.
 
-    Cells that time did not suffice for have no steps.
+    Trees on demand do not depend on time: they are made once for each head, temperature, batch and size. Cells that time did
+    not suffice for have no steps.
     """
-    s, cells, deadline = settings, list[Cell](), time.monotonic() + 60 * settings.minutes
+    s, cells, halved, deadline = settings, list[tuple[Cell, ...]](), list[Halves](), time.monotonic() + 60 * settings.minutes
     splits = {head: VirtualSplit(s, head, prompts) for head in s.heads}
     axes = list(itertools.product(s.heads, s.temperatures))
     recorded = {
-        (head, t): splits[head].record(t, max(len(prompts), *s.batches))
+        (head, t): splits[head].record(t, max(len(prompts), *s.batches, *s.halves))
         for head, t in progress.track(axes, description="plain decoding")
     }
     for batch, (head, t) in itertools.product(s.batches, axes):
         split, own = splits[head], recorded[head, t][: max(len(prompts), batch)]
-        plain = split.cell(own, Cell(split.name, t, batch, s.costs[0], s.delays[0], "serial"), 0.0)
+        traces = [split.trace(own, t, batch, name) for name in split.trees(s.trees)]
         kinds = list(itertools.product(s.costs, s.delays))
         for c, delay in progress.track(kinds, description=f"batch {batch}, {split.name}, temperature {t:g}"):
-            serial = split.serial(replace(plain, c=c, delay=delay))
-            cells.append(serial)
+            where = Cell(split.name, t, batch, c, delay, "serial")
+            serial, free_rate = cell_of(where, traces, split.times(c)), traces[0].rate(split.times(c), free)
+            local = cell_of(replace(where, mode="local"), traces, split.times(s.local_c, BIG_GPU))
+            found = []
             for mode in ("ahead", "auto"):
-                cell = replace(serial, mode=mode)
-                if batch <= s.max_ahead:
-                    empty = Cell(split.name, t, batch, c, delay, mode)
-                    is_due = mode in s.modes and time.monotonic() < deadline
-                    cell = split.cell(own, empty, serial.tau) if is_due else empty
-                cells.append(cell)
-    return cells
-
-
-def draw(cells: Sequence[Cell], file: Path) -> None:
-    """Draw eta over the delay: a row of panels for each batch, a colour for each cost."""
-    from matplotlib.figure import Figure
-
-    columns = list(dict.fromkeys((cell.head, cell.temperature) for cell in cells))
-    batches = list(dict.fromkeys(cell.batch for cell in cells))
-    figure = Figure(figsize=(3.2 * len(columns), 2.6 * len(batches)), layout="constrained")
-    panels = figure.subplots(len(batches), len(columns), sharex=True, sharey=True, squeeze=False)
-    for (row, batch), (column, (head, t)) in itertools.product(enumerate(batches), enumerate(columns)):
-        axes = panels[row, column]
-        own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, t, batch) and cell.num_steps]
-        for number, c in enumerate(dict.fromkeys(cell.c for cell in own)):
-            for mode, style in (("serial", "--"), ("ahead", ":"), ("auto", "-")):
-                line = [(cell.delay, cell.eta) for cell in own if (cell.c, cell.mode) == (c, mode)]
-                x, y = zip(*line, strict=True) if line else ((), ())
-                axes.plot(x, y, style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
-        axes.set_title(f"{head}, temperature {t:g}, batch {batch}", fontsize=9)
-        axes.set_ylim(0, 1)
-    for axes in panels[-1]:
-        axes.set_xlabel("delay of each way, verify passes", fontsize=9)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("eta")
-    panels[0, 0].legend(fontsize=7)
-    figure.savefig(file)
-
-
-def table(cells: Sequence[Cell]) -> Table:
-    """The table of the report."""
-    rows = []
-    for serial, ahead, auto in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
-        where = serial.head, f"{serial.temperature:g}", f"{serial.batch}", f"{serial.c:g}", f"{serial.delay:g}"
-        ready = [
-            (*(f"{x:.2f}" for x in (cell.tau, cell.tau_hits, cell.hits, cell.prepared, cell.wait)), f"{cell.eta:.3f}")
-            if cell.num_steps
-            else ("-",) * 6
-            for cell in (ahead, auto)
-        ]
-        (*of_ahead, eta), (_, _, hits_auto, *_, eta_auto) = ready
-        found = f"{serial.eta:.3f}", eta, eta_auto, f"{serial.tau:.2f}", *of_ahead, hits_auto
-        rows.append((*where, *found, f"{serial.num_steps}, {ahead.num_steps}, {auto.num_steps}"))
-    note = (
-        "eta: rate over that of free drafting, which is tau of serial drafting in one verify pass. c: an EAGLE level in "
-        "verify passes; a one-pass head takes 2 c and its further levels a 24th of that each. hits: share of steps with "
-        "trees grown ahead, tau hits: of these; prepared: share of steps that waited for nothing, as the tree was there "
-        "before the commit; wait: passes that a step waits for its tree on average, so eta is tau over that of serial "
-        "drafting, over 1 + wait. "
-        "auto: hits of the automatic mode. The first step of a request does not count. A pass takes as long for many "
-        "sessions as for one. steps: of each mode; few at batch 1. -: not measured."
-    )
-    columns = ("head", "temperature", "batch", "c", "delay", "eta serial", "eta ahead", "eta auto")
-    more = "tau serial", "tau ahead", "tau hits", "hits", "prepared", "wait", "auto", "steps"
-    return Table("Efficiency in virtual time", (*columns, *more), tuple(rows), note)
+                tried = [replace(where, mode=mode, tree=name) for name in split.trees(s.ahead_trees)]
+                is_due = mode in s.modes and batch <= s.max_ahead and time.monotonic() < deadline
+                done = [split.cell(own, cell, free_rate) for cell in tried] if is_due else tried[:1]
+                found.append(max(done, key=lambda cell: cell.speedup))
+            cells.append((serial, *found, local))
+    for batch, (head, t) in progress.track(list(itertools.product(s.halves, axes)), description="half-batches"):
+        split, own = splits[head], recorded[head, t][:batch]
+        whole, half = (
+            [split.trace(own, t, size, name) for name in split.trees(SMALL_TREES)] for size in (batch, batch // 2)
+        )
+        for c, delay in itertools.product(s.costs, s.delays):
+            where = Cell(split.name, t, batch, c, delay, "halves")
+            halved.append(Halves.of(where, split.method, whole, half, s.local_c))
+    return cells, halved
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.scripts.virtual_split import Cell, Settings, VirtualSplit
+from benchmarks.scripts.virtual_rates import Cell
+from benchmarks.scripts.virtual_split import Settings, VirtualSplit
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
