@@ -180,9 +180,10 @@ def plan(
 ) -> None:
     """Simulate a fleet in each mode: plain, drafting on the verifier's device, apart, and apart in advance."""
     from eyas.bench import plan as planning
+    from eyas.bench.acceptance_profile import load_profile
     from eyas.bench.report import Report
 
-    acceptance = planning.load_profile(profile, temperature).with_host(host_scale, wire_ms)
+    acceptance = load_profile(profile, temperature).with_host(host_scale, wire_ms)
     if curves:
         planning.draw_curves(acceptance, curves)
     arrivals = planning.read_trace(trace) if trace else None

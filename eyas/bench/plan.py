@@ -1,8 +1,9 @@
 """`eyas plan`: throughput, latency and price of verifiers and drafters that are not bought yet, by discrete events.
 
 A verifier runs its sequences in steps: a pass over the trees of all of them, then a request for the next trees. A drafter
-serves the verifiers that share it: it takes all requests that wait as one batch. Times of passes come from cost tables. How
-many tokens a step accepts is drawn from an acceptance profile, which `eyas bench split` measures.
+serves the verifiers that share it: it takes all requests that wait as one batch. Drafting ahead, it works for the next steps
+while no verifier waits; a sequence whose tree came before its commit waits for nothing. Times of passes come from cost tables.
+How many tokens a step accepts is drawn from an acceptance profile, which `eyas bench split` measures.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count, takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from eyas.bench.acceptance_profile import AcceptanceProfile, mean_tokens
 from eyas.bench.report import Table, number
 from eyas.config.device_costs import DeviceCosts
-from eyas.config.loader import above_zero, at_least, one_of, require
+from eyas.config.loader import above_zero, at_least, one_of
 from eyas.errors import ConfigError
 
 # local: the drafter runs on the verifier's device, between two passes.
@@ -28,60 +30,10 @@ PlannedMode = Literal["plain", "local", "serial", "ahead"]
 PERCENTILES = (50, 90, 99)
 # Share of the simulated time that does not count: the fleet fills up.
 WARM_UP = 0.2
+# As in drafters and their clients: most sessions with trees before their commits, and most levels of these trees.
+MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 32, 12
+NO_DRAFTS = (1.0,)  # weights of a sequence that does not wait for its tree
 CURVE_BATCHES, CURVE_DELAYS, CURVE_COSTS = (1, 8, 64), (0.0, 0.03, 0.1), (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
-
-
-@dataclass(frozen=True)
-class AcceptanceProfile:
-    """What a drafter achieves, and what a step costs besides passes.
-
-    fresh: weights of steps that accept 0, 1, 2 ... drafted tokens, with trees drafted on demand. hit, miss: the same while
-    drafting ahead, of trees grown in advance and of others. hit_rate: share of the former, measured where a drafter had the
-    time to grow the share `grown` of its levels during a pass.
-    num_nodes, num_levels, top_k: of trees, the root counted as a node. ahead_top_k: rows of a pass in
-    advance; of one-pass heads nodes with a block. one_pass: whether a pass drafts all levels.
-    host_ms: of the verifier in each step. wire_ms: of a round trip besides the delay. draft_host_ms: of the drafter in a
-    round. hit_ms: until a drafter answers with a tree that it has.
-    """
-
-    fresh: tuple[float, ...]
-    hit: tuple[float, ...] = ()
-    miss: tuple[float, ...] = ()
-    hit_rate: float = 0.0
-    grown: float = 1.0
-    num_nodes: int = 24
-    num_levels: int = 5
-    top_k: int = 8
-    ahead_top_k: int = 16
-    host_ms: float = 0.0
-    wire_ms: float = 0.0
-    draft_host_ms: float = 0.0
-    hit_ms: float = 0.0
-    one_pass: bool = False
-
-    def __post_init__(self) -> None:
-        require(sum(self.fresh) > 0 and min(self.fresh) >= 0, f"fresh is {self.fresh}; it must have a weight above 0")
-        at_least(1, num_nodes=self.num_nodes, num_levels=self.num_levels, top_k=self.top_k)
-        above_zero(grown=self.grown)
-        at_least(0, host_ms=self.host_ms, wire_ms=self.wire_ms, draft_host_ms=self.draft_host_ms, hit_ms=self.hit_ms)
-
-    @property
-    def tau(self) -> float:
-        """Tokens of a step with a fresh tree, the bonus token included."""
-        return 1 + sum(accepted * weight for accepted, weight in enumerate(self.fresh)) / sum(self.fresh)
-
-    def grown_s(self, costs: DeviceCosts, num_sessions: int) -> float:
-        """Seconds in which a drafter grows trees of sessions in advance: new tokens, and passes for all levels or one."""
-        if self.one_pass:
-            rows = num_sessions * (self.num_nodes + self.ahead_top_k * self.num_levels)
-            return costs.seconds("draft_extend", num_sessions) + costs.seconds("draft_round", rows)
-        levels_s = self.num_levels * costs.seconds("draft_level", num_sessions * self.ahead_top_k)
-        return costs.seconds("draft_round", num_sessions) + levels_s
-
-    def with_host(self, scale: float, wire_ms: float | None = None) -> AcceptanceProfile:
-        """The same acceptance on hosts whose times are multiplied: 0 for none. wire_ms: of another wire, as it is."""
-        times = {name: scale * getattr(self, name) for name in ("host_ms", "wire_ms", "draft_host_ms", "hit_ms")}
-        return replace(self, **(times if wire_ms is None else {**times, "wire_ms": wire_ms}))
 
 
 @dataclass(frozen=True)
@@ -141,7 +93,7 @@ class FleetResult:
     """What a fleet does. Percentiles are by PERCENTILES.
 
     first_token_s: from arrival to the first token. token_s: of the time per token after it. eta: rate over that of free
-    drafting with these batches, while there are any. busy: shares of time of verifiers and drafters, the latter on demand.
+    drafting with these batches, while there are any. busy: shares of time of verifiers and drafters, passes ahead included.
     dollars: per million output tokens.
     """
 
@@ -158,7 +110,10 @@ class FleetResult:
 
 @dataclass(eq=False)
 class _Sequence:
-    """arrived: time of its arrival. cached: tokens in the KV cache. left: output tokens to come. tree: its weights."""
+    """arrived: time of its arrival. cached: tokens in the KV cache. left: output tokens to come. tree: its weights.
+
+    num_levels: of the tree that the drafter grows ahead, below the last commit.
+    """
 
     arrived: float
     prompt: int
@@ -167,6 +122,7 @@ class _Sequence:
     cached: int = 0
     first_at: float = 0.0
     tree: tuple[float, ...] = ()
+    num_levels: float = MAX_AHEAD_LEVELS
 
     @property
     def prefilling(self) -> bool:
@@ -181,18 +137,22 @@ class _Verifier:
     is_idle: bool = True
     ready_at: float = 0.0
     asked_at: float = 0.0
+    answered_s: float = 0.0  # of its drafter, when it asked last
     busy_s: float = 0.0
     began_at: float | None = None
     active_s: float = 0.0
 
 
+_Asked = tuple[_Verifier, int, int]
+
+
 @dataclass(eq=False)
 class _Drafter:
-    """queue: verifiers with sequences that need a tree. idle_since: when it had nothing on demand to do."""
+    """queue: verifiers with the numbers of their misses and of hits to answer. answered_s: time that all answers took."""
 
-    queue: list[tuple[_Verifier, list[_Sequence]]] = field(default_factory=list)
+    queue: list[_Asked] = field(default_factory=list)
     is_busy: bool = False
-    idle_since: float = 0.0
+    answered_s: float = 0.0
     busy_s: float = 0.0
 
 
@@ -275,14 +235,14 @@ class FleetSimulation:
                 filled.append((sequence, size))
                 rows += size
             else:
-                rows += s.profile.num_nodes if sequence.tree else 1
+                rows += s.profile.num_nodes if len(sequence.tree) > 1 else 1
         seconds = s.verifier.seconds("verify", rows, context)
         if now >= self._begin_s:
             verifier.busy_s += seconds
             self._num_steps += 1
             self._batch += len(verifier.running)
             decoding = [sequence for sequence in verifier.running if not sequence.prefilling]
-            free_rows = rows + sum(s.profile.num_nodes - 1 for sequence in decoding if not sequence.tree)
+            free_rows = rows + sum(s.profile.num_nodes - 1 for sequence in decoding if len(sequence.tree) < 2)
             if s.mode != "plain":
                 self._free_tokens += len(decoding) * s.profile.tau
                 self._free_s += s.verifier.seconds("verify", free_rows, context)
@@ -301,6 +261,9 @@ class FleetSimulation:
             if id(sequence) not in prefilled:
                 weights = sequence.tree
                 accepted = self._random.choices(range(len(weights)), weights)[0] if weights else 0
+                if self._settings.mode == "ahead" and self._settings.profile.grows_on:
+                    accepted = max(min(accepted, int(sequence.num_levels)), 0)
+                    sequence.num_levels -= accepted + 1
                 self._emit(sequence, min(accepted + 1, sequence.left), now)
         ended = [sequence for sequence in verifier.running if not sequence.left]
         verifier.running = [sequence for sequence in verifier.running if sequence.left]
@@ -332,30 +295,69 @@ class FleetSimulation:
                 verifier.busy_s += seconds
             self._at(now + seconds, partial(self._step, verifier))
             return
-        grown = self._share_grown(verifier, now, len(wanting)) if s.mode == "ahead" else 0.0
-        missed = []
-        for sequence in wanting:
-            is_hit = bool(sequence.tree) and self._random.random() < profile.hit_rate * min(grown / profile.grown, 1.0)
-            other = (profile.miss or profile.fresh) if s.mode == "ahead" else profile.fresh
-            sequence.tree = profile.hit if is_hit else other
-            if not is_hit:
-                missed.append(sequence)
-        way = s.delay_s + profile.wire_ms / 2e3
-        verifier.asked_at = now
-        verifier.ready_at = now + 2 * way + (profile.hit_ms / 1e3 if len(missed) < len(wanting) else 0)
-        if missed:
-            self._at(now + way, partial(self._draft, verifier.drafter, (verifier, missed)))
+        for sequence in wanting if s.mode == "serial" else ():
+            sequence.tree = profile.fresh
+        num_hits, num_misses = (0, len(wanting)) if s.mode == "serial" else self._use_ahead(verifier, wanting, now)
+        if not num_hits and not num_misses:
+            verifier.asked_at, verifier.answered_s = now, verifier.drafter.answered_s
+            self._step(verifier, now)
+            return
+        way, verifier.answered_s = s.delay_s + profile.wire_ms / 2e3, verifier.drafter.answered_s
+        verifier.asked_at, verifier.ready_at = now, now + 2 * way + (profile.hit_ms / 1e3 if num_hits else 0)
+        if num_misses or profile.hit_rounds:
+            self._at(now + way, partial(self._draft, verifier.drafter, (verifier, num_misses, num_hits)))
         else:
             self._at(verifier.ready_at, partial(self._step, verifier))
 
-    def _share_grown(self, verifier: _Verifier, now: float, num_sessions: int) -> float:
-        """How much of its trees a drafter could grow while the verifier verified, 0 to 1: its other work comes first."""
-        s, drafter = self._settings, verifier.drafter
-        needed = s.profile.grown_s(s.drafter, -(-s.num_verifiers // s.num_drafters) * num_sessions)
-        free = 0.0 if drafter.is_busy else now - max(drafter.idle_since, verifier.asked_at)
-        return min(free / needed, 1.0) if needed else 1.0
+    def _use_ahead(self, verifier: _Verifier, wanting: Sequence[_Sequence], now: float) -> tuple[int, int]:
+        """Give each sequence the tree that it gets while drafting ahead. Returns how many hits and misses it waits for.
 
-    def _draft(self, drafter: _Drafter, request: tuple[_Verifier, list[_Sequence]] | None, now: float) -> None:
+        Sequences without a prepared tree decode a token plainly where waiting costs the others more than it yields.
+        """
+        profile, s = self._settings.profile, self._settings
+        grown, gained = self._grow(verifier, now, len(wanting))
+        share = 1.0 if profile.grows_on else min(grown / profile.grown, 1.0)
+        num_sessions = -(-s.num_verifiers // s.num_drafters) * len(wanting)
+        prepared = profile.prepared * share if profile.one_pass or num_sessions <= MAX_PREPARED_SESSIONS else 0.0
+        hits, misses = list[_Sequence](), list[_Sequence]()
+        for sequence in wanting:
+            drawn = self._random.random()
+            is_hit = bool(sequence.tree) and drawn < profile.hit_rate * share
+            sequence.tree = profile.hit if is_hit else profile.miss or profile.fresh
+            is_shorter = profile.grows_on and grown < profile.grown  # than where it was measured
+            left = sequence.num_levels + gained if is_hit else profile.num_levels
+            sequence.num_levels = min(left, MAX_AHEAD_LEVELS) if is_shorter else MAX_AHEAD_LEVELS
+            if not is_hit or drawn >= prepared:
+                (hits if is_hit else misses).append(sequence)
+        has_some = prepared and len(wanting) > len(hits) + len(misses) > 0
+        if has_some and not self._pays(verifier, hits, misses, now):
+            for sequence in (*hits, *misses):
+                sequence.tree = NO_DRAFTS
+            return 0, 0
+        return len(hits), len(misses)
+
+    def _pays(self, verifier: _Verifier, hits: Sequence[_Sequence], misses: Sequence[_Sequence], now: float) -> bool:
+        """Whether trees to wait for yield more than all sequences lose meanwhile, as clients of draft services decide."""
+        s, profile = self._settings, self._settings.profile
+        wait_s = 2 * s.delay_s + profile.wire_ms / 1e3 + self._answer_s(s.drafter, len(misses), len(hits))
+        lost = len(verifier.running) * mean_tokens(profile.hit) * wait_s / max(now - verifier.asked_at, 1e-9)
+        return sum(mean_tokens(sequence.tree) - 1 for sequence in (*hits, *misses)) >= lost
+
+    def _grow(self, verifier: _Verifier, now: float, num_sessions: int) -> tuple[float, float]:
+        """What a drafter could grow ahead while the verifier verified: the share of its levels, 0 to 1, and levels.
+
+        Its other work comes first.
+        """
+        s, drafter = self._settings, verifier.drafter
+        num_sessions *= -(-s.num_verifiers // s.num_drafters)
+        needed = s.profile.grown_s(s.drafter, num_sessions)
+        free = max(now - verifier.asked_at - (drafter.answered_s - verifier.answered_s), 0.0)
+        if now >= self._begin_s:
+            drafter.busy_s += min(free, needed) / -(-s.num_verifiers // s.num_drafters)
+        level_s = s.drafter.seconds("draft_level", num_sessions * s.profile.ahead_top_k)
+        return min(free / needed, 1.0) if needed else 1.0, free / level_s if level_s else MAX_AHEAD_LEVELS
+
+    def _draft(self, drafter: _Drafter, request: _Asked | None, now: float) -> None:
         """Take a request, and serve all that wait as one batch when the drafter is free."""
         if request:
             drafter.queue.append(request)
@@ -363,17 +365,26 @@ class FleetSimulation:
             return
         s, batch = self._settings, drafter.queue
         drafter.queue, drafter.is_busy = [], True
-        seconds = self._round_s(s.drafter, sum(len(sequences) for _, sequences in batch)) + s.profile.draft_host_ms / 1e3
+        seconds = self._answer_s(s.drafter, sum(misses for _, misses, _ in batch), sum(hits for _, _, hits in batch))
+        drafter.answered_s += seconds
         if now >= self._begin_s:
             drafter.busy_s += seconds
         self._at(now + seconds, partial(self._answer, drafter, batch))
 
-    def _answer(self, drafter: _Drafter, batch: Sequence[tuple[_Verifier, list[_Sequence]]], now: float) -> None:
-        drafter.is_busy, drafter.idle_since = False, now
+    def _answer(self, drafter: _Drafter, batch: Sequence[_Asked], now: float) -> None:
+        drafter.is_busy = False
         way = self._settings.delay_s + self._settings.profile.wire_ms / 2e3
-        for verifier, _ in batch:
+        for verifier, _, _ in batch:
             self._at(max(now + way, verifier.ready_at), partial(self._step, verifier))
         self._draft(drafter, None, now)
+
+    def _answer_s(self, costs: DeviceCosts, num_misses: int, num_hits: int) -> float:
+        """Seconds that a drafter takes to answer sequences without a tree, and those with one that was not sent."""
+        profile, is_ahead = self._settings.profile, self._settings.mode == "ahead"
+        seconds = (profile.miss_rounds if is_ahead else 1.0) * self._round_s(costs, num_misses) if num_misses else 0.0
+        if num_hits:
+            seconds = max(seconds, profile.hit_rounds * self._round_s(costs, num_hits))
+        return seconds + (profile.draft_host_ms / 1e3 if num_misses else 0.0)
 
     def _round_s(self, costs: DeviceCosts, num_sessions: int) -> float:
         """Seconds of a round on demand: its first pass, and the further levels."""
@@ -428,17 +439,6 @@ def best_ratio(settings: FleetSettings, arrivals: Sequence[Arrival] | None = Non
     found = {size: FleetSimulation(replace(settings, num_drafters=size), arrivals).run() for size in sizes}
     best = min(found, key=lambda size: found[size].dollars or float("inf"))
     return best, found[best]
-
-
-def load_profile(file: Path, temperature: float) -> AcceptanceProfile:
-    """The profile in a JSON file, or that of a temperature in a report of `eyas bench split`. Raises ConfigError."""
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-        data = data["results"]["profiles"][f"{temperature:g}"] if "results" in data else data
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return AcceptanceProfile(**fields)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"cannot read a profile for temperature {temperature:g} from {file}: {error!r}") from error
 
 
 def table_of(results: Mapping[str, FleetResult], settings: FleetSettings) -> Table:

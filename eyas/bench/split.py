@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from eyas.bench.plan import AcceptanceProfile, FleetSettings, FleetSimulation
+from eyas.bench.acceptance_profile import AcceptanceProfile
+from eyas.bench.plan import FleetSettings, FleetSimulation
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
 from eyas.bench.settings import MethodsSettings
@@ -120,9 +121,10 @@ class SplitResult:
     rates: the same of each group of prompts. speedup: of rate over that of plain decoding.
     eta: see the module; None for plain decoding.
     tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and of others.
-    hit_rate: share of the steps with trees grown ahead.
+    hit_rate: share of the steps with trees grown ahead; prepared: of those without a round trip, as the tree came before the
+    commit. hit_trip_ms, miss_trip_ms: mean round trips of other hits, and of misses.
     step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
-    request for trees to the answer, draft_ms of it in the draft service, hit_draft_ms that of trees grown ahead.
+    request for trees to the answer, draft_ms of it in the draft service.
     accepted_fresh, accepted_hit: numbers of steps by accepted tokens. identical: outputs that equal plain decoding.
     """
 
@@ -145,7 +147,9 @@ class SplitResult:
     rows: float = 1.0
     accepted_fresh: tuple[int, ...] = ()
     accepted_hit: tuple[int, ...] = ()
-    hit_draft_ms: float = 0.0
+    prepared: float = 0.0
+    hit_trip_ms: float = 0.0
+    miss_trip_ms: float = 0.0
     eta: float | None = None
     speedup: float | None = None
     identical: str = ""
@@ -184,6 +188,7 @@ def result(
     answered = [each for each in details if each.round_trip_ms]
     hits = [step for step in steps if step.grown_ahead]
     misses = [step for step in steps if step.drafted and not step.grown_ahead]
+    ready = [step for step in hits if step.details and not step.details.round_trip_ms]
     return SplitResult(
         mode=mode,
         temperature=temperature,
@@ -204,7 +209,9 @@ def result(
         rows=_mean(each.num_rows for each in details),
         accepted_fresh=_histogram([step for step in steps if not step.grown_ahead]),
         accepted_hit=_histogram(hits),
-        hit_draft_ms=_mean(step.details.draft_ms for step in hits if step.details),
+        prepared=len(ready) / len(steps) if steps else 0.0,
+        hit_trip_ms=_round_trip_ms(hits),
+        miss_trip_ms=_round_trip_ms(misses),
         verifiers=verifiers,
     )
 
@@ -226,6 +233,11 @@ def _histogram(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
     """How many steps accepted 0, 1, 2 ... drafted tokens."""
     found = Counter(step.accepted for step in steps)
     return tuple(found[accepted] for accepted in range(max(found, default=-1) + 1))
+
+
+def _round_trip_ms(steps: Sequence[VerifyStep]) -> float:
+    """Mean of the steps that had a round trip."""
+    return _mean(step.details.round_trip_ms for step in steps if step.details and step.details.round_trip_ms)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -282,7 +294,7 @@ def _speed(found: SplitResults) -> Table:
             f"{r.speedup:.2f}" if r.speedup else "",
             f"{r.eta:.2f}" if r.eta else "",
             f"{r.tau:.2f}",
-            f"{r.hit_rate:.2f}" if r.mode == "ahead" else "",
+            f"{r.hit_rate:.2f} / {r.prepared:.2f}" if r.mode == "ahead" else "",
             f"{r.tau_hit:.2f} / {r.tau_miss:.2f}" if r.mode == "ahead" else "",
             f"{r.shares.verifier:.0%} / {r.shares.drafter:.0%}",
             r.identical,
@@ -294,10 +306,11 @@ def _speed(found: SplitResults) -> Table:
         f"Emulated, for one row: a verify pass {number(1e3 * found.pass_s)} ms, the first pass of a draft round {first} ms, "
         f"each further level {level} ms. tokens/s: of all prompts, and the range of the groups decoded at once. eta: rate "
         "over that of free drafting, which is tau of serial drafting in one verify pass. delay: of each way, in verify "
-        f"passes. busy: shares of time of verifier and drafter. A rate with (late): over {MAX_LATE:.0%} of the passes took "
-        "longer here than on the emulated device."
+        "passes. hits: shares of steps with trees grown ahead, and of steps without a round trip. busy: shares of time of "
+        f"verifier and drafter. A rate with (late): over {MAX_LATE:.0%} of the passes took longer here than on the emulated "
+        "device."
     )
-    columns = ("tokens/s", "speedup", "eta", "tau", "hits", "tau hit / miss", "busy", "as plain")
+    columns = ("tokens/s", "speedup", "eta", "tau", "hits / prepared", "tau hit / miss", "busy", "as plain")
     return Table("Efficiency", (*COLUMNS, *columns), rows, note)
 
 
@@ -351,25 +364,35 @@ def _shared(found: SplitResults) -> Table:
 
 
 def profile_of(settings: SplitSettings, found: SplitResults, temperature: float) -> AcceptanceProfile:
-    """The acceptance and the host work at a temperature, of the first batch and delay."""
+    """The acceptance and the host work at a temperature, of the first batch and delay.
+
+    A step of a batch has a round trip if one of its sequences has; so a sequence has its tree more often than a step.
+    """
     wanted = temperature, settings.batches[0], settings.delays[0], settings.verifiers[0]
     modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay, r.verifiers) == wanted}
     serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
     drafted_s = round_s(found.drafter, tree.num_steps, tree.top_k, serial.batch)
-    verify_s = 1e-3 * serial.verify_ms
+    verify_s, draft_host_ms = 1e-3 * serial.verify_ms, max(serial.draft_ms - 1e3 * drafted_s, 0.0)
+
+    def rounds(trip_ms: float) -> float:
+        """A round trip without what it has in serial drafting as well: the drafter's time, in rounds on demand."""
+        return max(trip_ms - serial.wire_ms - draft_host_ms, 0.0) / (1e3 * drafted_s) if drafted_s else 0.0
+
     profile = AcceptanceProfile(
         fresh=serial.accepted_fresh,
         hit=ahead.accepted_hit if ahead else (),
         miss=ahead.accepted_fresh if ahead else (),
         hit_rate=ahead.hit_rate if ahead else 0.0,
+        prepared=min(ahead.prepared ** (1 / ahead.batch), ahead.hit_rate) if ahead else 0.0,
+        hit_rounds=rounds(ahead.hit_trip_ms) if ahead else 0.0,
+        miss_rounds=rounds(ahead.miss_trip_ms) if ahead and ahead.miss_trip_ms else 1.0,
         num_nodes=tree.num_draft_tokens,
         num_levels=tree.num_steps,
         top_k=tree.top_k,
         ahead_top_k=settings.ahead.top_k,
         host_ms=max(serial.host_ms, 0.0),
         wire_ms=max(serial.wire_ms - 2e3 * serial.delay * found.pass_s, 0.0),
-        draft_host_ms=max(serial.draft_ms - 1e3 * drafted_s, 0.0),
-        hit_ms=ahead.hit_draft_ms if ahead else 0.0,
+        draft_host_ms=draft_host_ms,
         one_pass=settings.methods[0].name in BLOCK_METHODS,
     )
     grown_s = profile.grown_s(found.drafter, serial.batch)

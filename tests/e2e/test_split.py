@@ -4,14 +4,26 @@ import socket
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.progress import Progress
 
-from eyas.bench.plan import AcceptanceProfile
+from eyas.bench.acceptance_profile import AcceptanceProfile
 from eyas.bench.settings import MethodSpec
-from eyas.bench.split import Decoded, Shares, SplitResults, SplitSettings, Timeline, agreement, draw, result, with_references
+from eyas.bench.split import (
+    Decoded,
+    Shares,
+    SplitResults,
+    SplitSettings,
+    Timeline,
+    agreement,
+    draw,
+    profile_of,
+    result,
+    with_references,
+)
 from eyas.config import TreeConfig
 from eyas.config.device_costs import flat
 from eyas.errors import ConfigError
@@ -55,6 +67,23 @@ def test_eta_is_the_rate_over_free_drafting() -> None:
     assert (serial.host_ms, serial.wire_ms) == (pytest.approx(10), pytest.approx(15))
     assert ahead.eta == pytest.approx(30 / 0.6 / (4 / 0.060))
     assert (ahead.hit_rate, ahead.tau_hit, plain.eta) == (1.0, 3.0, None)
+
+
+def test_a_profile_has_shares_and_times_of_steps_with_and_without_a_round_trip() -> None:
+    """Serial: 40 ms of round trip for 25 ms of work, 24 ms of them passes. Ahead: ten steps, six ready, two late hits."""
+    shares, found = Shares(0.6, 0.3, 0.0), settings(tree=TreeConfig(8, 4, 4))
+    serial = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 1.0)]], shares, 0.060)
+    hit, miss = decoded(2, 3, 0.2, grown_ahead=True).steps, decoded(2, 1, 0.2).steps
+    late = replace(hit[0], details=replace(hit[0].details, round_trip_ms=28.0))  # type: ignore[type-var]
+    ready = replace(hit[0], details=replace(hit[0].details, round_trip_ms=0.0, draft_ms=0.0))  # type: ignore[type-var]
+    steps = (*[ready] * 6, *[late] * 2, *miss)
+    ahead = result("ahead", 0.0, 1, 0.0, [[Decoded(tuple(range(37)), steps, 1.0, 1.7)]], shares, 0.060)
+    assert (ahead.prepared, ahead.hit_rate, ahead.hit_trip_ms, ahead.miss_trip_ms) == (0.6, 0.8, 28.0, 40.0)
+    drafter = flat("d", draft_round=6.0, draft_level=6.0)
+    profile = profile_of(found, SplitResults((serial, ahead), flat("v", verify=60.0), drafter, 10, 40, {}), 0.0)
+    assert (profile.prepared, profile.hit_rate, profile.draft_host_ms) == (0.6, 0.8, pytest.approx(1.0))
+    assert (profile.hit_rounds, profile.miss_rounds) == (pytest.approx(12 / 24), pytest.approx(1.0))
+    assert (profile.hit, profile.miss) == ((0, 0, 0, 8), (0, 2))
 
 
 def test_rates_are_pooled_over_time_as_tau_over_steps() -> None:
