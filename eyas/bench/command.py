@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from eyas.bench.acceptance_profile import load_profile
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.device_costs import DeviceCosts
@@ -180,7 +181,6 @@ def plan(
 ) -> None:
     """Simulate a fleet in each mode: plain, drafting on the verifier's device, apart, and apart in advance."""
     from eyas.bench import plan as planning
-    from eyas.bench.acceptance_profile import load_profile
     from eyas.bench.report import Report
 
     acceptance = load_profile(profile, temperature).with_host(host_scale, wire_ms)

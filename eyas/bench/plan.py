@@ -2,7 +2,7 @@
 
 A verifier runs its sequences in steps: a pass over the trees of all of them, then a request for the next trees. A drafter
 serves the verifiers that share it: it takes all requests that wait as one batch. Drafting ahead, it works for the next steps
-while no verifier waits; a sequence whose tree came before its commit waits for nothing. Times of passes come from cost tables.
+while no verifier waits; a sequence whose tree came before its commit waits for nothing. Cost tables give the times of passes.
 How many tokens a step accepts is drawn from an acceptance profile, which `eyas bench split` measures.
 """
 
