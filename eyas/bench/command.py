@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.bench.acceptance_profile import load_profile
-from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.errors import ConfigError

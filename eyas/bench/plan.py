@@ -2,7 +2,7 @@
 
 A verifier runs its sequences in steps: a pass over the trees of all of them, then a request for the next trees. A drafter
 serves the verifiers that share it: it takes all requests that wait as one batch. Drafting ahead, it works for the next steps
-while no verifier waits; a sequence whose tree came before its commit waits for nothing. Cost tables give the times of passes.
+while no verifier waits; a sequence whose tree came before its commit waits for nothing. Cost tables give times of passes.
 How many tokens a step accepts is drawn from an acceptance profile, which `eyas bench split` measures.
 """
 
@@ -19,8 +19,8 @@ from itertools import accumulate, count, takewhile
 from pathlib import Path
 from typing import Literal, get_args
 
-from eyas.bench.acceptance_profile import AcceptanceProfile, mean_tokens
 from eyas.bench.report import Table, number
+from eyas.bench.settings import AcceptanceProfile, mean_tokens
 from eyas.config.device_costs import DeviceCosts
 from eyas.config.loader import above_zero, at_least, one_of
 from eyas.errors import ConfigError

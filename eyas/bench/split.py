@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from eyas.bench.acceptance_profile import AcceptanceProfile
 from eyas.bench.plan import FleetSettings, FleetSimulation
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
-from eyas.bench.settings import MethodsSettings
+from eyas.bench.settings import AcceptanceProfile, MethodsSettings
 from eyas.config import DraftAheadConfig
 from eyas.config.device_costs import DeviceCosts, PassKind
 from eyas.config.loader import at_least, one_of, require

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.bench.acceptance_profile import AcceptanceProfile, load_profile
 from eyas.bench.plan import (
     MAX_PREPARED_SESSIONS,
     Arrival,
@@ -21,6 +20,7 @@ from eyas.bench.plan import (
     poisson,
     read_trace,
 )
+from eyas.bench.settings import AcceptanceProfile, load_profile
 from eyas.cli import app
 from eyas.config.device_costs import DeviceCosts, flat
 from eyas.drafters.trees_ahead import MAX_PREPARED_NODES, MIN_PREPARED_NODES

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from eyas.bench.acceptance_profile import AcceptanceProfile
-from eyas.bench.settings import MethodSpec
+from eyas.bench.settings import AcceptanceProfile, MethodSpec
 from eyas.bench.split import (
     Decoded,
     Shares,
