@@ -68,7 +68,7 @@ def test_eta_is_the_rate_over_free_drafting() -> None:
     assert (ahead.hit_rate, ahead.tau_hit, plain.eta) == (1.0, 3.0, None)
 
 
-def test_a_profile_has_shares_and_times_of_steps_with_and_without_a_round_trip() -> None:
+def test_a_profile_knows_steps_without_a_round_trip() -> None:
     """Serial: 40 ms of round trip for 25 ms of work, 24 ms of them passes. Ahead: ten steps, six ready, two late hits."""
     shares, found = Shares(0.6, 0.3, 0.0), settings(tree=TreeConfig(8, 4, 4))
     serial = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 1.0)]], shares, 0.060)
