@@ -171,7 +171,7 @@ def dollar_share(c: float) -> float:
 
 
 def draw(cells: Sequence[Cell], file: Path) -> None:
-    """Draw eta over the delay: a row of panels for each batch, a colour for each cost."""
+    """Draw eta over the delay: a row of panels for each batch, a colour for each cost; local has the same cost in all."""
     from matplotlib.figure import Figure
 
     columns = list(dict.fromkeys((cell.head, cell.temperature) for cell in cells))
@@ -182,12 +182,12 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
         axes = panels[row, column]
         own = [cell for cell in cells if (cell.head, cell.temperature, cell.batch) == (head, t, batch) and cell.num_steps]
         for number, c in enumerate(dict.fromkeys(cell.c for cell in own)):
-            for mode, style in (("serial", "--"), ("ahead", ":"), ("auto", "-")):
+            for mode, style in (("serial", "--"), ("ahead", ":"), ("auto", "-"), ("local", "-.")):
                 line = [(cell.delay, cell.eta) for cell in own if (cell.c, cell.mode) == (c, mode)]
                 x, y = zip(*line, strict=True) if line else ((), ())
                 axes.plot(x, y, style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
         axes.set_title(f"{head}, temperature {t:g}, batch {batch}", fontsize=9)
-        axes.set_ylim(0, 1)
+        axes.set_ylim(0, 1.2)
     for axes in panels[-1]:
         axes.set_xlabel("delay of each way, verify passes", fontsize=9)
     for axes in panels[:, 0]:

@@ -144,7 +144,7 @@ def test_a_prepared_tree_needs_no_round_trip() -> None:
     assert waits == pytest.approx(3.8 / (1 + 0.7 + 0.1 * 0.5) / PASS_S, rel=0.02)
 
 
-def test_hits_that_were_not_sent_take_the_drafter_less_than_misses() -> None:
+def test_late_hits_take_the_drafter_less_than_misses() -> None:
     """Half of the steps have their tree, 0.4 wait for a fifth of a round, and 0.1 for two fifths."""
     profile = replace(READY, prepared=0.5, hit_rounds=0.2, miss_rounds=0.4, wire_ms=0.0)
     found = run("ahead", profile=profile)
