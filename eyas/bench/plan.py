@@ -319,14 +319,13 @@ class FleetSimulation:
         share = 1.0 if profile.grows_on else min(grown / profile.grown, 1.0)
         num_sessions = -(-s.num_verifiers // s.num_drafters) * len(wanting)
         prepared = profile.prepared * share if profile.one_pass or num_sessions <= MAX_PREPARED_SESSIONS else 0.0
+        is_shorter = profile.grows_on and grown < profile.grown  # than where it was measured
         hits, misses = list[_Sequence](), list[_Sequence]()
         for sequence in wanting:
-            drawn = self._random.random()
-            is_hit = bool(sequence.tree) and drawn < profile.hit_rate * share
+            drawn, left = self._random.random(), sequence.num_levels + gained if is_shorter else MAX_AHEAD_LEVELS
+            is_hit = bool(sequence.tree) and left >= 1 and drawn < profile.hit_rate * share
             sequence.tree = profile.hit if is_hit else profile.miss or profile.fresh
-            is_shorter = profile.grows_on and grown < profile.grown  # than where it was measured
-            left = sequence.num_levels + gained if is_hit else profile.num_levels
-            sequence.num_levels = min(left, MAX_AHEAD_LEVELS) if is_shorter else MAX_AHEAD_LEVELS
+            sequence.num_levels = min(left if is_hit else profile.num_levels, MAX_AHEAD_LEVELS)
             if not is_hit or drawn >= prepared:
                 (hits if is_hit else misses).append(sequence)
         has_some = prepared and len(wanting) > len(hits) + len(misses) > 0

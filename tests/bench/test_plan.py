@@ -176,6 +176,15 @@ def test_trees_that_grow_on_are_shorter_with_a_slower_drafter() -> None:
     assert block.tokens_per_s < 3.9 / PASS_S, "a block that is not done is a miss"
 
 
+def test_a_drafter_with_no_time_to_grow_ahead_still_answers() -> None:
+    """Sixteen verifiers at one drafter: trees ahead run out of levels, so their sequences wait for trees on demand."""
+    shared = run("ahead", profile=READY, num_verifiers=16, level_ms=20.0, seconds=60.0)
+    assert shared.drafter_busy > 0.9
+    assert 1.0 < shared.tokens_per_s * PASS_S / 16 < 1.5
+    alone = run("ahead", profile=READY, level_ms=20.0, seconds=60.0)
+    assert alone.tokens_per_s * PASS_S > 2.3
+
+
 def test_rates_agree_with_those_in_virtual_time() -> None:
     """Shares and tau of the demo's EAGLE-3 at c = .1 without delay give rates with delays; 15 % too much at c = .27.
 
