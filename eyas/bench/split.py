@@ -403,7 +403,7 @@ def _planned(found: SplitResults) -> Table:
     rows = []
     for r in found.results:
         profile, delay_s = found.profiles[f"{r.temperature:g}"], r.delay * found.pass_s
-        num_tokens = found.max_tokens if r.mode != "plain" else FleetSettings.output_tokens
+        num_tokens = 10 * found.max_tokens  # last steps, cut short, are in the profile already
         fleet = FleetSettings(
             found.verifier, found.drafter, found.drafter, profile, r.mode, r.verifiers,
             concurrency=r.batch, max_num_seqs=r.batch,
