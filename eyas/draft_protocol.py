@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from eyas.request import NoiseKey
-from eyas.tree import TreeArrays
 
 FeaturesT = TypeVar("FeaturesT")
 MessageT = TypeVar("MessageT")
@@ -36,19 +35,6 @@ class TreeBudget:
     @property
     def wants_tree(self) -> bool:
         return self.max_nodes > 1 and self.max_depth > 0
-
-
-@dataclass(frozen=True)
-class PreparedTree:
-    """A tree that holds the next drafts of likely next commits. Its root is the committed token before `committed_length`.
-
-    committed_length: tokens of the session up to the root; later commits may have been foreseen since.
-    """
-
-    session: str
-    epoch: int
-    committed_length: int
-    tree: TreeArrays
 
 
 @dataclass(frozen=True)

@@ -278,6 +278,19 @@ class TreeArrays:
         )
 
 
+@dataclass(frozen=True)
+class PreparedTree:
+    """A tree that holds the next drafts of likely next commits. Its root is the committed token before `committed_length`.
+
+    committed_length: tokens of the session up to the root; later commits may have been foreseen since.
+    """
+
+    session: str
+    epoch: int
+    committed_length: int
+    tree: TreeArrays
+
+
 class PackedTrees(NamedTuple):
     """The nodes of several trees, one tree after the other, [R].
 

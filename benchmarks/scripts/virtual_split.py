@@ -41,7 +41,7 @@ from eyas.bench.report import Report
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts, PassKind
-from eyas.draft_protocol import Commit, PreparedTree, TreeBudget
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.neural import NeuralDrafter
@@ -53,7 +53,7 @@ from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import load_target
 from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree
 
 T = TypeVar("T")
 NO_TREE = TreeBudget(1, 0)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, PreparedTree, ResyncRequired, TreeBudget, changed
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget, changed
 from eyas.grammar import TokenBits
 from eyas.tensors import runs_compiled
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import PreparedTree, TreeBudget
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Path, PreparedTrees, without_banned
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.on_demand import OnDemand, claim
-from eyas.tree import DraftTree, TreeArrays
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 
 # Trees behind likely ends: of all sessions together, the fewest and the most of one; and the tokens of a node that count.
 MAX_TREES, MIN_TREES, MAX_SESSION_TREES, NUM_CHILDREN = 256, 8, 40, 16

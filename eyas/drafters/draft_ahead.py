@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import PreparedTree
 from eyas.drafters.base import (
     BOOKKEEPING,
     Draft,
@@ -33,7 +32,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
 from eyas.drafters.trees_ahead import AheadTrees
 from eyas.errors import ConfigError
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree
 
 
 class Ahead(Protocol):

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftAheadConfig
-from eyas.draft_protocol import PreparedTree, TreeBudget
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.on_demand import Average, OnDemand
 from eyas.drafters.tree_growth import Reals
 from eyas.sampling.sampler import Ranked
 from eyas.tensors import Bools, Ints, download, upload
-from eyas.tree import DraftTree, TreeArrays
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 
 if TYPE_CHECKING:
     from eyas.drafters.eagle import EagleDrafter

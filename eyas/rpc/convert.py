@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 from eyas.draft_protocol import (
     Commit,
     KnownLogitBias,
-    PreparedTree,
     Refusal,
     RefusalReason,
     ResyncRequired,
@@ -51,7 +50,7 @@ from eyas.rpc.messages import (
     SessionTree,
     TargetInfo,
 )
-from eyas.tree import DraftProbs, DraftTree, SampledProposal, TreeArrays
+from eyas.tree import DraftProbs, DraftTree, PreparedTree, SampledProposal, TreeArrays
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
 from eyas.validation import MAX_CHOICES, MAX_INT, check_request_id
 

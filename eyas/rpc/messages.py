@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.draft_protocol import Commit, PreparedTree, Refusal, ResyncRequired, TensorBytes
+from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
 from eyas.request import Request
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree
 
 Role = Literal["verifier", "draft"]
 

@@ -10,7 +10,6 @@ from itertools import count
 import pytest
 
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.draft_protocol import PreparedTree
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import OnDemand, StepWait
@@ -18,7 +17,7 @@ from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
-from eyas.tree import DraftTree, TreeArrays
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests import reference
 from tests.services.drafting.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
 from tests.tiny import build_engine, fixed_config
