@@ -81,12 +81,12 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def explain_out_of_memory(problem: str, device: torch.device, remedy: str) -> Iterator[None]:
+def explain_out_of_memory(problem: str, device: torch.device | str, remedy: str) -> Iterator[None]:
     """Raise OutOfMemory where the body finds no memory. problem: "no memory for" what it makes. remedy: what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(out_of_memory_text(problem, device, remedy, error)) from error
+        raise OutOfMemory(out_of_memory_text(problem, torch.device(device), remedy, error)) from error
 
 
 def out_of_memory_text(problem: str, device: torch.device, remedy: str, error: torch.OutOfMemoryError) -> str:

@@ -258,7 +258,8 @@ class TreeArrays:
             if not len(found):
                 return None
             root += 1 + int(found[0])
-        scores = self.log_probs.astype(np.float64) - self.log_probs[root]
+        with np.errstate(invalid="ignore"):  # infinite ones
+            scores = self.log_probs.astype(np.float64) - self.log_probs[root]
         scores[root], level, levels = 0.0, np.array([root]), list[Ints]()
         while len(level) and len(levels) < max_depth:
             is_above = np.zeros(len(self), np.bool_)

@@ -31,7 +31,7 @@ PERCENTILES = (50, 90, 99)
 # Share of the simulated time that does not count: the fleet fills up.
 WARM_UP = 0.2
 # As in drafters and their clients: most sessions with trees before their commits, and most levels of these trees.
-MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 32, 12
+MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 64, 24
 NO_DRAFTS = (1.0,)  # weights of a sequence that does not wait for its tree
 CURVE_BATCHES, CURVE_DELAYS, CURVE_COSTS = (1, 8, 64), (0.0, 0.03, 0.1), (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 

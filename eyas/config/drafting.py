@@ -58,7 +58,7 @@ class DraftAheadConfig:
 
     top_k: int = 128
     num_candidates: int = 32
-    num_steps: int = 12
+    num_steps: int = 24
     miss_steps: int = 8
     mode: DraftAheadMode = ""
 

@@ -76,7 +76,7 @@ def load_model(
     """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs."""
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
     layers = fuser.aux_hidden_state_layers if fuser else ()
-    with explain_out_of_memory(f"no memory for the weights of {target!r}", torch.device(device), FOR_WEIGHTS):
+    with explain_out_of_memory(f"no memory for the weights of {target!r}", device, FOR_WEIGHTS):
         return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 
 
@@ -173,7 +173,7 @@ def run_worker(
     CheckpointError when the target does not load, ConfigError when the planned backend cannot run here.
     """
     worker = Worker(rank)
-    with explain_out_of_memory(f"no memory for a part of the weights of {target!r}", torch.device(rank.device), FOR_WEIGHTS):
+    with explain_out_of_memory(f"no memory for a part of the weights of {target!r}", rank.device, FOR_WEIGHTS):
         model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
     ready()
     runner = ModelRunner(model, _kv_cache(model, 1), None)

@@ -227,8 +227,7 @@ def pack_with_metadata(
 ) -> PackedInputs:
     """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
 
-    runs: those that the shape was made for. sees_later: see `build_words`. memory: keeps the prefixes, if it has room for
-    them.
+    runs: those that the shape was made for. sees_later: see `build_words`. memory: keeps the prefixes, if they fit.
     """
     writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
     words = build_words(segments, shape, scratch, runs, sees_later, writes.prefixes if writes else None)
@@ -273,11 +272,8 @@ def build_words(
     sees_later: bool = False,
     kept_prefixes: Ints | None = None,
 ) -> Words:
-    """The words of a pass.
-
-    sees_later: whether rows may see later rows of their segments; then all have masks. kept_prefixes: where each prefix
-    begins, if a SlotMemory keeps them [B].
-    """
+    """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks.
+    kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)

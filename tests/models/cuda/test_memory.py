@@ -20,7 +20,7 @@ from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.launches import META, recorded
-from tests.models.cuda.test_launches import llama_8b
+from tests.drafters.weightless import llama
 
 LLAMA_8B = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3)
 H100 = Tiling(4, 8, 132)
@@ -61,7 +61,7 @@ class PeakMemory(TorchDispatchMode):
 
 def peak_of(rows: int, num_logits: int) -> int:
     """Bytes of a pass of 8B shapes with two layers."""
-    target, shape = llama_8b(2), replace(bucket_shape(rows, 32, H100), logits=num_logits)
+    target, shape = llama(2), replace(bucket_shape(rows, 32, H100), logits=num_logits)
     kv: Any = SimpleNamespace(
         scales=[UNSCALED] * 2,
         **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * 2 for name in ("keys", "values")},
@@ -82,7 +82,7 @@ def test_arithmetic_covers_what_a_pass_allocates(rows: int, has_logits: bool) ->
 
 
 def test_the_sizes_of_a_loaded_target_are_found() -> None:
-    target = llama_8b(2)
+    target = llama(2)
     assert PassSizes.of(target) == LLAMA_8B
 
 

@@ -38,7 +38,7 @@ def trace(num_layers: int) -> dict[str, Any]:
     from torch._dynamo.utils import counters
     from torch.utils import _triton
 
-    from tests.models.cuda.test_launches import llama_8b
+    from tests.drafters.weightless import llama
 
     triton.runtime.driver.set_active(NoGpu())
     _triton.has_triton = lambda: True  # type: ignore[assignment]  # else Dynamo steps into Triton's launches
@@ -54,7 +54,7 @@ def trace(num_layers: int) -> dict[str, Any]:
         (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
         return lambda *_: tuple(map(_without_values, returned))
 
-    backend = KernelBackend(llama_8b(num_layers), tiling, 0)
+    backend = KernelBackend(llama(num_layers), tiling, 0)
     torch.compile(backend.forward, backend=keep)(packed, kv)
     return {"graphs": graphs, "breaks": counters["graph_break"]}
 
