@@ -19,8 +19,8 @@ from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.launches import META, recorded
 from tests.drafters.weightless import llama
+from tests.launches import META, recorded
 
 LLAMA_8B = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3)
 H100 = Tiling(4, 8, 132)
