@@ -153,7 +153,7 @@ def test_late_hits_take_the_drafter_less_than_misses() -> None:
 
 
 def test_many_sessions_have_no_prepared_trees() -> None:
-    small, large = (run("ahead", profile=READY, concurrency=n, seconds=30.0) for n in (64, 65))
+    small, large = (run("ahead", profile=READY, concurrency=n, max_num_seqs=n, seconds=30.0) for n in (64, 65))
     assert large.tokens_per_s / 65 < 0.9 * small.tokens_per_s / 64
     assert MAX_PREPARED_SESSIONS == MAX_PREPARED_NODES // MIN_PREPARED_NODES
 
