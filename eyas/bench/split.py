@@ -71,6 +71,10 @@ class SplitSettings(MethodsSettings):
             one_of(Mode, modes=mode)
         require("serial" in self.modes, "modes must include serial: its trees are what efficiency refers to")
         require(self.scale > 0, f"scale is {self.scale}; it must be above 0")
+        require(
+            self.plain_tokens not in (1, 2),
+            f"plain_tokens is {self.plain_tokens}; timing takes 3 tokens; 0 takes max_tokens",
+        )
         at_least(1, batch=min(self.batches, default=0), verifiers=min(self.verifiers, default=0))
         at_least(0, delay=min(self.delays, default=-1), plain_tokens=self.plain_tokens)
 

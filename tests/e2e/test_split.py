@@ -129,6 +129,8 @@ def test_settings_that_measure_nothing_are_refused() -> None:
         settings(modes=("plain", "ahead"))
     with pytest.raises(ConfigError, match="scale is 0"):
         settings(scale=0)
+    with pytest.raises(ConfigError, match="plain_tokens is 2"):
+        settings(plain_tokens=2)
 
 
 def test_a_proxy_outlives_a_service_that_is_not_there() -> None:
