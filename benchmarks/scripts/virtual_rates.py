@@ -187,7 +187,7 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
                 x, y = zip(*line, strict=True) if line else ((), ())
                 axes.plot(x, y, style, color=f"C{number}", marker=".", label=f"{mode}, c = {c:g}")
         axes.set_title(f"{head}, temperature {t:g}, batch {batch}", fontsize=9)
-        axes.set_ylim(0, 1.2)
+        axes.set_ylim(0, max(1.2, 1.05 * max(cell.eta for cell in cells)))
     for axes in panels[-1]:
         axes.set_xlabel("delay of each way, verify passes", fontsize=9)
     for axes in panels[:, 0]:
