@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, lt
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -224,7 +224,7 @@ class TreeArrays:
     @classmethod
     def of(cls, tree: DraftTree) -> TreeArrays:
         """The same tree."""
-        return cls(np.array(tree.tokens, "<i4"), np.array(tree.parents, "<i4"), np.array(tree.log_probs, "<f4"))
+        return cls(np.array(tree.tokens, np.int32), np.array(tree.parents, np.int32), np.array(tree.log_probs, np.float32))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -285,6 +285,8 @@ class PreparedTree:
 
     committed_length: tokens of the session up to the root; later commits may have been foreseen since.
     """
+
+    MAX_NODES: ClassVar[int] = 2048
 
     session: str
     epoch: int

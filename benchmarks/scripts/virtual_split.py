@@ -317,7 +317,7 @@ class VirtualSplit:
 
     def cell(self, recordings: Sequence[Recording], cell: Cell, free_rate: float) -> Cell:
         """Decode all recordings. free_rate: of free drafting; 0 takes that of this run."""
-        found, rate, num_steps = self._run(recordings, cell), 0.0, 0
+        found = self._run(recordings, cell)
         rate, num_steps = found.num_tokens / found.seconds, len(found.accepted)
         alone = found.tau / (found.trace("").rate(self.times(cell.c), free))
         return replace(
@@ -331,11 +331,11 @@ class VirtualSplit:
         return self._run(recordings, Cell(self.name, temperature, batch, 1.0, 0.0, "serial", tree=tree)).trace(tree)
 
     def _run(self, recordings: Sequence[Recording], cell: Cell) -> Replayed:
-        found, clock, tree = Replayed(), VirtualClock(), self.tree(cell.tree)
-        device = RecordedDevice(self.times(cell.c).drafter, VirtualClock())
+        found, clock, tree, times = Replayed(), VirtualClock(), self.tree(cell.tree), self.times(cell.c)
+        device = RecordedDevice(times.drafter, VirtualClock())
         service = self._service(cell, clock, device)
+        budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
         for start in range(0, len(recordings), cell.batch):
-            budget, times = TreeBudget(tree.num_draft_tokens, tree.num_steps), self.times(cell.c)
             self._replay(recordings[start : start + cell.batch], budget, service, device, clock, times, found)
         return found
 

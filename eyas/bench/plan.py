@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 from eyas.bench.report import Table, number
 from eyas.bench.settings import AcceptanceProfile, mean_tokens
+from eyas.config import DraftAheadConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.config.loader import above_zero, at_least, one_of
 from eyas.errors import ConfigError
@@ -30,8 +31,8 @@ PlannedMode = Literal["plain", "local", "serial", "ahead"]
 PERCENTILES = (50, 90, 99)
 # Share of the simulated time that does not count: the fleet fills up.
 WARM_UP = 0.2
-# As in drafters and their clients: most sessions with trees before their commits, and most levels of these trees.
-MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 64, 24
+# As in drafters: most sessions with trees before their commits, and most levels of these trees.
+MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 64, DraftAheadConfig.num_steps
 NO_DRAFTS = (1.0,)  # weights of a sequence that does not wait for its tree
 CURVE_BATCHES, CURVE_DELAYS, CURVE_COSTS = (1, 8, 64), (0.0, 0.03, 0.1), (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 

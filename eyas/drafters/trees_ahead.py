@@ -32,8 +32,8 @@ from eyas.tree import DraftTree, PreparedTree, TreeArrays
 if TYPE_CHECKING:
     from eyas.drafters.eagle import EagleDrafter
 
-# Nodes of prepared trees: of all sessions together, the fewest and the most of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES, MAX_SESSION_NODES = 16384, 256, 2048
+# Nodes of prepared trees: of all sessions together, and the fewest of one.
+MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
 # Rows of a pass, of all sessions together, and the fewest of a session.
 MAX_ROWS, MIN_ROWS = 512, 16
 # Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
@@ -143,9 +143,9 @@ class GrownTree:
         above, parents = self._parents_among(chosen, root)
         scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
         return TreeArrays(
-            np.append(self.tokens[root], self.candidates.ravel()[chosen]).astype("<i4"),
-            np.append(0, parents).astype("<i4"),
-            np.append(0.0, np.minimum(scores, 0.0)).astype("<f4"),
+            np.append(self.tokens[root], self.candidates.ravel()[chosen]).astype(np.int32),
+            np.append(0, parents).astype(np.int32),
+            np.append(0.0, np.minimum(scores, 0.0)).astype(np.float32),
         )
 
     def move_root(self, root: int) -> None:
@@ -364,7 +364,7 @@ class AheadTrees:
         count = MAX_PREPARED_NODES // max(len(self._trees), 1)
         if count < MIN_PREPARED_NODES:
             return []
-        budget, found = TreeBudget(min(count, MAX_SESSION_NODES), self._config.num_steps), list[PreparedTree]()
+        budget, found = TreeBudget(min(count, PreparedTree.MAX_NODES), self._config.num_steps), list[PreparedTree]()
         for name in names:
             context, tree = self._contexts[name], self._trees[name].below((), budget)
             if tree:
@@ -375,8 +375,8 @@ class AheadTrees:
         found = list[DraftTree | None]()
         for context, path in zip(contexts, paths, strict=True):
             tree = self._trees.get(context.session)
-            rows = tree.below(path, context.budget) if tree else None
-            cut = rows.tree() if rows else None
+            below = tree.below(path, context.budget) if tree else None
+            cut = below.tree() if below else None
             grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
             found.append(None if grows else cut and without_banned(cut, context))
         return found

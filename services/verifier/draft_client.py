@@ -29,7 +29,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.tensors import tensor_to_bytes, to_host
-from eyas.tree import DraftTree, TreeArrays
+from eyas.tree import DraftTree, PreparedTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 CIRCUIT_STATES = ("closed", "half-open", "open")
@@ -40,8 +40,6 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
 # A drafter with more unsent messages than this counts as down.
 _MAX_UNSENT = 256
-# Nodes of a prepared tree.
-MAX_PREPARED_NODES = 2048
 MAX_UNPREPARED = 32  # steps without a prepared tree; after them steps wait for all trees
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
@@ -333,7 +331,7 @@ class RemoteDrafter:
 
     def _receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
-        prepared = [each for each in reply.prepared if self._is_valid(each.session, each.tree)]
+        prepared = [each for each in reply.prepared if self._is_valid(each)]
         with self._changed:
             for each in prepared:
                 if each.session in self._prepared_for:
@@ -350,15 +348,15 @@ class RemoteDrafter:
             pending.awaited.discard(reply.step)
             self._changed.notify()
 
-    def _is_valid(self, session: str, tree: TreeArrays) -> bool:
+    def _is_valid(self, prepared: PreparedTree) -> bool:
         """Whether a prepared tree may be kept. An invalid one counts as a failure of the drafter."""
         stream = self._stream
         if stream is None:
             return False
         try:
-            tree.validate(stream.info.model.vocab_size, MAX_PREPARED_NODES)
+            prepared.tree.validate(stream.info.model.vocab_size, PreparedTree.MAX_NODES)
         except InvalidTree as error:
-            log.warning("dropped a prepared tree for %s: %s", session, error, extra={"rate_limited": True})
+            log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
             with self._changed:
                 self.breaker.failed()
             return False
