@@ -33,6 +33,7 @@ COLOURS = {
     "verify": "tab:blue",
     "draft": "tab:orange",
     "grow": "tab:green",
+    "repair": "tab:red",
     "wait": "0.85",
     "wire": "0.4",
 }
@@ -469,7 +470,7 @@ def draw(timelines: Sequence[Timeline], paths: Iterable[Path]) -> None:
     for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False)[:, 0], timelines, strict=True):
         seen: dict[str, Any] = {}
         for lane, what, begin, seconds in timeline.bars():
-            left, colour = 1e3 * (begin - timeline.started), COLOURS.get(what, "tab:red")
+            left, colour = 1e3 * (begin - timeline.started), COLOURS[what]
             bar = axes.barh(lanes.index(lane), 1e3 * seconds, left=left, color=colour, edgecolor="white", linewidth=0.5)
             seen.setdefault(what, bar)
         axes.set_yticks(range(len(lanes)), lanes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -157,7 +158,9 @@ class GrownTree:
         self._rank()
 
     def set_root(self, state: Tensor, candidates: Ints, scores: Reals) -> None:
-        """Replace the predicted state of the root by the true one."""
+        """Replace the predicted state of the root by the true one, unless it has that already."""
+        if self.is_exact[0]:
+            return
         self.states = torch.cat([state[None], self.states[1:]])
         self.candidates[0], self.scores[0] = candidates, scores
         self.is_exact[:] = False
@@ -324,7 +327,10 @@ class AheadTrees:
         planned = [(self._contexts[name], self._plan(name, len(names))) for name in names]
         if found := [(context, rows) for context, rows in planned if rows]:
             contexts, rows = [context for context, _ in found], [rows for _, rows in found]
-            self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
+            device = self._drafter.device
+            repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
+            with device.labelled("repair") if device and device.label and repairs else nullcontext():
+                self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
 
     def _plan(self, name: str, num_trees: int) -> GrownRows | None:
         """The rows of a session in a pass over some trees. None, and the tree has ended growing, if there are none."""
