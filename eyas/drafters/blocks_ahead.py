@@ -166,10 +166,15 @@ class _Blocks:
 
 
 def joined_trees(tree: DraftTree, ends: Sequence[tuple[End, DraftTree]]) -> DraftTree:
-    """The tree with other trees behind its ends, whose tokens are not among its nodes."""
+    """The tree with other trees behind its ends, whose tokens are not among its nodes.
+
+    ends: the likeliest first. The rest is left out where the whole would have more nodes than a prepared tree may.
+    """
     tokens, parents, scores = list(tree.tokens), list(tree.parents), list(tree.log_probs)
     for end, below in ends:
         start = len(tokens)
+        if start + len(below) > PreparedTree.MAX_NODES:
+            break
         tokens += below.tokens
         parents += [end.node, *(start + parent for parent in below.parents[1:])]
         scores += [end.log_prob + score for score in below.log_probs]

@@ -16,13 +16,14 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import PreparedTrees
+from eyas.drafters.blocks_ahead import End, joined_trees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.tree_rows import PaddedPrefix
 from eyas.models.emulation import VirtualClock
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.test_draft_ahead import (
     AHEAD,
@@ -222,6 +223,16 @@ def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: st
     assert len(sent) > 8
     assert numbers == [*likely, *numbers[len(likely) :]]
     assert numbers[-1] in (len(sent), len(sent) - 1), "the last one as well"
+
+
+def test_joined_trees_are_no_larger_than_a_client_takes() -> None:
+    """40 ends, as a session alone may have, with trees of 64 nodes behind them. The likeliest ones are kept."""
+    ends = [(End(-0.1 * number, number, 100), DraftTree.chain([100, *range(200, 263)])) for number in range(40)]
+    joined = joined_trees(DraftTree.chain(range(64)), ends)
+    TreeArrays.of(joined).validate(263, PreparedTree.MAX_NODES)
+    assert len(joined) == 64 + 31 * 64
+    assert joined.child(30, 100)
+    assert not joined.child(31, 100)
 
 
 def test_blocks_ahead_read_each_prefix_at_its_own_length(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
