@@ -349,16 +349,19 @@ class AheadTrees:
         return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_ROWS))
 
     def collect(self) -> None:
-        if self._found is None:
+        found, self._found, end = self._found, None, 0
+        if found is None:
+            while self._running:  # in a pass that failed
+                _, tree, rows = self._running.pop()
+                tree.give_up(rows)
             return
-        states, best = self._found
-        self._found, end = None, 0
-        ids, scores = download(best.ids, best.scores)
+        ids, scores = download(found.best.ids, found.best.scores)
         candidates = self._draft_ids[ids.astype(np.int64)]
-        for name, tree, rows in self._running:
+        while self._running:
+            name, tree, rows = self._running.pop(0)
             own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
             if self._trees.get(name) is tree:
-                tree.apply(rows, states[own], candidates[own], scores[own], self._max_nodes)
+                tree.apply(rows, found.states[own], candidates[own], scores[own], self._max_nodes)
                 self._changed[name] = None
             else:
                 tree.give_up(rows)

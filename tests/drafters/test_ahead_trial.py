@@ -22,6 +22,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.tree_rows import PaddedPrefix
+from eyas.drafters.trees_ahead import AheadTrees
 from eyas.models.emulation import VirtualClock
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.emulated_graphs import ignore_time
@@ -233,6 +234,27 @@ def test_joined_trees_are_no_larger_than_a_client_takes() -> None:
     assert len(joined) == 64 + 31 * 64
     assert joined.child(30, 100)
     assert not joined.child(31, 100)
+
+
+@pytest.mark.parametrize("place", ["_run_rows", "_best_next"])
+def test_a_pass_ahead_that_fails_keeps_no_slots(
+    place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    ahead, first = drafter._ahead, session("a", 9)
+    assert isinstance(ahead, AheadTrees)
+    last_of(drafter, [first, session("b", 20)])
+    assert drafter.draft_ahead()
+    with monkeypatch.context() as patch:
+        patch.setattr(EagleDrafter, place, lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft_ahead()
+    drafter.release(["a", "b"])
+    assert not drafter.draft_ahead()
+    ahead._free.check_owners([])
+    last_of(drafter, [first])
+    work(drafter)
+    ahead._free.check_owners([tree.slots for tree in ahead._trees.values()])
 
 
 def test_blocks_ahead_read_each_prefix_at_its_own_length(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
