@@ -206,7 +206,9 @@ class AcceptanceProfile:
     one_pass: bool = False
 
     def __post_init__(self) -> None:
-        require(sum(self.fresh) > 0 and min(self.fresh) >= 0, f"fresh is {self.fresh}; it must have a weight above 0")
+        for name, weights in (("fresh", self.fresh or (0,)), ("hit", self.hit or (1,)), ("miss", self.miss or (1,))):
+            require(sum(weights) > 0 and min(weights) >= 0, f"{name} is {weights}; it must have a weight above 0")
+        require(bool(self.hit) or not self.hit_rate, f"hit_rate is {self.hit_rate}, so hit must have weights")
         at_least(1, num_nodes=self.num_nodes, num_levels=self.num_levels, top_k=self.top_k)
         above_zero(grown=self.grown)
         at_least(0, prepared=self.prepared, hit_rounds=self.hit_rounds, miss_rounds=self.miss_rounds)

@@ -212,6 +212,11 @@ def spread(tau: float) -> tuple[float, ...]:
 def test_a_profile_says_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="prepared trees are hits"):
         replace(PROFILE, hit_rate=0.5, prepared=0.6)
+    for name in ("hit", "miss"):
+        with pytest.raises(ConfigError, match=rf"{name} is \(0, 0\); it must have a weight above 0"):
+            replace(PROFILE, **{name: (0, 0)})
+    with pytest.raises(ConfigError, match=r"hit_rate is 1\.0, so hit must have weights"):
+        replace(PROFILE, hit=())
 
 
 @pytest.mark.parametrize(
