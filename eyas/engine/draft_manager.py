@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from itertools import repeat
 
@@ -101,10 +102,10 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return
-        try:
+        with suppress(torch.OutOfMemoryError):
             self._request(drafter, sequences, budgets, allowed, logit_biases)
-        except torch.OutOfMemoryError:  # nothing is pending, so the next step decodes plainly
-            self._note_no_memory(len(sequences))
+            return
+        self._note_no_memory(len(sequences))  # nothing is pending, so the next step decodes plainly
 
     def _request(
         self,
@@ -133,6 +134,7 @@ class DraftManager:
             self._contexts, self._requested = contexts, requested
 
     def _note_no_memory(self, num_sequences: int) -> None:
+        """Free cached memory. Called outside of `except`, where the error still holds the drafter's tensors."""
         torch.cuda.empty_cache()
         log.warning(
             "no memory to draft for %d requests; this step goes without drafts: lower engine.gpu_memory_utilization, "
@@ -145,11 +147,11 @@ class DraftManager:
         """Wait for the answers to `request`."""
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
-        try:
+        drafts: list[Draft] | None = None
+        with suppress(torch.OutOfMemoryError):
             drafts = pending()
-        except torch.OutOfMemoryError:
+        if drafts is None:  # what the drafter has of them is unknown
             self._note_no_memory(len(requested))
-            # what the drafter has of them is unknown
             drafts = [ResyncRequired(context.session, context.epoch, -1) for context in contexts]
         assert len(drafts) == len(requested), "a drafter answers every context"
         self.packed = self._pack_valid(contexts, drafts) if len(drafts) > 1 else None

@@ -1,5 +1,6 @@
 """Without memory a start fails with an error that says what to lower, and a step loses only what cannot be run."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,8 +112,10 @@ def test_a_request_that_fits_in_no_pass_ends_alone(
 def test_a_drafter_without_memory_costs_drafts_only(
     place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = make_drafter("eagle3", tiny_target, tiny_head)
+    """Memory is freed where no error holds tensors any more."""
+    drafter, held = make_drafter("eagle3", tiny_target, tiny_head), list[object]()
     assert drafter is not None
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(sys.exception()))
     engine, right, rounds = make_engine(drafter, tiny_target, tiny_head), drafter.request, list[int]()
 
     def fail_at_times(contexts: Any) -> Any:
@@ -130,4 +133,6 @@ def test_a_drafter_without_memory_costs_drafts_only(
     for request in requests:
         assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert len(rounds) > 6
+    assert held
+    assert not any(held)
     assert any(c.verify_step and c.verify_step.drafted for c in chunks["r0"])
