@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -254,14 +255,17 @@ def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: i
     began, size = clock(), 1
 
     def time_size(size: int) -> bool:
-        """Time a size if there is time, or if there are no two yet. Returns whether it was timed."""
+        """Time a size if there is time, or if there are no two yet, and memory. Returns whether it was timed."""
         passed, last = clock() - began, max(table.values(), default=0.0)
         if len(table) >= 2 and passed + 2 * last * max(size / max(table), 1) > TIME_LIMIT_S:
             return False
         works = rounds(size)
-        next(works)()
-        table[size] = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
-        return True
+        with suppress(torch.OutOfMemoryError) if table else nullcontext():
+            next(works)()
+            table[size] = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
+            return True
+        torch.cuda.empty_cache()
+        return False
 
     while time_size(size) and size < largest:
         size = min((4 if size < 16 else 2) * size, largest)
@@ -270,7 +274,8 @@ def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: i
         if bend in table or not bend or not time_size(bend):
             break
     if max(table) < largest:
-        log.warning("timed sizes up to %d of %d within %g s; larger ones are estimated", max(table), largest, TIME_LIMIT_S)
+        reason = "as they take too long or too much memory"
+        log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)
     return CostModel(sorted(table), [table[size] for size in sorted(table)], rate)
 
 

@@ -1,14 +1,16 @@
 """The tables of costs that are measured at start, on a clock of their own."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 
 from eyas.engine.build import TIME_LIMIT_S, _measure
 from eyas.engine.draft_costs import CostModel
 from eyas.models.emulation import VirtualClock
+from tests.engine.test_out_of_memory import no_memory
 
 
 def measured(seconds: dict[str, float], largest: int = 1024) -> tuple[CostModel, VirtualClock]:
@@ -37,6 +39,23 @@ def test_a_slow_device_is_timed_for_a_bounded_time(caplog: pytest.LogCaptureFixt
     assert clock() <= TIME_LIMIT_S
     assert table.sizes[-1] < 1024
     assert f"timed sizes up to {table.sizes[-1]:.0f} of 1024" in caplog.text
+
+
+def test_sizes_without_memory_are_estimated(caplog: pytest.LogCaptureFixture) -> None:
+    """A start does not fail because of passes that serving may never need."""
+    clock, most = VirtualClock(), 100
+
+    def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
+        while True:
+            yield partial(clock.sleep, 1e-5 * num_rows) if num_rows <= most else no_memory
+
+    table = _measure(rounds, 1024, 0.1, clock)
+    assert table.sizes[-1] == 64
+    assert table.seconds(1024) == pytest.approx(1024e-5)
+    assert "timed sizes up to 64 of 1024" in caplog.text
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        _measure(rounds, 1024, 0.1, clock)
 
 
 def test_the_slowest_device_is_timed_at_two_sizes() -> None:
