@@ -397,9 +397,11 @@ class ExtendGraphs:
 
 
 def capture_or_explain(capture: Capture, run: Callable[[], Out]) -> Callable[[], Out]:
-    """Capture a function. Raises ConfigError for a drafter that cannot be captured."""
+    """Capture a function. Raises ConfigError for a drafter that cannot be captured, whatever memory there is."""
     try:
         return capture(run)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ConfigError(
             f"the drafter cannot be captured as a CUDA graph, set drafting.cuda_graphs to false: {error}"

@@ -42,6 +42,7 @@ from eyas.models.heads.layers import FeatureFuser, LinearFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.target import TargetModel, load_target
+from eyas.tensors import explain_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ BLOCK_HEADS: tuple[tuple[BlockKind, str], ...] = (("dspark", "DSpark"), ("dflash
 NO_FEATURES = "none"
 # Levels of a tree whose drafter runs one pass for each.
 DEFAULT_NUM_STEPS = 5
+FOR_DRAFTER = "lower drafting.max_kv_tokens or drafting.cuda_graph_max_batch, or set drafting.cuda_graphs to false"
 
 
 @dataclass(frozen=True)
@@ -346,13 +348,15 @@ def build_drafter(
 ) -> LocalDrafter:
     """Build and warm up a drafter, see DrafterParts.
 
-    Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target.
+    Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target, and
+    OutOfMemory when the device has too little.
     """
     parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time)
-    with _loading(name, head):
-        method = find_method(name)
-        drafter = method.build(parts if "+" in name else _resolved(method, parts))
-    drafter.warm_up()
+    with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
+        with _loading(name, head):
+            method = find_method(name)
+            drafter = method.build(parts if "+" in name else _resolved(method, parts))
+        drafter.warm_up()
     return drafter
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from eyas.cache import kv_cache
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.cuda_graphs import capture_or_explain
+from eyas.drafters.registry import build_drafter
 from eyas.engine import build
 from eyas.engine.engine import Engine
 from eyas.errors import EyasError, OutOfMemory
@@ -49,6 +51,20 @@ def test_a_capture_without_memory_is_no_fault_of_the_model(tiny_target: str) -> 
     launched, kv = KernelBackend(target, Tiling(2, 2, 4), 20), target.new_kv_cache(20)
     with pytest.raises(OutOfMemory, match=r"a CUDA graph of 8 rows .*engine\.max_num_seqs.*engine\.cuda_graphs"):
         GraphBackend(launched, kv, CaptureLimits(8, 2, 40), no_memory)
+
+
+@pytest.mark.parametrize("place", ["eyas.drafters.registry.load_head", "eyas.drafters.eagle.EagleDrafter.warm_up"])
+def test_a_drafter_that_does_not_fit_names_its_settings(
+    place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, no_memory)
+    with pytest.raises(OutOfMemory, match=r"for the drafter eagle3 on cpu.* drafting\.max_kv_tokens .*Tried to allocate"):
+        build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TreeConfig(), DraftingConfig())
+
+
+def test_a_drafter_captured_without_memory_is_not_blamed() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        capture_or_explain(no_memory, lambda: None)
 
 
 def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, fits: Callable[[Sequence[Segment]], bool]) -> list[int]:
