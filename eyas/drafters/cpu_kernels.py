@@ -15,14 +15,25 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-from numba import float32, float64, int64
+from numba import boolean, float32, float64, int64
 from torch import Tensor
 
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu_products import multiply
-from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
+from eyas.sampling.cpu_kernels import (
+    BLOCK,
+    best_of,
+    best_rows,
+    compile_all,
+    kernel,
+    mark_above,
+    rank_nodes,
+    real_word,
+    shared_noise,
+    shifted_scores,
+)
 from eyas.tensors import Floats, Ints
 from eyas.tree import DraftTree
 
@@ -455,7 +466,7 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of growth, once for each installation; other processes and later ones load the result."""
-    rows, cube, ids, words = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
+    reals, rows, cube, ids, words = float64[::1], float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
     compile_all(
         {
             shared_noise: (words, ids, cube),
@@ -464,5 +475,8 @@ def compile_kernels() -> None:
             grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
             select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
             grow_trees: (cube, rows, cube, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
+            rank_nodes: (ids, ids, words, float64[:, ::1], reals, ids),
+            best_rows: (*(ids, float64[:, ::1], reals, ids, boolean[::1], int64), *(float64, float64, ids, reals)),
+            mark_above: (ids, ids, boolean[:, ::1]),
         }
     )

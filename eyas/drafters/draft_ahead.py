@@ -256,10 +256,15 @@ class DraftAheadDrafter(LocalDrafter):
         found: list[DraftTree | None] = [None] * len(contexts)
         places = []
         for i, context in enumerate(contexts):
-            session = self._sessions.get(context.session)
-            wanted = context.budget.wants_tree and context.proposal == "deterministic"
-            if wanted and session is not None and session.continues_with(context) and session.is_prepared:
+            session, wants_tree = self._sessions.get(context.session), context.budget.wants_tree
+            if session is None or not session.is_prepared or not session.continues_with(context):
+                continue
+            if wants_tree and context.proposal == "deterministic":
                 places.append(i)
+            elif context.has_tree and not wants_tree:  # not waited for: it joins the next pass of commits
+                found[i] = DraftTree.root_only(context.tokens[-1])
+                session.path, session.last, session.tree = (*session.path, *context.tokens), context, None
+                session.backlog.append(context)
         if not places:
             return found
         sessions, own = [self._sessions[contexts[i].session] for i in places], [contexts[i] for i in places]

@@ -34,8 +34,7 @@ from eyas.drafters.neural import (
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
-from eyas.drafters.tree_rows import BufferAttention, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees_ahead import FoundRows, GrownRows
+from eyas.drafters.tree_rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.graphs import Capture
@@ -150,18 +149,18 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def commit_beside(
         self,
         contexts: Sequence[DraftContext],
-        rows_of: Callable[[DraftContext], GrownRows | None],
+        rows_of: Callable[[Sequence[DraftContext]], Sequence[GrownRows | None]],
         num_candidates: int,
     ) -> tuple[list[Draft], FoundRows | None]:
         """Take commits that want no trees, and run rows of trees below them, in one pass.
 
-        rows_of: called for each commit that is run. Returns the answers to the commits, and what the rows found.
+        rows_of: called with the commits that are run. Returns the answers to the commits, and what the rows found.
         """
         drafts, ready = self._admit_all(contexts)
         own = [contexts[i] for i in ready]
         for i, context in zip(ready, own, strict=True):
             drafts[i] = DraftTree.root_only(context.tokens[-1])
-        below = [(context, rows) for context in own if (rows := rows_of(context))]
+        below = [(context, rows) for context, rows in zip(own, rows_of(own), strict=True) if rows]
         if not below:
             if own:
                 self._extend_on_device(own)

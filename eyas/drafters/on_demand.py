@@ -9,9 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from eyas.tree import DraftTree
 
@@ -249,6 +253,44 @@ class AheadTrial:
         for rate in self._rates.values():
             rate.fade(self.KEPT)
         log.info("drafting ahead is %s: %s", "on" if is_ahead else "off", reason, extra={"rate_limited": True})
+
+
+class PassSizes:
+    """Decides how many rows a pass over trees of all sessions runs, by what passes of each size took.
+
+    A device takes as long for some rows as for one, and longer from there on. The size with the most worth per second is
+    taken. One that was not tried counts as fast as the one below it, and is the largest that may be next. Each pass lowers
+    the times of larger sizes a little: they must not rest on measurements of long ago.
+    """
+
+    SIZES: ClassVar[tuple[int, ...]] = (64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
+    MIN_GAIN: ClassVar[float] = 1.03  # of a larger size: what arrives meanwhile waits for a long pass
+    RATE, MAX_SURPRISE, DECAY = 0.2, 3.0, 0.9995  # of a new measurement; as a multiple of the known time; of a pass
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * len(self.SIZES)  # 0: not known
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Take in how long a pass took. It counts for the largest size that it reached."""
+        size = bisect_right(self.SIZES, rows) - 1
+        if size >= 0 and seconds > 0:
+            known = self._seconds[size] or seconds
+            self._seconds[size] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
+
+    def best(self, worth: npt.NDArray[np.float64]) -> int:
+        """Most rows of the next pass. worth: of all rows that it could run."""
+        gains, found, best_rate, below = np.append(0.0, np.cumsum(-np.sort(-worth))), self.SIZES[0], 0.0, 0.0
+        for number, size in enumerate(self.SIZES):
+            seconds = max(self._seconds[number], below)
+            is_next = not any(self._seconds[number:])
+            if seconds and (rate := float(gains[min(size, len(worth))]) / seconds) > self.MIN_GAIN * best_rate:
+                found, best_rate = size, rate
+            if size > found:
+                self._seconds[number] *= self.DECAY
+            if seconds and is_next:
+                break
+            below = seconds
+        return found
 
 
 class StepWait:

@@ -19,6 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from eyas.models.cuda.metadata import TILE_WORDS, Tiling, Words, mask_words
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected, take_rows
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
+from eyas.sampling.sampler import Ranked
 from eyas.tensors import Bools, Ints, upload
 
 
@@ -326,3 +328,30 @@ def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
     """Copy the pool's rows at index [S, L] and append `room` empty cells: [S, J, L + room, D]."""
     rows = pool[index].transpose(1, 2)
     return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)
+
+
+@dataclass(frozen=True)
+class GrownRows:
+    """Rows of a tree of one session: target token ids [R], depths from 1 [R], and the states before them [R, H].
+
+    slots: of their keys and values, [R]. nodes: their numbers, [R]; those of new nodes follow the tree's last one. parents:
+    numbers of the nodes above [R]. is_exact: whether the states before them are behind true features alone, [R]. others:
+    slots of more nodes that rows see. visible: which of these, and then of the rows, each row sees, [R, others + R].
+    """
+
+    tokens: Ints
+    depths: Ints
+    features: Tensor
+    slots: Slots
+    nodes: Ints
+    parents: Ints
+    is_exact: Bools
+    others: Slots
+    visible: Bools
+
+
+class FoundRows(NamedTuple):
+    """What a pass over rows of trees found: states [R, H] and best children [R, C], draft ids, session by session."""
+
+    states: Tensor
+    best: Ranked

@@ -13,21 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.prefix_cache import SlotAllocator, Slots
+from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
-from eyas.drafters.on_demand import Average, OnDemand
+from eyas.drafters.on_demand import Average, OnDemand, PassSizes
+from eyas.drafters.sessions import num_features
 from eyas.drafters.tree_growth import Reals
-from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, Ints, download, upload
+from eyas.drafters.tree_rows import FoundRows, GrownRows
+from eyas.tensors import Bools, Ints, download, has_numba, upload
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
 
 if TYPE_CHECKING:
@@ -35,34 +37,14 @@ if TYPE_CHECKING:
 
 # Nodes of prepared trees: of all sessions together, and the fewest of one.
 MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
-# Rows of a pass, of all sessions together, and the fewest of a session.
-MAX_ROWS, MIN_ROWS = 512, 16
+# Useful rows that are looked for: of all sessions together, and the fewest of a session.
+MAX_USEFUL, MIN_USEFUL = 2048, 16
 # Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
 MAX_GROWN_NODES = 1024
 # Slots for the nodes of all trees that grow ahead: 64 MB of an EAGLE head of Llama 3 8B's shape.
 NUM_GROWN_SLOTS = 2**14
 # A node that was run behind an older state of its parent is worth this share of a new one: most of what it says still holds.
 REPAIR_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class GrownRows:
-    """Rows of a tree of one session: target token ids [R], depths from 1 [R], and the states before them [R, H].
-
-    slots: of their keys and values, [R]. nodes: their numbers, [R]; those of new nodes follow the tree's last one. parents:
-    numbers of the nodes above [R]. is_exact: whether the states before them are behind true features alone, [R]. others:
-    slots of more nodes that rows see. visible: which of these, and then of the rows, each row sees, [R, others + R].
-    """
-
-    tokens: Ints
-    depths: Ints
-    features: Tensor
-    slots: Slots
-    nodes: Ints
-    parents: Ints
-    is_exact: Bools
-    others: Slots
-    visible: Bools
 
 
 class GrownTree:
@@ -86,6 +68,11 @@ class GrownTree:
 
     def _rank(self) -> None:
         """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
+        if kernels := _kernels():
+            self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
+            own = self.tokens, self.parents, self.candidates, self.scores
+            kernels.rank_nodes(*own, self.cumulative, self.expanded)
+            return
         above = self.candidates[self.parents] == self.tokens[:, None]
         above[0] = False
         places = above.argmax(1)
@@ -110,7 +97,9 @@ class GrownTree:
 
     def _within(self, root: int) -> Bools:
         """Which expanded nodes are `root`, or stand below it [E]."""
-        inside = np.zeros(len(self.tokens), np.bool_)
+        inside = np.full(len(self.tokens), not root)
+        if not root:
+            return inside
         inside[root] = True
         for depth in range(int(self.depths[root]) + 1, int(self.depths.max()) + 1):
             level = np.flatnonzero(self.depths == depth)
@@ -177,20 +166,33 @@ class GrownTree:
         self._free.free(rows.slots[rows.nodes >= len(self.tokens)])
 
     def next_rows(self, count: int, max_depth: int, max_nodes: int) -> GrownRows | None:
-        """The most useful rows of a pass, `count` at most; None if there is nothing to do.
+        """The most useful rows of a pass, `count` at most; None if there is nothing to do."""
+        return self.take_rows(self.useful(count, max_depth, max_nodes)[0])
 
-        New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst. New nodes
-        take slots, as long as there are some.
+    def useful(self, count: int, max_depth: int, max_nodes: int) -> tuple[Ints, Reals]:
+        """The most useful candidates of a pass, as parent * C + place, `count` at most; and the logarithms of their worth.
+
+        New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst.
         """
-        width, exact = self.candidates.shape[1], self.is_exact
+        least = self.cumulative.min() if len(self.tokens) >= max_nodes else -np.inf
+        repair, exact = math.log(REPAIR_SHARE), self.is_exact
+        if kernels := _kernels():
+            places, worths = np.empty(count, np.int64), np.empty(count)
+            own = self.expanded, self.scores, self.cumulative, self.depths, exact
+            num = kernels.best_rows(*own, max_depth, least, repair, places, worths)
+            return places[:num], worths[:num]
+        width = self.candidates.shape[1]
         number = self.expanded.reshape(-1, width)
         scores = self.cumulative[:, None] + self.scores
-        is_new = (number == 0) & (self.depths < max_depth - 1)[:, None]
-        if len(self.tokens) >= max_nodes:
-            is_new &= scores > self.cumulative.min()
+        is_new = (number == 0) & (self.depths < max_depth - 1)[:, None] & (scores > least)
         is_outdated = (number > 0) & ~exact[number] & exact[:, None]
-        worth = np.where(is_new, scores, np.where(is_outdated, scores + math.log(REPAIR_SHARE), -np.inf)).ravel()
+        worth = np.where(is_new, scores, np.where(is_outdated, scores + repair, -np.inf)).ravel()
         chosen = _best(worth, count)
+        return chosen, worth[chosen]
+
+    def take_rows(self, chosen: Ints) -> GrownRows | None:
+        """Rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
+        width, exact = self.candidates.shape[1], self.is_exact
         nodes = self.expanded[chosen]
         kept = (nodes > 0) | (np.cumsum(nodes == 0) <= self._free.num_free)
         chosen, nodes = chosen[kept], nodes[kept]
@@ -202,9 +204,12 @@ class GrownTree:
         slots = np.empty(len(nodes), np.int64)
         slots[is_added], slots[~is_added] = self._free.take(num_added), self.slots[nodes[~is_added] - 1]
         seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
-        while above.any():
-            seen[np.arange(len(nodes)), above] = True
-            above = self.parents[above]
+        if kernels := _kernels():
+            kernels.mark_above(parents, self.parents, seen)
+        else:
+            while above.any():
+                seen[np.arange(len(nodes)), above] = True
+                above = self.parents[above]
         others = np.flatnonzero(seen[:, 1:].any(0)) + 1
         visible = np.concatenate([seen[:, others], np.eye(len(nodes), dtype=np.bool_)], 1)
         features = self.states[upload(parents, self.states.device)]
@@ -216,7 +221,7 @@ class GrownTree:
     def apply(self, rows: GrownRows, states: Tensor, candidates: Ints, scores: Reals, max_nodes: int) -> None:
         """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]; keep the best nodes."""
         added = rows.nodes >= len(self.tokens)
-        again, device = rows.nodes[~added], self.states.device
+        again = rows.nodes[~added]
         self.tokens = np.concatenate([self.tokens, rows.tokens[added]])
         self.parents = np.concatenate([self.parents, rows.parents[added]])
         self.depths = np.concatenate([self.depths, rows.depths[added]])
@@ -227,15 +232,19 @@ class GrownTree:
         self.candidates[again], self.scores[again], self.is_exact[again] = candidates[~added], scores[~added], True
         order, own = np.arange(len(self.tokens)), len(self.states) + np.arange(len(added))
         order[again], order[len(self.states) :] = own[~added], own[added]
-        self.states = torch.cat([self.states, states])[upload(order, device)]
+        self.states = torch.cat([self.states, states])
         self._rank()
-        kept = self.cumulative > -np.inf
-        if kept.sum() > max_nodes:
-            kept &= np.isin(np.arange(len(kept)), np.argsort(-self.cumulative, kind="stable")[:max_nodes])
-        self._keep(kept)
+        kept = np.zeros(len(order), np.bool_)
+        kept[_best(self.cumulative, max_nodes)] = True
+        self._keep(kept, order)
 
-    def _keep(self, kept: Bools) -> None:
-        """Keep some nodes, [E]: with each the nodes above it, but for those above a new root."""
+    def _keep(self, kept: Bools, order: Ints | None = None) -> None:
+        """Keep some nodes, [E]: with each the nodes above it, but for those above a new root.
+
+        order: where their states are now, [E]; in the order of the nodes, if it is None.
+        """
+        if order is not None:
+            self.states = self.states[upload(order[kept], self.states.device)]
         if kept.all():
             return
         nodes, numbers = np.flatnonzero(kept), np.zeros(len(self.tokens), np.int64)
@@ -244,9 +253,10 @@ class GrownTree:
         self.slots = self.slots[nodes[1:] - 1]
         self.tokens, self.parents, self.depths = self.tokens[nodes], numbers[self.parents[nodes]], self.depths[nodes]
         self.parents[0] = 0
-        self.states, self.is_exact = self.states[upload(nodes, self.states.device)], self.is_exact[nodes]
-        self.candidates, self.scores, self.cumulative = self.candidates[nodes], self.scores[nodes], self.cumulative[nodes]
-        self.expanded = numbers[self.expanded.reshape(len(kept), -1)[nodes]].ravel()
+        if order is None:
+            self.states = self.states[upload(nodes, self.states.device)]
+        self.is_exact, self.candidates, self.scores = self.is_exact[nodes], self.candidates[nodes], self.scores[nodes]
+        self._rank()
 
 
 def _best(scores: Reals, count: int) -> Ints:
@@ -257,11 +267,15 @@ def _best(scores: Reals, count: int) -> Ints:
     return places[np.argsort(-scores[places], kind="stable")[:count]]
 
 
-class FoundRows(NamedTuple):
-    """What a pass over rows of trees found: states [R, H] and best children [R, C], draft ids, session by session."""
+@cache
+def _kernels() -> Any:
+    """The kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
+    if not has_numba():
+        return None
+    from eyas.drafters import cpu_kernels
 
-    states: Tensor
-    best: Ranked
+    cpu_kernels.compile_kernels()
+    return cpu_kernels
 
 
 class AheadTrees:
@@ -280,20 +294,27 @@ class AheadTrees:
         self._found: FoundRows | None = None
         self._changed: dict[str, None] = {}
         self._pass_s = Average()  # of a pass that the verifier waits for
+        _kernels()  # compiled now, not while sessions wait
+        self._sizes = PassSizes()
+        self._launched: float | None = None  # when the pass that runs began, if it is one of rows alone
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
         """The pass of the commits runs new rows of their trees as well, behind states that are predicted."""
         self.collect()
         self._running, path_of = [], {context.session: path for context, path in zip(contexts, paths, strict=True)}
 
-        def rows_of(context: DraftContext) -> GrownRows | None:
-            name, tree = context.session, self._trees.get(context.session)
-            root = tree.find(path_of[name]) if tree else None
-            if not tree or not root:  # given up since it was the answer
-                self.release([name])
-                return None
-            tree.move_root(root)
-            return self._plan(name, len(contexts))
+        def rows_of(ready: Sequence[DraftContext]) -> list[GrownRows | None]:
+            names = list[str]()
+            for name in [context.session for context in ready]:
+                tree = self._trees.get(name)
+                root = tree.find(path_of[name]) if tree else None
+                if tree and root:
+                    tree.move_root(root)
+                    names.append(name)
+                else:  # given up since it was the answer
+                    self.release([name])
+            planned = self._plan(names, sum(map(num_features, ready)))
+            return [planned.get(context.session) for context in ready]
 
         drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
         return drafts
@@ -324,29 +345,46 @@ class AheadTrees:
     def _run(self, names: Sequence[str]) -> None:
         """Launch a pass over trees of sessions."""
         self._running = []
-        planned = [(self._contexts[name], self._plan(name, len(names))) for name in names]
-        if found := [(context, rows) for context, rows in planned if rows]:
-            contexts, rows = [context for context, _ in found], [rows for _, rows in found]
-            device = self._drafter.device
+        if planned := self._plan(names):
+            contexts = [self._contexts[name] for name in planned]
+            self._launched, device = self._demand.clock(), self._drafter.device
             repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
             with device.labelled("repair") if device and device.label and repairs else nullcontext():
-                self._found = self._drafter.run_rows(contexts, rows, self._config.num_candidates)
+                self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
 
-    def _plan(self, name: str, num_trees: int) -> GrownRows | None:
-        """The rows of a session in a pass over some trees. None, and the tree has ended growing, if there are none."""
-        most, tree = min(self._config.top_k, max(MAX_ROWS // num_trees, MIN_ROWS)), self._trees[name]
-        if rows := tree.next_rows(most, self._config.num_steps, self._max_nodes):
+    def _plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
+        """The rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
+
+        Trees without useful rows have ended growing.
+        """
+        if not names:
+            return {}
+        count = min(self._config.top_k, max(MAX_USEFUL // len(names), MIN_USEFUL))
+        limits, planned = (count, self._config.num_steps, self._max_nodes), dict[str, GrownRows]()
+        useful = {name: self._trees[name].useful(*limits) for name in names}
+        counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
+        worth = np.concatenate([worth for _, worth in useful.values()])
+        if len(worth) > (limit := max(self._sizes.best(np.exp(worth)) - num_taken, MIN_USEFUL)):
+            kept = np.zeros(len(worth), np.bool_)
+            kept[_best(worth, limit)] = True
+            ends = np.cumsum(list(counts.values()))
+            counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
+        for name, (chosen, _) in useful.items():
+            tree = self._trees[name]
+            if rows := tree.take_rows(chosen[: counts[name]]):
+                planned[name] = rows
+                self._running.append((name, tree, rows))
+            elif not len(chosen) or counts[name]:
+                self._ended.add(name)
+                self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
+                continue
             self._num_passes[name] += 1
-            self._running.append((name, tree, rows))
-        else:
-            self._ended.add(name)
-            self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
-        return rows
+        return planned
 
     @property
     def _max_nodes(self) -> int:
         """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
-        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_ROWS))
+        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_USEFUL))
 
     def collect(self) -> None:
         found, self._found, end = self._found, None, 0
@@ -356,6 +394,9 @@ class AheadTrees:
                 tree.give_up(rows)
             return
         ids, scores = download(found.best.ids, found.best.scores)
+        if self._launched is not None:
+            self._sizes.add(len(ids), self._demand.clock() - self._launched)
+            self._launched = None
         candidates = self._draft_ids[ids.astype(np.int64)]
         while self._running:
             name, tree, rows = self._running.pop(0)
@@ -369,7 +410,7 @@ class AheadTrees:
     def take_prepared(self) -> list[PreparedTree]:
         """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
         names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
-        self._changed = {}
+        self._changed = {name: None for name in self._changed if name not in names}
         count = MAX_PREPARED_NODES // max(len(self._trees), 1)
         if count < MIN_PREPARED_NODES:
             return []

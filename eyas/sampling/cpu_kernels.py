@@ -291,6 +291,88 @@ def shifted_scores(logits, noise, by, scores, weights):
     return top + ln(sum_of(weights))
 
 
+@kernel(error_model="numpy")
+def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
+    """Where the nodes of a tree stand among the candidates of their parents, see `eyas.drafters.trees_ahead`.
+
+    tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
+    candidate; to expanded [E * C] the number of each candidate's node, else 0.
+    """
+    width = candidates.shape[1]
+    cumulative[0] = 0.0
+    expanded[:] = 0
+    for node in range(1, len(tokens)):
+        above = parents[node]
+        cumulative[node] = -np.inf
+        for place in range(width):
+            if candidates[above, place] == tokens[node]:
+                cumulative[node] = scores[above, place] + cumulative[above]
+                expanded[above * width + place] = node
+                break
+
+
+@kernel(error_model="numpy")
+def _sift(worths, places, num):
+    """Move the first entry of a heap down to where it belongs. On top is the least worth, of equal ones the last place."""
+    worth, place, hole = worths[0], places[0], 0
+    while 2 * hole + 1 < num:
+        child = 2 * hole + 1
+        if child + 1 < num:
+            left, right = worths[child], worths[child + 1]
+            child += right < left or (right == left and places[child + 1] > places[child])
+        if worth < worths[child] or (worth == worths[child] and place > places[child]):
+            break
+        worths[hole], places[hole] = worths[child], places[child]
+        hole = child
+    worths[hole], places[hole] = worth, place
+
+
+@kernel(error_model="numpy")
+def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, repair, places, worths):
+    """The most useful candidates of a tree, see `GrownTree.useful`: to places and worths [R], the best first.
+
+    least: new nodes must have more. repair: added to the worth of nodes that are outdated. Returns how many there are.
+    """
+    width, room, num = scores.shape[1], len(places), 0
+    for node in range(len(depths)):
+        has_room = depths[node] < max_depth - 1
+        for place in range(width):
+            number, worth = expanded[node * width + place], cumulative[node] + scores[node, place]
+            if number:
+                if is_exact[number] or not is_exact[node]:
+                    continue
+                worth += repair
+            elif not has_room or not worth > least:
+                continue
+            if not worth > -np.inf or (num == room and worth <= worths[0]):
+                continue
+            if num == room:  # in place of the worst
+                worths[0], places[0] = worth, node * width + place
+                _sift(worths, places, num)
+                continue
+            hole, num = num, num + 1
+            while hole and worth <= worths[(hole - 1) // 2]:  # places grow: of equal ones, this one is the worst
+                worths[hole], places[hole] = worths[(hole - 1) // 2], places[(hole - 1) // 2]
+                hole = (hole - 1) // 2
+            worths[hole], places[hole] = worth, node * width + place
+    for end in range(num - 1, 0, -1):
+        worth, place = worths[end], places[end]
+        worths[end], places[end] = worths[0], places[0]
+        worths[0], places[0] = worth, place
+        _sift(worths, places, end)
+    return num
+
+
+@kernel(error_model="numpy")
+def mark_above(nodes, parents, seen):
+    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
+    for row in range(len(nodes)):
+        node = nodes[row]
+        while node:
+            seen[row, node] = True
+            node = parents[node]
+
+
 def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
     """Compile kernels for arguments of these types, or load what an earlier process compiled.
 

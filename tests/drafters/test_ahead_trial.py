@@ -7,23 +7,27 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.scripts.virtual_rates import Cell
 from benchmarks.scripts.virtual_split import Settings, VirtualSplit
-from eyas.cache.prefix_cache import Slots
+from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters import trees_ahead
 from eyas.drafters.base import PreparedTrees
 from eyas.drafters.blocks_ahead import End, joined_trees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, SentTree, StepWait
+from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, PassSizes, SentTree, StepWait
 from eyas.drafters.registry import DrafterParts
-from eyas.drafters.tree_rows import PaddedPrefix
-from eyas.drafters.trees_ahead import AheadTrees
+from eyas.drafters.tree_growth import Reals
+from eyas.drafters.tree_rows import GrownRows, PaddedPrefix
+from eyas.drafters.trees_ahead import AheadTrees, GrownTree
 from eyas.models.emulation import VirtualClock
+from eyas.tensors import Ints
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.test_draft_ahead import (
@@ -345,3 +349,105 @@ def test_a_single_sequence_always_waits_for_its_tree() -> None:
         clock.now += 1.0
         assert rule.waits({"a": 1}, "a")
         assert not rule.waits({"a": 1}, "")
+
+
+def test_a_pass_has_the_rows_with_the_most_worth_per_second() -> None:
+    """A device takes as long for 150 rows as for one, and longer from there on; worth falls slowly or fast."""
+    slow, fast = 0.997 ** np.arange(2000), 0.9 ** np.arange(2000)
+    for worth, knee, expected in ((slow, 150, 160), (slow, 10**6, 1024), (fast, 150, 64), (slow, 200, 192)):
+        sizes = PassSizes()
+        for _ in range(200):
+            rows = sizes.best(worth)
+            sizes.add(rows, max(1.0, rows / knee))
+        assert sizes.best(worth) == expected
+    sizes.add(1024, 0.0)
+    assert PassSizes().best(worth) == 64, "no pass has been measured"
+
+
+def test_a_device_that_gets_faster_is_noticed() -> None:
+    sizes, worth = PassSizes(), 0.999 ** np.arange(2000)
+    for speed in (1.0, 0.1):
+        for _ in range(2000):
+            rows = sizes.best(worth)
+            sizes.add(rows, max(1.0, rows * speed / 150))
+    assert sizes.best(worth) >= 512
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
+def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    rng, kernels = np.random.default_rng(3), trees_ahead._kernels()
+
+    def found(count: int) -> tuple[Ints, Reals]:
+        scores = -rng.exponential(1.0, (count, 9))
+        return np.stack([rng.permutation(40)[:9] for _ in range(count)]), np.round(scores / step) * step if step else scores
+
+    (candidates,), (scores,) = found(1)
+    trees = [GrownTree(1, torch.zeros(4), candidates, scores.copy(), SlotAllocator(90)) for _ in range(2)]
+    for number in range(30):
+        rows = list[GrownRows]()
+        for tree, used in zip(trees, (kernels, None), strict=True):
+            monkeypatch.setattr(trees_ahead, "_kernels", lambda used=used: used)
+            rows += [chosen] if (chosen := tree.next_rows(20, 6, 60)) else []
+        if rows:
+            for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
+                assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))
+            states, results = torch.randn(len(rows[0].tokens), 4), found(len(rows[0].tokens))
+        for i, (tree, used) in enumerate(zip(trees, (kernels, None), strict=True)):
+            monkeypatch.setattr(trees_ahead, "_kernels", lambda used=used: used)
+            if rows:
+                tree.apply(rows[i], states, *(each.copy() for each in results), 60)
+            if number % 5 == 4:
+                tree.move_root(2)
+                tree.set_root(torch.zeros(4), candidates, scores.copy())
+        for name in ("tokens", "parents", "depths", "slots", "is_exact", "cumulative", "expanded"):
+            assert np.array_equal(getattr(trees[0], name), getattr(trees[1], name))
+        assert torch.equal(trees[0].states, trees[1].states)
+
+
+def growing(target: str, head: str) -> DraftAheadDrafter:
+    """Trees of three sessions after two passes."""
+    drafter = DraftAheadDrafter(make(target, head), AHEAD)
+    drafter.propose([session("a", 9), session("b", 20), session("c", 14)])
+    for _ in range(2):
+        drafter.draft_ahead()
+    return drafter
+
+
+def test_sessions_share_the_rows_of_a_pass_by_worth(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chosen rows are worth more than those left out, whoever has them."""
+    drafter, names = growing(tiny_target, tiny_head), ["a", "b", "c"]
+    ahead = drafter._ahead
+    assert isinstance(ahead, AheadTrees)
+    monkeypatch.setattr(ahead._sizes, "best", lambda worth: 20)
+    worth = {name: np.sort(ahead._trees[name].useful(24, 7, 99)[1])[::-1] for name in names}
+    planned = ahead._plan(names)
+    counts = {name: len(planned[name].tokens) if name in planned else 0 for name in names}
+    assert sum(counts.values()) == 20
+    least = min(worth[name][counts[name] - 1] for name in names if counts[name])
+    assert all(least >= worth[name][counts[name]] for name in names if counts[name] < len(worth[name]))
+
+
+def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, first = growing(tiny_target, tiny_head), session("a", 9)
+    missed = going_on(first, [47])
+    monkeypatch.setattr(drafter._drafter, "_admit_all", None)
+    (answer,) = drafter.propose([replace(missed, has_tree=True, budget=TreeBudget(1, 0))])
+    monkeypatch.undo()
+    assert answer == DraftTree.root_only(47), "without a pass"
+    work(drafter)
+    assert not drafter._sessions["a"].backlog
+    (tree,) = drafter._ahead.trees([missed], [()])
+    plain = make(tiny_target, tiny_head)
+    plain.propose([first])
+    assert_equal_trees(tree, plain.propose([missed])[0])  # type: ignore[arg-type]
+
+
+def test_nothing_grows_once_all_sessions_have_ended(tiny_target: str, tiny_head: str) -> None:
+    drafter = growing(tiny_target, tiny_head)
+    drafter.release(["a", "b", "c"])
+    assert not drafter.draft_ahead()
