@@ -15,6 +15,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError
+from eyas.models.cpu import fix_products
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.emulation import EmulatedBackend
@@ -105,6 +106,8 @@ class BatchInvariantRunner(ModelRunner):
         self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
         keeps_rows = self.backend is not target or (is_batch_invariant(target.model) and not kv_cache.is_narrow)
         self.keeps_batches = rows <= self._max_rows and keeps_rows
+        if self.keeps_batches and self.backend is target:
+            fix_products(target.model)
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:

@@ -74,11 +74,35 @@ def pack_weights(model: nn.Module) -> None:
             _pack(module)
 
 
+def fix_products(model: nn.Module) -> None:
+    """Have every packed layer give a row the same result whatever the other rows are, see `FloatProduct.fix`."""
+    for module in model.modules():
+        packed = _product_of(module)
+        if isinstance(packed, FloatProduct):
+            packed.fix()
+            if "packed" in module._buffers:  # siblings have one buffer
+                module._buffers["packed"] = packed.weight.layout
+    to_huge_pages(list(model.buffers()))
+
+
+def can_fix(module: nn.Module) -> bool:
+    """Whether `fix_products` makes a row's result independent of the other rows, where the kernels multiply."""
+    packed = _product_of(module)
+    return isinstance(packed, FloatProduct) or (packed is not None and packed.weight.in_blocks)
+
+
+def _product_of(module: nn.Module) -> HalfProduct | FloatProduct | None:
+    """The product of a packed layer, or of the layers that it is merged with; None for other modules."""
+    if isinstance(module, MergedLinearPart):
+        return module.merged.product
+    return module.product if isinstance(module, PackedLinear) else None
+
+
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in a packed layout only."""
 
     packed_weight: PackedWeight
-    product: Callable[[Tensor], Tensor]
+    product: HalfProduct | FloatProduct
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -103,7 +127,7 @@ class MergedLinear:
     sizes: list[int]
     rows: Tensor | None = None
     parts: Sequence[Tensor] = ()
-    product: Callable[[Tensor], Tensor] = field(init=False)
+    product: HalfProduct | FloatProduct = field(init=False)
 
     def __post_init__(self) -> None:
         self.product = self.weight.product(self.bias)
@@ -164,16 +188,17 @@ def _is_intel() -> bool:
     return PROCESSORS.exists() and "GenuineIntel" in PROCESSORS.read_text()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PackedWeight:
     """A weight [N, K] in the layout of the library that multiplies by it.
 
-    layout: float16 blocks for the kernel, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its own; oneDNN's;
-    or for MKL a view of the transposed weight.
-    scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
+    layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its
+    own; oneDNN's; or for MKL a view of the transposed weight.
+    num_outputs: N. scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
 
     layout: Tensor
+    num_outputs: int
     scale: float = 1.0
 
     @classmethod
@@ -184,15 +209,17 @@ class PackedWeight:
             for scale in (1.0, 2.0 ** (HALF_EXPONENT - largest)):
                 half = (weight * scale).half()
                 if torch.equal(half.float(), weight * scale):
-                    return cls(in_blocks(half) if _has_kernel(half) else half, scale)
+                    return cls(in_blocks(half) if _has_kernel(half) else half, len(half), scale)
         if _is_intel():
-            return cls(weight.t().contiguous().t())
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS))
+            return cls(weight.t().contiguous().t(), len(weight))
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS), len(weight))
 
     @property
     def dense(self) -> Tensor:
         """As float32 [N, K]."""
-        return self.halves.float() / self.scale if self.is_half else self.layout.to_dense()
+        if self.layout.is_mkldnn:
+            return self.layout.to_dense()
+        return self.rows.float() / self.scale
 
     @property
     def is_half(self) -> bool:
@@ -200,30 +227,35 @@ class PackedWeight:
         return self.layout.dtype == torch.float16
 
     @property
-    def halves(self) -> Tensor:
-        """A float16 layout as [N, K]."""
-        return self.layout.transpose(1, 2).flatten(0, 1) if self.in_blocks else self.layout
+    def rows(self) -> Tensor:
+        """A layout that is not oneDNN's as [N, K], in its own dtype."""
+        return self.layout.transpose(1, 2).flatten(0, 1)[: self.num_outputs] if self.in_blocks else self.layout
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the layout is that of the kernel."""
-        return self.is_half and self.layout.dim() == 3
+        """Whether the layout is that of the kernels."""
+        return self.layout.dim() == 3
 
-    def product(self, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether the kernels' layout has no zeros that fill up the last block."""
+        return self.in_blocks and self.num_outputs % BLOCK_OUTPUTS == 0
+
+    def use_blocks(self) -> None:
+        """Have float32 blocks as the layout."""
+        self.layout = in_blocks(self.dense)
+
+    def product(self, bias: Tensor | None) -> HalfProduct | FloatProduct:
         """What multiplies rows [..., K] by the weight and adds a bias [N]: [..., N]."""
-        if self.is_half:
-            return HalfProduct(self, bias)
-        if self.layout.is_mkldnn:
-            product = torch.ops.mkldnn._linear_pointwise
-            return partial(product, W=self.layout, B=bias, attr="none", scalars=[], algorithm="")
-        return partial(F.linear, weight=self.layout, bias=bias)
+        return HalfProduct(self, bias) if self.is_half else FloatProduct(self, bias)
 
 
 class HalfProduct:
     """Products in float32 with a weight that is stored in float16: half the bytes of a pass.
 
-    A row's result does not depend on the other rows. With one thread and numba `eyas.models.cpu_products` multiplies, else
-    FBGEMM. scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
+    With one thread and numba `eyas.models.cpu_products` multiplies, and a row's result does not depend on the other rows.
+    Otherwise FBGEMM does, whose sums depend on the number of rows for some outputs on some processors.
+    scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
     """
 
     helpers: Helpers | None = None
@@ -252,6 +284,7 @@ class HalfProduct:
             helpers.run(multiply_together, *arguments, tickets=np.zeros(PHASE_SIZE, np.int64))
         else:
             multiply_halves(*arguments)
+        out = out[..., : self.weight.num_outputs].contiguous()
         return out if self.bias is None else out.add_(self.bias)
 
     @cached_property
@@ -259,20 +292,52 @@ class HalfProduct:
         """The product by FBGEMM, for several threads and weights that are not in blocks."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
-            halves = self.weight.halves
+            halves = self.weight.rows
             packed = torch.fbgemm_pack_gemm_matrix_fp16(halves.float())
             torch.fbgemm_linear_fp16_weight_fp32_activation(halves.new_zeros(1, halves.shape[1]).float(), packed, None)
         return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=self.bias)
 
 
-def in_blocks(halves: Tensor) -> Tensor:
-    """A weight [N, K] as `eyas.models.cpu_products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]."""
-    return halves.view(-1, BLOCK_OUTPUTS, halves.shape[1]).transpose(1, 2).contiguous()
+class FloatProduct:
+    """Products with a float32 weight, by oneDNN or MKL. `fix` makes a row's result independent of the other rows.
+
+    is_fixed: whether it is.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.is_fixed = weight, bias, False
+
+    def fix(self) -> None:
+        """Multiply by `eyas.models.cpu_products` from now on."""
+        if not self.is_fixed:
+            self.weight.use_blocks()
+            self.is_fixed = True
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        layout = self.weight.layout
+        if not self.is_fixed:
+            if not layout.is_mkldnn:
+                return F.linear(rows, layout, self.bias)
+            return torch.ops.mkldnn._linear_pointwise(rows, layout, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        from eyas.models.cpu_products import multiply_floats
+
+        out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
+        flat = rows.reshape(-1, layout.shape[1]).contiguous()
+        multiply_floats(flat.numpy(), layout.data_ptr(), out.view(-1, out.shape[-1]).numpy())
+        out = out[..., : self.weight.num_outputs].contiguous()
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """A weight [N, K] as `eyas.models.cpu_products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it up."""
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS))
+    return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def _has_kernel(halves: Tensor) -> bool:
     """Whether the kernel multiplies by a weight [N, K]. It converts float16 by an instruction of the processor."""
-    return len(halves) > 0 and len(halves) % BLOCK_OUTPUTS == 0 and _converts_halves() and has_numba()
+    return len(halves) > 0 and _converts_halves() and has_numba()
 
 
 @cache
@@ -390,7 +455,7 @@ class CpuLayer:
         """Whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the first product."""
         _, *others = (product.half for product in self.products)
         is_biased = any(half is not None and half.bias is not None for half in others)
-        return all(product.half for product in self.products) and not is_biased
+        return all(product.half and product.half.weight.fills_blocks for product in self.products) and not is_biased
 
     def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
         """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""
@@ -425,76 +490,3 @@ class CpuLayer:
         kernels.gate(gates_ups, gate_up.by, self.activation == "silu", into)
         rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
         rows.inputs = rows.normed
-
-
-class CpuStack:
-    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same."""
-
-    def __init__(self, layers: Sequence[CpuLayer], kinds: Sequence[int]) -> None:
-        """layers: see `of`."""
-        from eyas.models.cpu_kernels import NO_WINDOW, LayerStack
-
-        first, heads = layers[0], layers[0].heads
-        # halves own the memory that the stack names
-        self._halves = [[product.half for product in layer.products if product.half] for layer in layers]
-        biases = [own[0].bias for own in self._halves]
-        norms = [(layer.mlp_norm, layer.next_norm, layer.out_norm, layer.down_norm, layer.heads.norms) for layer in layers]
-        factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
-        head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
-        self._kinds = np.array(kinds)
-        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]
-        self._stack = LayerStack(
-            weights=np.array([[half.weight.layout.data_ptr() for half in own] for own in self._halves]),
-            scales=np.array([[product.by for product in layer.products] for layer in layers]),
-            biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
-            norms=np.stack([np.stack(own[:2]) for own in factors]),
-            delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
-            head_norms=np.stack(head_norms).astype(np.float32, copy=False),
-            eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
-            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
-            sizes=np.array(self._sizes),
-            scaling=first.scaling,
-            softcap=first.softcap or 0.0,
-            is_silu=first.activation == "silu",
-        )
-
-    @classmethod
-    def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
-        """The layers, if their shapes and kinds of norms are the same and their weights are halves in blocks; else None.
-
-        kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
-        """
-        is_alike = len({layer.shape for layer in layers}) == 1 and all(layer.can_stack for layer in layers)
-        return cls(layers, kinds or [0] * len(layers)) if is_alike else None
-
-    def run(
-        self,
-        rows: CpuRows,
-        rotary: Sequence[tuple[Floats, Floats]],
-        kv: KVCache,
-        kept: Sequence[int] = (),
-        helpers: Helpers | None = None,
-    ) -> Tensor:
-        """Advance `rows` through all layers; no row may belong to a prompt.
-
-        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers of MIN_SHARED_ROWS rows and more; the
-        result is the same, bit for bit.
-        Returns the residual stream before each layer that `kept` names, [., R, C].
-        """
-        from eyas.models.cpu_kernels import NUM_COUNTERS, run_layers
-
-        before = rows.state.new_empty(len(kept), *rows.state.shape)
-        cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
-        num_heads, num_kv, width, inner = self._sizes
-        memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
-        arguments = (
-            self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
-            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
-        )  # fmt: skip
-        tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)
-        if helpers and rows.count >= MIN_SHARED_ROWS:
-            helpers.run(run_layers, *arguments, tickets=tickets)
-        else:
-            run_layers(*arguments, tickets, 1)
-        rows.inputs = rows.normed
-        return before

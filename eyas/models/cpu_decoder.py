@@ -9,11 +9,12 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import CpuRows, CpuStack, HalfProduct, PackedLinear
+from eyas.models.cpu import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, CpuLayer, CpuRows, HalfProduct, PackedLinear
 from eyas.models.inputs import PackedInputs, RowKeys, pack
 from eyas.process import num_cores
 from eyas.tensors import Floats, Ints, runs_compiled
@@ -163,3 +164,76 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
     if is_narrow:
         return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
     return "" if decoder.has_stack else "they differ in shape, or have weights that float16 does not hold, or more biases"
+
+
+class CpuStack:
+    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same."""
+
+    def __init__(self, layers: Sequence[CpuLayer], kinds: Sequence[int]) -> None:
+        """layers: see `of`."""
+        from eyas.models.cpu_kernels import NO_WINDOW, LayerStack
+
+        first, heads = layers[0], layers[0].heads
+        # halves own the memory that the stack names
+        self._halves = [[product.half for product in layer.products if product.half] for layer in layers]
+        biases = [own[0].bias for own in self._halves]
+        norms = [(layer.mlp_norm, layer.next_norm, layer.out_norm, layer.down_norm, layer.heads.norms) for layer in layers]
+        factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
+        head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
+        self._kinds = np.array(kinds)
+        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]
+        self._stack = LayerStack(
+            weights=np.array([[half.weight.layout.data_ptr() for half in own] for own in self._halves]),
+            scales=np.array([[product.by for product in layer.products] for layer in layers]),
+            biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
+            norms=np.stack([np.stack(own[:2]) for own in factors]),
+            delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
+            head_norms=np.stack(head_norms).astype(np.float32, copy=False),
+            eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
+            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
+            sizes=np.array(self._sizes),
+            scaling=first.scaling,
+            softcap=first.softcap or 0.0,
+            is_silu=first.activation == "silu",
+        )
+
+    @classmethod
+    def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
+        """The layers, if their shapes and kinds of norms are the same and their weights are halves in blocks; else None.
+
+        kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
+        """
+        is_alike = len({layer.shape for layer in layers}) == 1 and all(layer.can_stack for layer in layers)
+        return cls(layers, kinds or [0] * len(layers)) if is_alike else None
+
+    def run(
+        self,
+        rows: CpuRows,
+        rotary: Sequence[tuple[Floats, Floats]],
+        kv: KVCache,
+        kept: Sequence[int] = (),
+        helpers: Helpers | None = None,
+    ) -> Tensor:
+        """Advance `rows` through all layers; no row may belong to a prompt.
+
+        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers of MIN_SHARED_ROWS rows and more; the
+        result is the same, bit for bit.
+        Returns the residual stream before each layer that `kept` names, [., R, C].
+        """
+        from eyas.models.cpu_kernels import NUM_COUNTERS, run_layers
+
+        before = rows.state.new_empty(len(kept), *rows.state.shape)
+        cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
+        num_heads, num_kv, width, inner = self._sizes
+        memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
+        arguments = (
+            self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
+            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
+        )  # fmt: skip
+        tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)
+        if helpers and rows.count >= MIN_SHARED_ROWS:
+            helpers.run(run_layers, *arguments, tickets=tickets)
+        else:
+            run_layers(*arguments, tickets, 1)
+        rows.inputs = rows.normed
+        return before

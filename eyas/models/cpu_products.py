@@ -70,17 +70,36 @@ def multiply_halves(left, address, out):
 def multiply_blocks(left, address, out, first_block, end_block):
     """The columns of `multiply_halves` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
+    rows, group = _spread_rows(left), max(GROUP_BYTES // (2 * BLOCK_OUTPUTS * num_inputs), 8)
+    for start in range(first_block, end_block, group):
+        first, count = 0, min(group, end_block - start)
+        while first < num_rows:
+            first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+
+
+@kernel(error_model="numpy")
+def multiply_floats(left, address, out):
+    """`multiply_halves` by a weight of float32 in the same layout."""
+    num_rows, num_inputs = left.shape
+    rows, group = _spread_rows(left), max(GROUP_BYTES // (4 * BLOCK_OUTPUTS * num_inputs), 8)
+    num_blocks = out.shape[1] // BLOCK_OUTPUTS
+    for start in range(0, num_blocks, group):
+        first, count = 0, min(group, num_blocks - start)
+        while first < num_rows:
+            first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
+
+
+@kernel(error_model="numpy")
+def _spread_rows(left):
+    """The rows, apart from each other in the sets of the cache."""
+    num_rows, num_inputs = left.shape
     rows = left
     if num_inputs % ALIASED == 0 and num_rows > 4:
         rows = np.empty((num_rows, num_inputs + PADDING), np.float32)
         for r in range(num_rows):
             for k in range(num_inputs):
                 rows[r, k] = left[r, k]
-    group = max(GROUP_BYTES // (2 * BLOCK_OUTPUTS * num_inputs), 8)
-    for start in range(first_block, end_block, group):
-        first, count = 0, min(group, end_block - start)
-        while first < num_rows:
-            first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+    return rows
 
 
 class _Tile:
@@ -191,14 +210,19 @@ class _Tile:
         return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, first), nothing, mask)
 
 
-class _FloatTile(_Tile):
-    """A right side in blocks of float32."""
+class _WeightTile(_Tile):
+    """A weight in blocks of float32."""
 
     LOADED = _FLOATS
+
+
+class _KeyTile(_WeightTile):
+    """Keys in blocks of float32: few of them."""
+
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
 
 
-class _PlacesTile(_FloatTile):
+class _PlacesTile(_KeyTile):
     """A right side whose rows [N] lie anywhere. right: address of their addresses [K]."""
 
     def blocks(self, numbers: list[Any]) -> list[Any]:
@@ -210,7 +234,9 @@ class _PlacesTile(_FloatTile):
         return [self._loaded(self._at(row, number)) for number in blocks]
 
 
-_take_halves, _take_floats, _take_places = (intrinsic(kind.take) for kind in (_Tile, _FloatTile, _PlacesTile))
+_take_halves, _take_floats, _take_keys, _take_places = (
+    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _KeyTile, _PlacesTile)
+)
 
 
 @kernel(error_model="numpy")
@@ -222,7 +248,7 @@ def multiply_keys(queries, keys, scores, first_block, end_block):
     first = 0
     while first < len(queries):
         left = len(queries) - first
-        first += _take_floats(
+        first += _take_keys(
             queries, first, left, queries.shape[1], keys, first_block, end_block - first_block, scores
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer
-from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product
+from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, can_fix
 from eyas.models.cpu_decoder import CpuDecoder
 from eyas.models.inputs import PackedInputs
 from eyas.models.numerics import Float32Head
@@ -291,9 +291,9 @@ def unfuse_layers(model: Any) -> None:
 def is_batch_invariant(model: Any) -> bool:
     """Whether a row can get the same bits in any pass.
 
-    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers whose weights are all halves, run by
-    the compiled kernels. On CUDA it holds for fused layers with plain weights, if a KernelBackend has parts at fixed
-    positions.
+    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run, once
+    `fix_products` has been called. On CUDA it holds for fused layers with plain weights, if a KernelBackend has parts at
+    fixed positions.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.device.type != "cpu":
@@ -301,13 +301,7 @@ def is_batch_invariant(model: Any) -> bool:
         is_fused = bool(layers) and all("forward" in vars(layer) for layer in layers)
         return is_fused and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
     runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
-    return runs_here and runs_compiled(model.device) and all(map(_is_half, linear))
-
-
-def _is_half(linear: nn.Linear) -> bool:
-    if isinstance(linear, MergedLinearPart):
-        return linear.merged.weight.is_half
-    return isinstance(linear, PackedLinear) and linear.packed_weight.is_half
+    return runs_here and runs_compiled(model.device) and all(map(can_fix, linear))
 
 
 def _can_fuse(layer: Any) -> bool:

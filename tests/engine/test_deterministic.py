@@ -23,7 +23,7 @@ from eyas.models.workers import TargetWorkers
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
-from tests.models.families import FAMILIES, config_of, write_model
+from tests.models.families import FAMILIES, VOCAB, config_of, write_model
 from tests.tiny import DEMO, fixed_config
 
 ROWS = 8
@@ -74,11 +74,14 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
         assert torch.equal(in_tree[node], prefill(runner, PROMPT + path, slots[200:], (3,)))
 
 
-@pytest.mark.parametrize("name", ["llama-3", "gemma-2"])
-def test_half_weights_keep_batches_and_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+def test_the_cpu_keeps_batches_and_bits(name: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that float16 holds and others; a vocabulary that is no multiple of a block."""
     pytest.importorskip("numba", reason="numba is not installed")
     kind, settings = FAMILIES[name]
-    target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.bfloat16), "float32")
+    config = config_of(kind, **settings | {"vocab_size": VOCAB + 3})
+    target = load_target(write_model(tmp_path, config, getattr(torch, stored)), "float32")
     runner, slots = runner_of(target), np.random.default_rng(1).permutation(400)
     assert runner.keeps_batches
     prompt = np.random.default_rng(0).integers(3, 48, 80).tolist()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack, PackedLinear, PackedWeight
+from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedWeight
+from eyas.models.cpu_decoder import CpuStack
 from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected, layer_kernels_for, rms_norm, rotate

@@ -33,7 +33,8 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, CpuStack, PackedLinear, optimize_for_cpu
+from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
+from eyas.models.cpu_decoder import CpuStack
 from eyas.models.fused import HeadLayout, RMSNorm
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,

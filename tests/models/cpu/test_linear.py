@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu import HalfProduct, MergedLinearPart, PackedLinear, _converts_halves, _has_fbgemm, pack_weights
+from eyas.models.cpu import (
+    HalfProduct,
+    MergedLinearPart,
+    PackedLinear,
+    _converts_halves,
+    _has_fbgemm,
+    fix_products,
+    pack_weights,
+)
 from eyas.tensors import has_numba
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
@@ -123,12 +131,18 @@ def test_sharded_siblings_merge_with_their_local_sizes() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(300, 70), (300, 208), (512, 64)], ids=str)
-def test_half_weights_give_a_row_the_same_result_in_any_batch(sizes: tuple[int, int], library: str) -> None:
-    """By FBGEMM for 70 outputs, by the kernel for others: their blocks fill tiles and leave some over."""
-    if library != "fbgemm":
-        pytest.skip("MKL and oneDNN choose another order of sums for another number of rows")
-    layer, rows = nn.Linear(*sizes, bias=False), torch.randn(40, sizes[0])
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
+def test_a_row_gets_the_same_result_in_any_batch(sizes: tuple[int, int], bias: bool, library: str) -> None:
+    """Blocks of outputs fill tiles and leave some over. Libraries sum in other orders for other numbers of rows."""
+    if not has_numba() or (library == "fbgemm" and not _converts_halves()):
+        pytest.skip("a library multiplies")
+    layer, rows = nn.Linear(*sizes, bias=bias), torch.randn(40, sizes[0])
+    weight, expected = layer.weight.detach().clone(), layer(rows).detach()
     pack_weights(layer)
+    fix_products(layer)
+    assert torch.equal(layer.weight, weight)
+    assert sum(buffer.nbytes for buffer in layer.buffers()) <= (sizes[0] * (sizes[1] + 15)) * 4, "it is kept once"
+    torch.testing.assert_close(layer(rows).detach(), expected, rtol=1e-4, atol=1e-5)
     with torch.inference_mode():
         together = layer(rows)
         assert all(torch.equal(layer(rows[i : i + n]), together[i : i + n]) for i in (0, 7) for n in range(1, 33))
