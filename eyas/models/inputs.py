@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.cache.prefix_cache import TableId
 from eyas.request import NoiseKey
 from eyas.tensors import Bools, Ints, upload
-from eyas.tree import PackedTrees
+from eyas.tree import Int32s, PackedTrees
 
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
@@ -336,6 +336,50 @@ class AttentionMetadata:
     positions: Tensor
     slots: Tensor
     key_positions: Tensor
+
+
+class TreePaths(NamedTuple):
+    """Own keys of each row of the trees of a pass, by depth. depths: keys of a row in each segment, 0 if causal [B]."""
+
+    words: Int32s
+    depths: Ints
+
+
+def tree_paths(segments: Sequence[Segment]) -> TreePaths:
+    """The paths of all segments, as parts at fixed positions need them."""
+    if isinstance(segments, TreeSegments):
+        return _packed_paths(segments.trees)
+    found = [_path_words(segment) for segment in segments]
+    return TreePaths(
+        np.concatenate([NO_SLOTS.astype(np.int32), *(own.ravel() for own in found)]),
+        np.array([own.shape[1] for own in found], np.int64),
+    )
+
+
+def _packed_paths(trees: PackedTrees) -> TreePaths:
+    """`_path_words` of each tree: in each turn all rows go one node up."""
+    rows, firsts = np.arange(len(trees.roots)), trees.counts.cumsum() - trees.counts
+    is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
+    depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
+    sizes, own = trees.counts * depths, rows - trees.roots
+    words = np.zeros(int(sizes.sum()), dtype=np.int32)
+    at = np.repeat(sizes.cumsum() - sizes, trees.counts) + own * np.repeat(depths, trees.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.counts))
+    for _ in range(int(depths.max())):
+        words[at[kept] + trees.depths[key]] = own[key]
+        key = trees.above[key]
+    return TreePaths(words, depths)
+
+
+def _path_words(segment: Segment) -> Int32s:
+    """Own keys of each row of a tree by depth [n, depths]; nothing for causal rows [n, 0]."""
+    depths = segment.positions - len(segment.prefix)
+    if segment.visible is None or not (segment.visible != np.tri(len(depths), dtype=np.bool_)).any():
+        return np.zeros((len(depths), 0), dtype=np.int32)
+    paths = np.zeros((len(depths), int(depths.max()) + 1), dtype=np.int32)
+    row, key = np.nonzero(segment.visible)
+    paths[row, depths[key]] = key
+    return paths
 
 
 class RowKeys(NamedTuple):

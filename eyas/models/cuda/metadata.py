@@ -47,9 +47,9 @@ from eyas.models.inputs import (
     TreeSegments,
     prefixes_of,
     tables_of,
+    tree_paths,
 )
 from eyas.tensors import Bools, Ints, upload
-from eyas.tree import PackedTrees
 
 Words = npt.NDArray[np.int32]
 
@@ -121,7 +121,8 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[Shar
     tile_rows = tiling.most_rows if runs else tile_rows
     shared = sum(-(-run.rows // tile_rows) for run in runs)
     tiles = sum([-(-count // tile_rows) for count in counts]) + shared
-    return replace(tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows), shared_tiles=shared)
+    shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
+    return replace(shape, shared_tiles=shared) if shared else shape
 
 
 class SharedRun(NamedTuple):
@@ -274,6 +275,20 @@ def build_words(
 ) -> Words:
     """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks.
     kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
+    if len(segments) == 1 and kept_prefixes is not None and not (shape.fixed_part or sees_later or _has_others(segments)):
+        return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
+    return _words_of_all(segments, shape, scratch, runs, sees_later, kept_prefixes)
+
+
+def _words_of_all(
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    runs: Sequence[SharedRun] = (),
+    sees_later: bool = False,
+    kept_prefixes: Ints | None = None,
+) -> Words:
+    """`build_words` of any segments."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
@@ -307,6 +322,27 @@ def build_words(
     keys = [part for segment in segments for part in (segment.others, segment.slots)] if has_others else []
     sent = prefixes if kept_prefixes is None else ()
     return np.concatenate([rows.ravel(), tiles.ravel(), *sent, own.seen, *keys], dtype=np.int32, casting="same_kind")
+
+
+def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: int) -> Words:
+    """`build_words` of one segment without other keys, whose prefix a SlotMemory keeps, in a third of the time."""
+    count, stride, line = len(segment.tokens), -(-len(segment.tokens) // 32), _aligned(shape.rows)
+    masks = _num_fixed_words(shape)
+    words = np.zeros(masks + count * stride, dtype=np.int32)
+    words[:count], words[line : line + count] = segment.tokens, segment.positions
+    words[2 * line : 2 * line + count], words[2 * line + count : 3 * line] = segment.slots, scratch
+    words[3 * line : 3 * line + len(segment.logits_indices)] = segment.logits_indices
+    tiles: list[int] = []
+    for start in range(0, count, shape.tile_rows):
+        rows = min(shape.tile_rows, count - start)
+        tiles += (start, rows, 0, stride, len(segment.prefix), prefix, masks + start * stride, start + rows, 0, 0)
+    for start in range(count, shape.rows, shape.tile_rows):  # padding, which sees nothing
+        tiles += (start, min(shape.tile_rows, shape.rows - start), *(0,) * (TILE_WORDS - 2))
+    words[4 * line : 4 * line + len(tiles)] = tiles
+    visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+    if visible.shape[1]:  # else rows see nothing
+        words[masks:] = mask_words(visible).ravel()
+    return words
 
 
 def _numbers_within(counts: Ints) -> Ints:
@@ -386,8 +422,8 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Wor
 
 def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
     """Tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
-    packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
-    paths = _tree_paths(segments, _sizes(prefixes))
+    packed = SegmentRows.of(segments) if segments else NO_ROWS
+    paths = tree_paths(segments)
     cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)
     number = _numbers_within(cut.parts)
     tile = np.repeat(np.arange(len(cut.parts)), cut.parts)
@@ -425,56 +461,15 @@ def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
     return CutTiles(owner, firsts, rows, ends, -(-ends // part))
 
 
-class TreePaths(NamedTuple):
-    """Own keys of each row of the trees of a pass, by depth. depths: keys of a row in each segment, 0 if causal [B]."""
-
-    words: Words
-    depths: Ints
-
-
-def _tree_paths(segments: Sequence[Segment], lengths: Ints) -> TreePaths:
-    if isinstance(segments, TreeSegments):
-        return _packed_paths(segments.trees)
-    found = [_path_words(segment) for segment in segments]
-    return TreePaths(
-        np.concatenate([NO_WORDS, *(own.ravel() for own in found)]), np.array([own.shape[1] for own in found], np.int64)
-    )
-
-
-def _packed_paths(trees: PackedTrees) -> TreePaths:
-    """`_path_words` of each tree: in each turn all rows go one node up."""
-    rows, firsts = np.arange(len(trees.roots)), trees.counts.cumsum() - trees.counts
-    is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
-    depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
-    sizes, own = trees.counts * depths, rows - trees.roots
-    words = np.zeros(int(sizes.sum()), dtype=np.int32)
-    at = np.repeat(sizes.cumsum() - sizes, trees.counts) + own * np.repeat(depths, trees.counts)
-    key = kept = np.flatnonzero(np.repeat(depths, trees.counts))
-    for _ in range(int(depths.max())):
-        words[at[kept] + trees.depths[key]] = own[key]
-        key = trees.above[key]
-    return TreePaths(words, depths)
-
-
-def _path_words(segment: Segment) -> Words:
-    """Own keys of each row of a tree by depth [n, depths]; nothing for causal rows [n, 0]."""
-    depths = segment.positions - len(segment.prefix)
-    if segment.visible is None or not (segment.visible != np.tri(len(depths), dtype=np.bool_)).any():
-        return np.zeros((len(depths), 0), dtype=np.int32)
-    paths = np.zeros((len(depths), int(depths.max()) + 1), dtype=np.int32)
-    row, key = np.nonzero(segment.visible)
-    paths[row, depths[key]] = key
-    return paths
-
-
 def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor | None = None) -> PackedInputs:
     """A pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
     stride = _aligned(shape.rows)
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
     tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, _tile_words(shape))
-    tokens, positions, slots, logits_indices = rows.long()
+    tokens, positions, slots, logits_indices = rows.long().unbind()
+    _, own_positions, own_slots, _ = rows.unbind()
     with_prefixes = words if prefixes is None else prefixes
-    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, rows[1], rows[2], rows[1])
+    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, own_positions, own_slots, own_positions)
     return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
 
 

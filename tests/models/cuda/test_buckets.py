@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyas.engine.runner import segment_of, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.models.cuda.graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
-from eyas.models.cuda.metadata import Tiling, bucket_shape, build_words, max_words, tight_shape
+from eyas.models.cuda.metadata import Tiling, _words_of_all, bucket_shape, build_words, max_words, tight_shape
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
@@ -53,6 +53,15 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
     words = build_words(segments, bucket, scratch=0)
     assert len(words) <= max_words(bucket) + sum(len(s.prefix) for s in segments)
     assert tight_shape(segments, tiling).rows == rows
+
+
+@given(passes(max_segments=1, max_rows=70), st.integers(0, 40), st.integers(1, 8), st.integers(0, 500))
+def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
+    tiling, kept = Tiling(heads, 2, 16), np.array([prefix])
+    for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
+        ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, _words_of_all))
+        assert ours.dtype == plain.dtype
+        assert ours.tolist() == plain.tolist()
 
 
 def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
