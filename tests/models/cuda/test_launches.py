@@ -53,10 +53,12 @@ def test_a_layer_of_the_target_launches_few_kernels() -> None:
     assert (four.num - two.num) / 2 <= 10, four.by_name - two.by_name
 
 
-def test_deterministic_mode_launches_as_few_kernels() -> None:
+@pytest.mark.parametrize("rows", [1, 16, 64, 1024])
+def test_deterministic_mode_launches_as_few_kernels(rows: int) -> None:
     """Also where one pass holds 64 sequences; each of them took a pass by itself before."""
-    normal, ours = target_pass(2, 64), target_pass(2, 64, FIXED_PART)
+    normal, ours = target_pass(2, rows), target_pass(2, rows, FIXED_PART)
     assert ours.num <= normal.num, ours.by_name
+    assert target_pass(4, rows, FIXED_PART).num - ours.num <= 2 * 10, "launches of two layers"
     assert not {"mm", "addmm", "linear"} & set(ours.by_name), "products of a library"
 
 
