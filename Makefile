@@ -79,7 +79,7 @@ methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the s
 		--method prompt_lookup --method suffix --method rest=$(CORPUS) --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full \
 		--method dspark+prompt_lookup=models/demo/dspark $(METHODS)
 
-gpu: $(READY) ## on a machine with a GPU: its tests, kernels, draft rounds, steps and the widened demo, 25 minutes; GPU="--stage steps" for parts
+gpu: $(READY) ## on a machine with a GPU: its tests, kernels, prefill, steps, draft rounds and the widened demo, 25 minutes; GPU="--stage steps" for parts
 	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
 count: $(READY) ## files, lines, function lengths and class names of the code, and the calls from LLM.generate to attention

@@ -1,19 +1,24 @@
 """`make gpu`: everything that a first GPU has to show, in one run of at most 25 minutes, as one dated report.
 
 Beside the report it writes cost tables, one JSON file for each target and head, that emulation and planning read.
-A stage that fails is reported with its error, and the others still run.
+A stage that fails is reported with its error, and the others still run. Each stage ends with its share of the minutes; what
+earlier ones leave is for those that follow. Cases without time are reported as not run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import torch
@@ -21,18 +26,21 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.gpu import drafts, end_to_end, kernels, steps
-from benchmarks.gpu.measuring import Part, Scale, full_scale, measure_rates
+from benchmarks.gpu import drafts, end_to_end, kernels, prefill, steps
+from benchmarks.gpu.measuring import Limit, OutOfTime, Part, Scale, full_scale, measure_rates
 from eyas.bench.report import Report, Table
 
 PROGRAM = "python -m benchmarks.gpu"
 RESULTS = Path("benchmarks/results")
-STAGES = ("tests", "kernels", "drafts", "steps", "end-to-end")
+# Minutes of each stage, of 24. One more is for what surrounds them: rates of the device, and the report.
+SHARES = {"tests": 5.0, "kernels": 2.0, "prefill": 2.0, "steps": 5.0, "drafts": 4.0, "end-to-end": 6.0}
+STAGES = tuple(SHARES)
+RESERVE = 1 / 25
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for. minutes: no stage begins after them."""
+    """What was asked for. minutes: of the whole run."""
 
     stages: tuple[str, ...]
     minutes: float
@@ -45,10 +53,10 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     stage: Annotated[list[str], typer.Option(help=f"Only these of {', '.join(STAGES)}; may be repeated.")] = list(STAGES),  # noqa: B006
-    minutes: Annotated[float, typer.Option(help="No stage begins later.")] = 25.0,
+    minutes: Annotated[float, typer.Option(help="The whole run ends then.")] = 25.0,
     out: Annotated[Path, typer.Option(help="Folder of the report and the cost tables.")] = RESULTS,
 ) -> None:
-    """Test, then measure kernels, draft rounds, verify steps and the widened demo on this machine's GPU."""
+    """Test, then measure kernels, prefill, verify steps, draft rounds and the widened demo on this machine's GPU."""
     unknown = [name for name in stage if name not in STAGES]
     if unknown:
         raise typer.BadParameter(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
@@ -58,64 +66,120 @@ def main(
     run(torch.device("cuda"), Settings(tuple(stage), minutes, full_scale()), out)
 
 
-def run(device: torch.device, settings: Settings, out: Path) -> Path:
-    """Run the stages, write the report also if a stage fails or Ctrl-C ends the run, and return the path of its page."""
+def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], float] = time.monotonic) -> Path:
+    """Run the stages, write the report also if a stage fails or Ctrl-C ends the run, and return the path of its page.
+
+    now: a clock of seconds. If the device hangs so that no stage can be ended, the report is written and the process ends.
+    """
+    started = now()
+    limits = {name: Limit(started + 60 * end, now) for name, end in stage_ends(settings).items()}
     parts: dict[str, Part] = {}
-    deadline = time.monotonic() + 60 * settings.minutes
+    watchdog = threading.Timer(60 * settings.minutes, give_up, (device, settings, parts, out))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
             whole = progress.add_task("make gpu", total=len(settings.stages))
-            for name, work in _stages(device, settings, deadline, progress).items():
-                parts[name] = _run_stage(work, deadline)
+            for name, work in _stages(device, settings, progress).items():
+                part = parts[name] = Part(limits[name])
+                _run_stage(work, part)
                 progress.advance(whole)
     finally:
+        watchdog.cancel()
         page = _publish(device, settings, parts, out)
     return page
 
 
-def _stages(
-    device: torch.device, settings: Settings, deadline: float, progress: Progress
-) -> Mapping[str, Callable[[], Part]]:
+def stage_ends(settings: Settings) -> dict[str, float]:
+    """Minutes after the start at which each stage ends at the latest, by its share; the last one before the reserve."""
+    whole = sum(SHARES[name] for name in settings.stages)
+    ends, before = dict[str, float](), 0.0
+    for name in STAGES:
+        if name in settings.stages:
+            before += SHARES[name]
+            ends[name] = settings.minutes * (1 - RESERVE) * before / whole
+    return ends
+
+
+def give_up(device: torch.device, settings: Settings, parts: Mapping[str, Part], out: Path) -> None:
+    """Write the report from another thread, and end the process: its main thread waits for a device that hangs."""
+    for part in parts.values():
+        if part.waiting and not part.error:
+            part.error = "the device hangs"
+    print(f"error: the device hangs; report: {_publish(device, settings, parts, out)}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _stages(device: torch.device, settings: Settings, progress: Progress) -> Mapping[str, Callable[[Part], None]]:
     scale = settings.scale
     rates = measure_rates(device, scale)
-    works: dict[str, Callable[[], Part]] = {
-        "tests": lambda: run_tests(deadline - time.monotonic()),
-        "kernels": lambda: kernels.measure(device, scale, rates),
-        "drafts": lambda: drafts.measure(device, scale, rates),
-        "steps": lambda: steps.measure(device, scale, rates),
-        "end-to-end": lambda: end_to_end.measure(device, scale, progress),
+    works: dict[str, Callable[[Part], None]] = {
+        "tests": run_tests,
+        "kernels": lambda part: kernels.measure(device, scale, rates, part),
+        "prefill": lambda part: prefill.measure(device, scale, rates, part),
+        "steps": lambda part: steps.measure(device, scale, rates, part),
+        "drafts": lambda part: drafts.measure(device, scale, rates, part),
+        "end-to-end": lambda part: end_to_end.measure(device, scale, progress, part),
     }
-    return {name: works[name] for name in settings.stages}
+    return {name: work for name, work in works.items() if name in settings.stages}
 
 
-def _run_stage(work: Callable[[], Part], deadline: float) -> Part:
-    if time.monotonic() > deadline:
-        return Part(error="not begun: the time was up")
+def _run_stage(work: Callable[[Part], None], part: Part) -> None:
+    part.waiting = ["all"]  # until the stage names its cases
     try:
-        return work()
+        with part.limit.enforced():
+            work(part)
+        part.waiting = []
+    except OutOfTime:
+        part.error = "out of time"
     except Exception as error:  # a GPU that has never run Eyas may refuse anything; the other stages are worth having
         traceback.print_exc()
-        return Part(error=f"{type(error).__name__}: {error}")
+        part.error = f"{type(error).__name__}: {error}"
 
 
-def run_tests(seconds: float) -> Part:
+def run_tests(part: Part) -> None:
     """tests/gpu in a process of its own, and its last lines."""
     if importlib.util.find_spec("pytest") is None:
-        return Part(error="pytest is not installed")
+        part.error = "pytest is not installed"
+        return
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "tests/gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, seconds), check=False)
-    lines = done.stdout.strip().splitlines()
+    code, output = run_within(command, part.limit)
+    lines = output.strip().splitlines()
     failed = tuple((line,) for line in lines if line.startswith(("FAILED", "ERROR")))
     outcome = (lines[-1] if lines else "no output",)
-    error = f"tests/gpu exited with {done.returncode}" if done.returncode else ""
-    return Part([Table("tests/gpu", ("outcome",), (*failed, outcome))], {"output": lines[-40:]}, error=error)
+    part.tables, part.results = [Table("tests/gpu", ("outcome",), (*failed, outcome))], {"output": lines[-40:]}
+    if code is None:
+        raise OutOfTime
+    part.error = f"tests/gpu exited with {code}" if code else ""
+
+
+def run_within(command: Sequence[str], limit: Limit) -> tuple[int | None, str]:
+    """The exit code of a command and what it printed; None if it had to be ended, with all processes that it started."""
+    with TemporaryFile() as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+        code: int | None = None
+        try:
+            code = process.wait(max(0.0, limit.left))
+        except (subprocess.TimeoutExpired, OutOfTime):
+            pass
+        finally:
+            if code is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        printed.seek(0)
+        return code, printed.read().decode(errors="replace")
 
 
 def _publish(device: torch.device, settings: Settings, parts: Mapping[str, Part], out: Path) -> Path:
     """Write report, cost tables and picture."""
-    stages = [(name, part.error or "done") for name, part in parts.items()]
+    stages = [(name, part.error or ("interrupted" if part.waiting else "done")) for name, part in parts.items()]
     stages += [(name, "not reached") for name in settings.stages if name not in parts]
-    tables = [Table("Stages", ("stage", "outcome"), tuple(stages)), *(t for part in parts.values() for t in part.tables)]
+    tables = [Table("Stages", ("stage", "outcome"), tuple(stages))]
+    left = tuple(
+        (name, case, f"not run: {part.error or 'interrupted'}") for name, part in parts.items() for case in part.waiting
+    )
+    tables += [Table("Cases that did not run", ("stage", "case", "why"), left)] if left else []
+    tables += [table for part in parts.values() for table in part.tables]
     results = {name: part.results for name, part in parts.items()}
     facts = {"stages": settings.stages, "minutes": settings.minutes, "repeats": settings.scale.repeats}
     page = Report.here("gpu", PROGRAM, str(device), facts, results, tables).publish(out)

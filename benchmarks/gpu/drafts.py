@@ -52,17 +52,19 @@ class Round:
     one_level: float
 
 
-def measure(device: torch.device, scale: Scale, rates: Rates) -> Part:
+def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
     """Every head, captured and launched, with its cost table."""
-    part = Part([], [])
-    for name, config in scale.heads.items():
-        rounds = measure_head(name, make_head(config, device), scale, rates)
-        part.results += rounds
-        part.costs.append(cost_table(name, rounds, scale, device))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    part.tables = tables(part.results, rates)
-    return part
+    part.results = list[Round]()
+    part.waiting = [f"{name}, {sessions} sessions" for name in scale.heads for sessions in scale.sessions]
+    try:
+        for name, config in scale.heads.items():
+            measure_head(name, make_head(config, device), scale, rates, part)
+            rounds = [each for each in part.results if each.head == name]
+            part.costs.append(cost_table(name, rounds, scale, device))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        part.tables = tables(part.results, rates)
 
 
 def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
@@ -76,19 +78,20 @@ def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
     return EagleHead(config, made, embedding, lm_head, config.max_positions).to(device)
 
 
-def measure_head(name: str, head: EagleHead, scale: Scale, rates: Rates) -> list[Round]:
+def measure_head(name: str, head: EagleHead, scale: Scale, rates: Rates, part: Part) -> None:
     """Every number of sessions."""
-    device, rounds = head.embedding.device, []
+    device = head.embedding.device
     capture: Capture = CudaCapture(device) if device.type == "cuda" else run_again
     tree = replace(TREE, num_steps=scale.num_steps)
     floor = rates.floor_ms(tree.num_steps * level_bytes(head))
     for sessions in scale.sessions:
-        greedy, noised = (
-            Times(*(round_ms(head, sessions, heat, tree, scale, each) for each in (capture, None))) for heat in TEMPERATURES
-        )
-        one_level = round_ms(head, sessions, 0.0, replace(tree, num_steps=1), scale, capture)
-        rounds.append(Round(name, sessions, floor, greedy, noised, one_level))
-    return rounds
+        with part.case(f"{name}, {sessions} sessions"):
+            greedy, noised = (
+                Times(*(round_ms(head, sessions, heat, tree, scale, each) for each in (capture, None)))
+                for heat in TEMPERATURES
+            )
+            one_level = round_ms(head, sessions, 0.0, replace(tree, num_steps=1), scale, capture)
+            part.results.append(Round(name, sessions, floor, greedy, noised, one_level))
 
 
 def run_again(run: Callable[[], Out]) -> Callable[[], Out]:

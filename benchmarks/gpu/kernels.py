@@ -41,14 +41,18 @@ class Work:
     operations: float = 0.0
 
 
-def measure(device: torch.device, scale: Scale, rates: Rates) -> Part:
+def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
     """Every kernel at every number of rows."""
-    times = []
-    for rows in scale.rows:
-        for work in _works(device, scale, rows):
-            us = 1e3 * median_ms(work.call, device, scale.repeats)
-            times.append(KernelTime(work.name, rows, us, 1e3 * rates.floor_ms(work.num_bytes, work.operations)))
-    return Part([table(times, rates)], times)
+    part.results, part.waiting = list[KernelTime](), [f"{rows} rows" for rows in scale.rows]
+    try:
+        for rows in scale.rows:
+            with part.case(f"{rows} rows"):
+                for work in _works(device, scale, rows):
+                    us = 1e3 * median_ms(work.call, device, scale.repeats)
+                    floor_us = 1e3 * rates.floor_ms(work.num_bytes, work.operations)
+                    part.results.append(KernelTime(work.name, rows, us, floor_us))
+    finally:
+        part.tables = [table(part.results, rates)]
 
 
 def table(times: Sequence[KernelTime], rates: Rates) -> Table:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -22,11 +25,19 @@ VOCAB, DRAFT_VOCAB = 128256, 32000
 
 @dataclass(frozen=True)
 class Case:
-    """A verify step. rows: of each sequence, 1 for plain decoding, else nodes of a draft tree. cached: tokens each."""
+    """A verify step. rows: of each sequence, 1 for plain decoding, else nodes of a draft tree. cached: tokens each.
+
+    is_narrow: whether keys and values have 8 bits.
+    """
 
     batch: int
     rows: int
     cached: int = 1024
+    is_narrow: bool = False
+
+    def __str__(self) -> str:
+        bits = ", keys of 8 bits" if self.is_narrow else ""
+        return f"batch {self.batch}, {self.rows} rows, {self.cached} cached{bits}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,8 @@ class Scale:
     """The sizes of a run.
 
     targets, heads: by name. cases: verify steps. sessions: of a draft round. widths: hidden, intermediate and vocabulary of
-    the kernels, rows: theirs. shape: that the demo is widened to. batches to max_tokens: end to end.
+    the kernels, rows: theirs. shape: that the demo is widened to. batches to max_tokens: end to end. chunks: rows of prompts
+    that one prefill pass of the first target takes, behind as many tokens as each of prefixes.
     """
 
     targets: Mapping[str, LlamaConfig]
@@ -54,16 +66,71 @@ class Scale:
     product_width: int = 8192
     num_steps: int = 8
     cached: int = 1100
+    chunks: Sequence[int] = (512, 2048, 8192)
+    prefixes: Sequence[int] = (0, 8192)
+
+
+class OutOfTime(BaseException):
+    """A stage has used its time. No `except Exception` of the measured code may take it for its own error."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The moment at which a stage ends, on a clock of seconds."""
+
+    end: float
+    now: Callable[[], float] = time.monotonic
+
+    @property
+    def left(self) -> float:
+        return self.end - self.now()
+
+    def check(self) -> None:
+        """Raises OutOfTime behind the end."""
+        if self.left <= 0:
+            raise OutOfTime
+
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Raise OutOfTime at the end, wherever Python is then. A call into the device is first waited for.
+
+        Only the main thread can be interrupted; elsewhere time is up between two cases.
+        """
+        if (left := self.left) <= 0:
+            raise OutOfTime
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(*_: object) -> None:
+            raise OutOfTime
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 @dataclass
 class Part:
-    """What a stage has found. error: why it stopped early; empty if it did not."""
+    """What a stage has found. error: why it stopped early; empty if it did not. waiting: cases that have not run yet."""
 
+    limit: Limit
     tables: list[Table] = field(default_factory=list)
     results: Any = None
     costs: list[DeviceCosts] = field(default_factory=list)
     error: str = ""
+    waiting: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """One case of `waiting`, which ends with it. Raises OutOfTime instead if no time is left."""
+        self.limit.check()
+        yield
+        self.waiting.remove(name)
 
 
 @dataclass(frozen=True)
@@ -126,6 +193,8 @@ def full_scale() -> Scale:
     """The run that a GPU of 80 GB takes in 25 minutes."""
     cases = [Case(batch, rows) for batch in (1, 8, 32) for rows in (1, 16, 32, 60)]
     cases += [Case(64, rows) for rows in (1, 16)] + [Case(1, rows, cached) for cached in (8192, 32768) for rows in (1, 60)]
+    cases += [Case(batch, rows, is_narrow=True) for batch in (1, 32) for rows in (1, 16)]
+    cases += [Case(1, rows, 32768, is_narrow=True) for rows in (1, 60)]
     targets = {"llama-8b": llama(SHAPES["8b"]), "llama-70b-rank-of-4": llama(SHAPES["70b"], ranks=4)}
     heads = {"eagle3-8b": llama_head(4096, 14336, 32), "eagle3-70b": llama_head(8192, 28672, 64)}
     return Scale(targets, heads, cases, (1, 8, 32), (1, 60, 256, 1024), (4096, 14336, VOCAB), SHAPES["8b"])

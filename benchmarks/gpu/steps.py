@@ -6,7 +6,7 @@ Weights are made on the device. Steps are captured, launched kernel by kernel, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu.measuring import Case, Part, Rates, Scale, median_ms
 from eyas.bench.report import Table, number
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts, PassCosts
 from eyas.models.attention import ATTENTION_NAME, attend, register_attention
-from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend
+from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.fused import fuse_layers
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.numerics import use_float32_head
-from eyas.models.target import TargetModel
+from eyas.models.target import E4M3_CAPABILITY, TargetModel
 from eyas.tree import DraftTree
 
 
@@ -49,19 +49,20 @@ class Step:
     attention_floor: float
 
 
-def measure(device: torch.device, scale: Scale, rates: Rates) -> Part:
+def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
     """Every target, one after the other, with its cost table."""
-    part = Part([], [])
+    part.results = list[Step]()
+    part.waiting = [f"{name}, {case}" for name in scale.targets for case in scale.cases]
     for name, config in scale.targets.items():
         target = make_target(config, device)
-        steps = measure_target(name, target, scale, rates)
-        part.results += steps
-        part.tables += tables(name, steps, rates)
-        part.costs.append(cost_table(name, steps, device))
+        try:
+            measure_target(name, target, scale, rates, part)
+            part.costs.append(cost_table(name, [step for step in part.results if step.target == name], device))
+        finally:
+            part.tables += tables(name, [step for step in part.results if step.target == name], rates)
         del target
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return part
 
 
 def make_target(config: LlamaConfig, device: torch.device) -> TargetModel:
@@ -75,32 +76,63 @@ def make_target(config: LlamaConfig, device: torch.device) -> TargetModel:
     return TargetModel(model)
 
 
-def measure_target(name: str, target: TargetModel, scale: Scale, rates: Rates) -> list[Step]:
-    """Every case in each backend."""
-    batch, rows = (max(getattr(case, key) for case in scale.cases) for key in ("batch", "rows"))
-    num_slots = max(case.batch * (case.cached + case.rows) for case in scale.cases)
-    kv_cache = KVCache(num_slots, target.kv_shapes, 0, target.dtype, target.device)
-    for pool in (*kv_cache.keys, *kv_cache.values):
-        pool.normal_()
+def measure_target(name: str, target: TargetModel, scale: Scale, rates: Rates, part: Part) -> None:
+    """Every case in each backend: those with keys and values of the target's dtype, then those of 8 bits."""
+    for is_narrow in (False, True):
+        cases = [case for case in scale.cases if case.is_narrow == is_narrow]
+        if not cases:
+            continue
+        target.kv_dtype = narrow_dtype(target.device) if is_narrow else None
+        num_slots = max(case.batch * (case.cached + case.rows) for case in cases)
+        kv_cache = target.new_kv_cache(num_slots)
+        for pool in (*kv_cache.keys, *kv_cache.values):
+            pool.copy_(torch.randn(pool.shape, dtype=target.dtype, device=target.device))
+        captured, launched = make_backends(target, cases, kv_cache)
+        for case in cases:
+            with part.case(f"{name}, {case}"):
+                part.results.append(measure_case(name, case, target, (captured, launched), kv_cache, scale, rates))
+        release_backend(captured)
+    target.kv_dtype = None
+
+
+def narrow_dtype(device: torch.device) -> torch.dtype:
+    """A type of 8 bits that the device has."""
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY
+    return KV_CACHE_DTYPES["fp8_e5m2" if is_old else "fp8"]
+
+
+def make_backends(target: TargetModel, cases: Sequence[Case], kv_cache: KVCache) -> list[ForwardBackend]:
+    """The captured and the launched one."""
+    batch, rows = (max(getattr(case, key) for case in cases) for key in ("batch", "rows"))
     backends = []
     for graphs in (True, False):
-        engine = EngineConfig(max_kv_tokens=num_slots, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
-        plan = plan_backend(target, engine, TreeConfig(rows, 1, 1), -(-num_slots // batch))
+        engine = EngineConfig(max_kv_tokens=kv_cache.scratch, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
+        plan = plan_backend(target, engine, TreeConfig(rows, 1, 1), -(-kv_cache.scratch // batch))
         backends.append(build_backend(plan, target, kv_cache))
+    return backends
+
+
+def measure_case(
+    name: str,
+    case: Case,
+    target: TargetModel,
+    backends: Sequence[ForwardBackend],
+    kv_cache: KVCache,
+    scale: Scale,
+    rates: Rates,
+) -> Step:
+    """The medians of one case. backends: the captured and the launched one."""
     captured, launched = backends
-    steps = []
-    for case in scale.cases:
-        segments = make_segments(case, target.vocab_size)
-        packed = captured.pack(segments)
-        works = [_step(backend, segments, kv_cache) for backend in (captured, launched, target)]
-        works += [lambda packed=packed: captured.forward(packed, kv_cache)]  # type: ignore[misc]
-        works += [_layer(backend, target, segments, kv_cache) for backend in (launched, target)]
-        graphs_ms, kernel, plain, forward, *layers = (median_ms(work, target.device, scale.repeats) for work in works)
-        weights, kv = _weight_bytes(target), _kv_bytes(target, case)
-        floor = rates.floor_ms(weights + kv, weights * case.batch * case.rows)
-        attention = rates.floor_ms(kv / len(target.kv_shapes))
-        steps.append(Step(name, case, floor, graphs_ms, forward, kernel, plain, layers[0], layers[1], attention))
-    return steps
+    segments = make_segments(case, target.vocab_size)
+    packed = captured.pack(segments)
+    works = [_step(backend, segments, kv_cache) for backend in (captured, launched, target)]
+    works += [lambda: captured.forward(packed, kv_cache)]
+    works += [_layer(backend, target, segments, kv_cache) for backend in (launched, target)]
+    graphs_ms, kernel, plain, forward, *layers = (median_ms(work, target.device, scale.repeats) for work in works)
+    weights, kv = weight_bytes(target), _kv_bytes(target, case)
+    floor = rates.floor_ms(weights + kv, weights * case.batch * case.rows)
+    attention = rates.floor_ms(kv / len(target.kv_shapes))
+    return Step(name, case, floor, graphs_ms, forward, kernel, plain, layers[0], layers[1], attention)
 
 
 def make_segments(case: Case, vocab_size: int) -> list[Segment]:
@@ -120,6 +152,7 @@ def make_segments(case: Case, vocab_size: int) -> list[Segment]:
 
 def cost_table(name: str, steps: Sequence[Step], device: torch.device) -> DeviceCosts:
     """Times of captured forward passes by rows, and microseconds for each cached token: what emulation and planning read."""
+    steps = [step for step in steps if not step.case.is_narrow]
     us_per_token = _slope(steps)
     by_rows: dict[int, list[float]] = {}
     for step in steps:
@@ -148,11 +181,11 @@ def device_name(device: torch.device) -> str:
 
 def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
     """The tables of a target."""
-    plain = {(s.case.batch, s.case.cached): s for s in steps if s.case.rows == 1}
+    plain = {replace(s.case, rows=1): s for s in steps if s.case.rows == 1}
     whole, layers = [], []
     for s in steps:
-        case = (f"{s.case.batch}", f"{s.case.rows}", f"{s.case.cached}")
-        beside = plain.get((s.case.batch, s.case.cached))
+        case = (f"{s.case.batch}", f"{s.case.rows}", f"{s.case.cached}", "8 bits" if s.case.is_narrow else "whole")
+        beside = plain.get(replace(s.case, rows=1))
         over_plain = number(s.graphs / beside.graphs) if beside else ""
         own, other = (s.floor, s.graphs, s.graphs / s.floor, s.forward), (s.kernel, s.plain)
         whole.append((*case, *map(number, own), over_plain, *map(number, other)))
@@ -161,9 +194,10 @@ def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
     note = (
         f"ms of a whole step. Floor: bytes of weights, keys and values over {rates.bytes / 1e12:.2f} TB/s, or operations "
         f"over {rates.operations / 1e12:.0f} TFLOP/s. Forward: the captured pass alone. Launched: the same without graphs. "
-        "Plain path: gathered keys and torch's own attention, without graphs. Sums over ranks are not counted."
+        "Plain path: gathered keys and torch's own attention, without graphs. Sums over ranks are not counted. "
+        "Keys of 8 bits are those of `engine.kv_cache_dtype`."
     )
-    columns = ("batch", "rows each", "cached each")
+    columns = ("batch", "rows each", "cached each", "keys")
     times_of = (*columns, "floor", "graphs", "over floor", "forward", "over plain step", "launched", "plain path")
     alone = "Microseconds of the attention of one layer, launches included. Floor: its keys and values."
     return [
@@ -180,7 +214,8 @@ def draw_roofline(steps: Sequence[Step], path: Path) -> bool:
         return False
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    by_target: Mapping[str, list[Step]] = {s.target: [t for t in steps if t.target == s.target] for s in steps}
+    whole = [step for step in steps if not step.case.is_narrow]
+    by_target: Mapping[str, list[Step]] = {s.target: [t for t in whole if t.target == s.target] for s in whole}
     for index, (name, own) in enumerate(by_target.items()):
         points = sorted((s for s in own if s.case.cached == own[0].case.cached), key=lambda s: s.case.batch * s.case.rows)
         rows = [s.case.batch * s.case.rows for s in points]
@@ -208,12 +243,13 @@ def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment]
     return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
 
 
-def _weight_bytes(target: TargetModel) -> int:
+def weight_bytes(target: TargetModel) -> int:
     """All weights but the input embedding; a step reads only a few of its rows."""
     embedding = target.model.get_input_embeddings().weight
     return sum(p.nbytes for p in target.model.parameters() if p is not embedding)
 
 
 def _kv_bytes(target: TargetModel, case: Case) -> int:
-    per_token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)
+    itemsize = 1 if case.is_narrow else target.dtype.itemsize
+    per_token = sum(2 * heads * width * itemsize for heads, width in target.kv_shapes)
     return case.batch * (case.cached + case.rows) * per_token

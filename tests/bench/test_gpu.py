@@ -1,6 +1,10 @@
 """`make gpu` on tiny shapes, also without a GPU: the same code as on one."""
 
+import contextlib
 import json
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.drafts import Round, Times, level_bytes, make_head
 from benchmarks.gpu.drafts import cost_table as draft_costs
-from benchmarks.gpu.measuring import Case, Rates, Scale, full_scale, llama_head
+from benchmarks.gpu.measuring import Case, Limit, Part, Rates, Scale, full_scale, llama_head
 from benchmarks.gpu.steps import Step, cost_table
 from eyas.bench.widen import Shape
 from eyas.config.device_costs import DeviceCosts
@@ -23,22 +27,39 @@ TARGET = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
 )
 TINY = Scale(
-    {"tiny": TARGET}, {"tiny-head": HEAD}, [Case(1, 1, 9), Case(2, 1, 9), Case(2, 5, 9), Case(2, 5, 40)], (1, 2), (1, 3),
+    {"tiny": TARGET}, {"tiny-head": HEAD},
+    [Case(1, 1, 9), Case(2, 1, 9), Case(2, 5, 9), Case(2, 5, 40), Case(2, 5, 9, is_narrow=True)], (1, 2), (1, 3),
     (32, 48, 64), Shape(320, 512, 12, 4, 2, 64, 4200, 4100), batches=(1,), num_prompts=1, num_groups=1,
     temperatures=(0.0,), max_tokens=3, repeats=1,
-    copied_bytes=1 << 16, product_width=32, num_steps=2, cached=9,
+    copied_bytes=1 << 16, product_width=32, num_steps=2, cached=9, chunks=(3, 16), prefixes=(0, 5),
 )  # fmt: skip
 
 
+class Clock:
+    """Seconds that pass with each look at it."""
+
+    def __init__(self, tick: float) -> None:
+        self._tick, self.moment = tick, 0.0
+
+    def __call__(self) -> float:
+        self.moment += self._tick
+        return self.moment
+
+
 def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "run_tests", lambda seconds: gpu.Part(error="left out here"))
+    monkeypatch.setattr(gpu, "run_tests", lambda part: None)
     page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES, 25.0, TINY), tmp_path)
     text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())
-    for stage in ("kernels", "drafts", "steps", "end-to-end"):
+    for stage in gpu.STAGES:
         assert f"| {stage} | done |" in text
-    assert "| tests | left out here |" in text
+    assert "did not run" not in text
     assert all(min(s["floor"], s["graphs"], s["forward"], s["plain_attention"]) > 0 for s in data["results"]["steps"])
     assert all(time["us"] > 0 and time["floor_us"] > 0 for time in data["results"]["kernels"])
+    chunks = data["results"]["prefill"]
+    assert [(c["rows"], c["cached"]) for c in chunks] == [(3, 0), (3, 5), (16, 0), (16, 5)]
+    assert all(min(c["whole"], c["floor"], c["attention"]) > 0 for c in chunks)
+    assert "| 2 | 5 | 9 | 8 bits |" in text
+    assert "| batch | contender | step, ms | pass | sampler | draft round | host |" in text
     methods = {s["method"] for s in data["results"]["end-to-end"]["methods"]["scores"]}
     assert methods == {
         "plain",
@@ -63,7 +84,64 @@ def test_a_stage_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert "| kernels | done |" in text
     assert "| steps | " in text
     assert "| steps | done |" not in text
-    assert "not begun" in gpu.run(DEVICE, gpu.Settings(("kernels",), 0.0, TINY), tmp_path).read_text(encoding="utf-8")
+    assert "| steps | broken, batch 2, 5 rows, 40 cached | not run: " in text
+
+
+def test_every_stage_ends_before_the_minutes_do() -> None:
+    ends = gpu.stage_ends(gpu.Settings(gpu.STAGES, 25.0, TINY))
+    assert list(ends) == list(gpu.STAGES)
+    assert list(ends.values()) == pytest.approx([5, 7, 9, 14, 18, 24])
+    assert gpu.stage_ends(gpu.Settings(("drafts",), 10.0, TINY)) == pytest.approx({"drafts": 9.6})
+
+
+def test_cases_without_time_are_reported_as_not_run(tmp_path: Path) -> None:
+    """A look at the clock takes 130 s: stages run a few cases, later ones keep their share, and the run ends in time."""
+    clock, stages = Clock(130.0), ("prefill", "steps", "drafts")
+    page = gpu.run(DEVICE, gpu.Settings(stages, 25.0, TINY), tmp_path, clock)
+    assert clock.moment - 130.0 <= 60 * 24
+    text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())
+    assert "| prefill | out of time |" in text
+    assert "| steps | out of time |" in text
+    assert "| drafts | done |" in text
+    assert [len(data["results"][stage]) for stage in stages] == [1, 3, 2]
+    assert "| prefill | chunk of 3 rows behind 5 | not run: out of time |" in text
+    assert "| steps | tiny, batch 2, 5 rows, 9 cached, keys of 8 bits | not run: out of time |" in text
+    assert not list(tmp_path.glob("*-tiny.costs.json")), "a cost table of half the cases"
+    assert list(tmp_path.glob("*-tiny-head.costs.json"))
+    late = gpu.run(DEVICE, gpu.Settings(("kernels",), 25.0, TINY), tmp_path, Clock(3000.0)).read_text(encoding="utf-8")
+    assert "| kernels | all | not run: out of time |" in late
+
+
+def test_a_stage_that_looks_at_no_clock_is_interrupted() -> None:
+    part, never = Part(Limit(time.monotonic() + 0.05)), threading.Event()
+
+    def work(part: Part) -> None:
+        part.waiting = ["one"]
+        while True:
+            with contextlib.suppress(Exception):  # as measured code may do
+                never.wait()
+
+    gpu._run_stage(work, part)
+    assert (part.error, part.waiting) == ("out of time", ["one"])
+
+
+def test_a_command_without_time_ends_with_its_children() -> None:
+    """Also those that hold its output open."""
+    held = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"]
+    assert gpu.run_within(held, Limit(time.monotonic() + 0.5)) == (None, "")
+    failing = [sys.executable, "-c", "print(3); raise SystemExit(4)"]
+    assert gpu.run_within(failing, Limit(time.monotonic() + 60)) == (4, "3\n")
+
+
+def test_a_device_that_hangs_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = list[int]()
+    monkeypatch.setattr(gpu.os, "_exit", codes.append)
+    parts = {"kernels": Part(Limit(0), waiting=["60 rows"])}
+    gpu.give_up(DEVICE, gpu.Settings(("kernels", "steps"), 25.0, TINY), parts, tmp_path)
+    text = next(tmp_path.glob("*.md")).read_text(encoding="utf-8")
+    assert codes == [1]
+    assert "| kernels | 60 rows | not run: the device hangs |" in text
+    assert "| steps | not reached |" in text
 
 
 def replace_heads(config: LlamaConfig) -> LlamaConfig:
@@ -75,10 +153,10 @@ def replace_heads(config: LlamaConfig) -> LlamaConfig:
 
 def test_cost_tables_give_back_what_was_measured() -> None:
     ms = {Case(1, 1, 100): 5.1, Case(1, 60, 100): 6.1, Case(1, 60, 1100): 7.1, Case(4, 60, 100): 9.4}
-    steps = [Step("8b", case, 1, time, time, time, time, 1, 1, 1) for case, time in ms.items()]
+    steps = [Step("8b", case, 1, each, each, each, each, 1, 1, 1) for case, each in ms.items()]
     costs = cost_table("8b", steps, DEVICE)
-    for case, time in ms.items():
-        assert 1e3 * costs.seconds("verify", case.batch * case.rows, case.batch * case.cached) == pytest.approx(time)
+    for case, each in ms.items():
+        assert 1e3 * costs.seconds("verify", case.batch * case.rows, case.batch * case.cached) == pytest.approx(each)
     assert costs.passes["verify"].us_per_context_token == pytest.approx(1.0)
 
     rounds = [Round("head", n, 1.0, Times(1.0 + n, 1.0), Times(1.0, 1.0), 0.5) for n in (1, 8)]
