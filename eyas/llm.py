@@ -90,6 +90,7 @@ class LLM:
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
+        drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         name, head = drafts.method, drafts.draft_model
         shape = drafts.tree or TreeConfig()
         fuser = build_fuser(name, head, model, dtype, device)

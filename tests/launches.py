@@ -47,6 +47,8 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 WHOLE = (80, 90)
 # The kind of GPU for which attention is compiled for all layouts of heads; for the others those that spill most easily.
 ALL_LAYOUTS = 90
+# Kinds of GPU for which the product with a weight of 8 bits is compiled; sm_80 has no such numbers.
+FLOAT8_LINEAR = (89, 90, 100)
 META = torch.device("meta")
 
 
@@ -227,7 +229,7 @@ def as_source(launch: Launch) -> Any:
     for place, parameter in enumerate(function.params):
         value = launch.arguments[parameter.name]
         specialised = not parameter.do_not_specialize
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and specialised):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialised):
             constants[(place,)], signature[parameter.name] = value, "constexpr"
         elif isinstance(value, Tensor):
             # torch aligns to 512 bytes, and views of words to 64
@@ -322,13 +324,17 @@ def layout_calls(sm: int) -> None:
     from eyas.models.cuda import kernel
     from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
 
-    wanted = [(width, group, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)] if sm == ALL_LAYOUTS else []
-    wanted += [(width, 4, True) for width in (64, 96, 256)] if sm == ALL_LAYOUTS else [(128, 1, False), (64, 4, True)]
-    for width, group, is_narrow in wanted:
-        shape = bucket_shape(64, 32, Tiling(group, 8, 132))
+    wanted = [(width, group, 8, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)]
+    wanted += [(width, 4, 8, True) for width in (64, 96, 256)]
+    if sm != ALL_LAYOUTS:
+        wanted = [(128, 1, 8, False), (64, 4, 8, True)]
+        wanted += [(width, group, 8, True) for width in (96, 128) for group in (8, 16)] if sm == 80 else []
+        wanted += [(128, group, 2, False) for group in (1, 8)] if sm == 100 else []
+    for width, group, num_kv, is_narrow in wanted:
+        shape = bucket_shape(64, 32, Tiling(group, num_kv, 132))
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        query = torch.zeros(64, 8 * group, width, dtype=torch.bfloat16, device=META)
-        keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
+        query = torch.zeros(64, num_kv * group, width, dtype=torch.bfloat16, device=META)
+        keys = torch.zeros(1024, num_kv, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
         kernel.attend(query, keys, keys, packed, width**-0.5)
 
 
@@ -359,6 +365,9 @@ def layer_calls(sm: int) -> None:
             layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), narrow, narrow, slots)
         weight = torch.zeros(WIDE_OUTPUTS if adds_one else 4096, width, dtype=dtype, device=META)
         layer_kernels.linear(x, weight, weight[0] if adds_one else None, dtype)
+        if sm in FLOAT8_LINEAR:
+            scales = torch.zeros(len(weight), device=META)
+            layer_kernels.linear(x, weight.to(narrow_type(sm)), None, dtype, scales=scales)
 
 
 def sampling_calls(sm: int) -> None:

@@ -10,6 +10,7 @@ from eyas.config.loader import at_least, num_bytes, one_of, require
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
 DraftAheadMode = Literal["", "auto", "always", "never"]
+DraftQuantization = Literal["", "fp8"]
 
 # EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
 MC_SIM_7B_63: TreeChoices = (
@@ -85,6 +86,8 @@ class DraftingConfig:
         cuda_graph_max_batch: maximum number of sessions in a captured graph.
         max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
             deeper. 0 takes tree.num_steps.
+        quantization: "fp8" rounds the weights of an EAGLE head's linear layers to 8 bits when it is loaded, with a scale for
+            each output. Empty keeps them. The output is the same.
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`; empty for none.
         draft_ahead: drafting between two commits. Only draft services do it.
     """
@@ -97,6 +100,7 @@ class DraftingConfig:
     cuda_graphs: bool = True
     cuda_graph_max_batch: int = 64
     max_head_steps: int = 0
+    quantization: DraftQuantization = ""
     emulated_device: str = ""
     draft_ahead: DraftAheadConfig = field(default_factory=DraftAheadConfig)
 
@@ -104,6 +108,7 @@ class DraftingConfig:
         at_least(1, proposal_top_k=self.proposal_top_k, cuda_graph_max_batch=self.cuda_graph_max_batch)
         at_least(0, max_kv_tokens=self.max_kv_tokens, max_head_steps=self.max_head_steps)
         at_least(0, ranking_temperature=self.ranking_temperature)
+        one_of(DraftQuantization, quantization=self.quantization)
         require(
             not (self.max_kv_tokens and self.kv_cache_memory),
             f"max_kv_tokens is {self.max_kv_tokens} and kv_cache_memory {self.kv_cache_memory}; leave one of them out",

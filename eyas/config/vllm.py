@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from eyas.config.drafting import MethodsConfig, TreeConfig
+from eyas.config.drafting import DraftQuantization, MethodsConfig, TreeConfig
 from eyas.config.engine import EngineConfig
 from eyas.errors import ConfigError
 
@@ -62,24 +62,27 @@ _SPECULATIVE_HINTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "disable_by_batch_size": ((None,), 'set draft_budget to "adaptive", which drafts as far as it pays'),
     "speculative_token_tree": ((None,), "set methods=MethodsConfig(eagle1=Eagle1Config(tree_choices=...))"),
     "max_model_len": ((None,), "set max_model_len of LLM"),
-    "quantization": ((None,), "a quantised draft model says so in its config.json"),
     "revision": ((None, "main"), "give the folder of the fetched revision as model"),
     "disable_logprobs": ((None, False, True), ""),
     "disable_padded_drafter_batch": ((None, False, True), ""),
     "rejection_sample_method": ((None,), 'set acceptance="match" or "rejection" of LLM'),
     "draft_sample_method": ((None,), 'set acceptance="match" or "rejection" of LLM'),
 }
-_SPECULATIVE_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_SPECULATIVE_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "quantization")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft. draft_model, method: as of `LLM`; empty if they are not named. tree: None keeps the default."""
+    """How to draft. draft_model, method: as of `LLM`; empty if they are not named. tree: None keeps the default.
+
+    quantization: as of DraftingConfig.
+    """
 
     draft_model: str = ""
     method: str = ""
     tree: TreeConfig | None = None
     methods: MethodsConfig = field(default_factory=MethodsConfig)
+    quantization: DraftQuantization = ""
 
 
 def engine_config(arguments: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
@@ -105,7 +108,8 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
     """Return what vLLM's `speculative_config` says.
 
     num_speculative_tokens asks for a chain of that length, as in vLLM; the argument `tree` of LLM gives a tree instead.
-    prompt_lookup_max and prompt_lookup_min are the longest and the shortest match. Raises ConfigError for other keys.
+    prompt_lookup_max and prompt_lookup_min are the longest and the shortest match. quantization is that of the head. Raises
+    ConfigError for other keys.
     """
     for name, value in config.items():
         if name not in _SPECULATIVE_KEYS:
@@ -125,7 +129,8 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ConfigError(f"num_speculative_tokens is {num_tokens!r}; it must be a whole number, at least 1")
         tree = TreeConfig(num_draft_tokens=num_tokens + 1, num_steps=num_tokens, top_k=1)
-    return Speculation("" if model in ("ngram", "[ngram]") else model, method, tree, methods)
+    quantization: DraftQuantization = config["quantization"] if config.get("quantization") else ""
+    return Speculation("" if model in ("ngram", "[ngram]") else model, method, tree, methods, quantization)
 
 
 def _refuse(name: str, value: Any, hints: Mapping[str, tuple[tuple[Any, ...], str]], kind: str, known: Any) -> None:

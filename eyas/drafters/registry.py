@@ -35,7 +35,7 @@ from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_conf
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
-from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, find_eagle_kind, trained_depth
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.layers import FeatureFuser, LinearFuser
@@ -123,6 +123,7 @@ class Method:
     features: the target features that it is fed, if any.
     validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
     dtype, device).
+    is_quantisable: whether its head can be served with weights of 8 bits.
     has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
     num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
@@ -133,18 +134,24 @@ class Method:
     needs: tuple[Need, ...] = ()
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
+    is_quantisable: bool = False
     has_probs: bool = False
     num_steps: Callable[[str, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
-    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
+    head = _load_eagle(parts, "eagle")
     static_tree = StaticTree(parts.methods.eagle1.tree_choices, head.draft_ids.device)
     return EagleDrafter(head, parts.tree, parts.drafting, static_tree, parts.capture())
 
 
+def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
+    quantization = parts.drafting.quantization
+    return load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring, quantization)
+
+
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
+    head = _load_eagle(parts, kind)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     tree, is_ahead = replace(parts.tree, num_steps=num_steps), kind != "peagle" and parts.ahead_mode != "never"
     num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
@@ -191,6 +198,7 @@ _EAGLE2 = Method(
     needs=("features",),
     features=_FINAL,
     validate=partial(validate_head, kind="eagle"),
+    is_quantisable=True,
     has_probs=True,
 )
 _MEDUSA = Method(
@@ -222,6 +230,7 @@ METHODS: Mapping[str, Method] = {
         needs=("features",),
         features=TargetFeatures(load_fuser, head_fingerprint),
         validate=validate_head,
+        is_quantisable=True,
         has_probs=True,
     ),
     "peagle": Method(
@@ -230,6 +239,7 @@ METHODS: Mapping[str, Method] = {
         needs=("features",),
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
+        is_quantisable=True,
         has_probs=True,
         num_steps=lambda head, tree: trained_depth(read_config(resolve(head))),
     ),
@@ -355,6 +365,12 @@ def build_drafter(
     with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
         with _loading(name, head):
             method = find_method(name)
+            if drafting.quantization and not method.is_quantisable:
+                able, kind = ", ".join(known for known, each in METHODS.items() if each.is_quantisable), drafting.quantization
+                raise ConfigError(
+                    f"drafting.quantization is {kind}, and drafter {name!r} has no head for it; leave it empty, or take one "
+                    f"of {able}"
+                )
             drafter = method.build(parts if "+" in name else _resolved(method, parts))
         drafter.warm_up()
     return drafter

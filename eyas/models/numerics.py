@@ -6,6 +6,7 @@ Legend: R rows, H query heads, J key-value heads, D head width, S slots, K keys,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from eyas.models.inputs import PackedInputs, Segment
 
 CHUNK_ELEMENTS = 1 << 20
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+# Settings of models that scale or cap logits behind the output head.
+LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 def pin_rotary(model: nn.Module, max_model_len: int) -> None:
@@ -55,9 +58,11 @@ class Float32Head(nn.Linear):
     bfloat16 rounds a logit near 20 to steps of 0.125: ties become common, and a later upcast does not undo them.
     """
 
+    destination: Tensor | None = None  # of `logits_into`
+
     def forward(self, rows: Tensor) -> Tensor:
         """Hidden rows [..., C] to logits float32 [..., V]."""
-        return float32_linear(rows, self.weight, self.bias)
+        return float32_linear(rows, self.weight, self.bias, self.destination)
 
 
 def use_float32_head(model: Any) -> None:
@@ -70,19 +75,46 @@ def use_float32_head(model: Any) -> None:
         head.__class__ = Float32Head
 
 
-def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rows [..., C] times weight [V, C] plus bias [V], products of the given dtype summed in float32."""
+@contextmanager
+def logits_into(model: Any, destination: Tensor | None) -> Iterator[None]:
+    """Inside the context a Float32Head writes its logits [N, V] to the first rows of `destination`, float32 [most, V]."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, Float32Head):
+        yield
+        return
+    head.destination = destination
+    try:
+        yield
+    finally:
+        head.destination = None
+
+
+def keeps_logits(model: Any) -> bool:
+    """Whether logits of the model are what a Float32Head wrote: nothing scales or caps them in memory of its own."""
+    config = model.config.get_text_config()
+    is_scaled = any(getattr(config, name, None) not in (None, False) for name in LOGIT_SCALES)
+    return isinstance(model.get_output_embeddings(), Float32Head) and not is_scaled
+
+
+def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destination: Tensor | None = None) -> Tensor:
+    """rows [..., C] times weight [V, C] plus bias [V], products of the given dtype summed in float32.
+
+    destination: float32 [most, V], whose first rows get the result.
+    """
     flat = rows.reshape(-1, rows.shape[-1])
-    on_cpu = flat.device.type == "cpu"
-    out = chunked_linear(flat, weight) if on_cpu else torch.mm(flat, weight.T, out_dtype=torch.float32)
-    out = out if bias is None else out + bias.float()
+    into = None if destination is None else destination[: len(flat)]
+    if flat.device.type == "cpu":
+        out = chunked_linear(flat, weight, into)
+    else:
+        out = torch.mm(flat, weight.T, out_dtype=torch.float32, out=into)  # type: ignore[call-overload]
+    out = out if bias is None else out.add_(bias.float())
     return out.view(*rows.shape[:-1], len(weight))
 
 
-def chunked_linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows [R, C] times weight [V, C] in float32; the weight is converted in chunks of the vocabulary."""
+def chunked_linear(rows: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+    """rows [R, C] times weight [V, C] in float32; the weight is converted in chunks of the vocabulary. into: the result."""
     size = max(1, CHUNK_ELEMENTS // weight.shape[1])
-    return torch.cat([F.linear(rows.float(), part.float()) for part in torch.split(weight, size)], dim=-1)
+    return torch.cat([F.linear(rows.float(), part.float()) for part in torch.split(weight, size)], dim=-1, out=into)
 
 
 def batch_invariant_attend(

@@ -37,7 +37,7 @@ from eyas.models.checkpoint import (
 )
 from eyas.models.cpu import optimize_for_cpu
 from eyas.models.fused import fuse_layers, unfuse_layers
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
 from eyas.models.tensor_parallel import (
@@ -56,7 +56,6 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
 # First NVIDIA GPUs that convert to and from float8_e4m3.
-E4M3_CAPABILITY = (8, 9)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What transformers and torch raise for a model that does not work the way we call it.
 MODEL_ERRORS = (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError)

@@ -5,6 +5,7 @@ Sizes are those of Llama 3.1 8B; trees have 8 levels of width 10 where the heads
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,10 +19,12 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.scoring import ScorerKind
 from eyas.drafters.trees_ahead import GrownRows
+from eyas.models.heads.layers import quantise_head
 from eyas.tree import DraftTree
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.drafters import weightless
 from tests.drafters.weightless import HIDDEN, METHODS, commits, drafter_of
 from tests.launches import META, Launches
 
@@ -80,6 +83,21 @@ def test_a_round_of_trees_launches_few_kernels(method: str) -> None:
     for kind, most in zip(kinds, ROUNDS[method], strict=False):
         found = draft_round(method, kind)
         assert found.num <= most, found.by_name
+
+
+def test_a_head_of_8_bits_reads_half_of_its_weights() -> None:
+    """In as many launches."""
+    head = copy.deepcopy(weightless.eagle_head("eagle3"))
+    quantise_head(head, META)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weightless, "eagle_head", lambda method: head)
+        narrow = drafter_of("eagle3")
+    assert narrow._graphs is not None
+    with torch.inference_mode(), Launches() as found:
+        narrow._graphs.rounds["plain"].stages(1).run(None)
+    whole = draft_round("eagle3", "plain")
+    assert found.num == whole.num
+    assert found.product_bytes < 0.52 * whole.product_bytes
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eyas.models.numerics import Float32Head, chunked_linear, float32_linear, use_float32_head
+from eyas.models.numerics import (
+    Float32Head,
+    chunked_linear,
+    float32_linear,
+    keeps_logits,
+    logits_into,
+    use_float32_head,
+)
 from eyas.models.target import TargetModel, load_target
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import make_kv_cache, run, segment
@@ -54,6 +61,18 @@ def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_
     rounded = logits_of(target)
     assert torch.equal(rounded, rounded.bfloat16().float())
     torch.testing.assert_close(got, rounded, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_that_nothing_scales_are_written_in_place(name: str, tmp_path: Path) -> None:
+    kind, settings = FAMILIES[name]
+    target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.bfloat16), "bfloat16")
+    expected, room = logits_of(target), torch.empty(50, target.vocab_size)
+    with logits_into(target.model, room):
+        got = logits_of(target)
+    assert torch.equal(got, expected)
+    assert keeps_logits(target.model) == (got.data_ptr() == room.data_ptr())
+    assert logits_of(target).data_ptr() != room.data_ptr()
 
 
 def test_an_unusual_output_head_stays_unchanged(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A target whose weights transformers quantises works like any other."""
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -10,16 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eyas.config import TreeConfig
+from eyas import LLM
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
-from eyas.errors import CheckpointError
-from eyas.models.heads.eagle import load_fuser
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.heads.layers import Float8Linear, linear, quantise_head
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
 from tests.models.test_fused import is_fused
-from tests.tiny import fixed_config, write_head
+from tests.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
 
@@ -118,6 +122,53 @@ def test_published_fp8_weights_are_served_on_a_cpu(tiny_target: str, tmp_path: P
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-6, rtol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "num_layers"), [("eagle3", 5), ("eagle", 6)])
+def test_a_head_of_8_bits_drafts_as_its_numbers(kind: Any, num_layers: int, tiny_target: str, tmp_path: Path) -> None:
+    """qkv, out, gate and up, down, lm_head; EAGLE-1's fc too."""
+    folder = str(write_head(tmp_path) if kind == "eagle3" else write_eagle1_head(tmp_path))
+    narrow = load_head(folder, tiny_target, kind=kind, quantization="fp8")
+    plain = load_head(folder, tiny_target, "bfloat16", kind=kind)
+    rounded, layers = copy.deepcopy(narrow), dict(narrow.named_modules())
+    names = [name for name, layer in layers.items() if isinstance(layer, Float8Linear)]
+    assert len(names) == num_layers
+    for name in names:
+        held, (parent, _, child) = layers[name], name.rpartition(".")
+        assert held.weight.dtype == torch.float8_e4m3fn
+        weight = held.weight.float() * held.scales[:, None]
+        torch.testing.assert_close(weight, plain.get_submodule(name).weight.float(), rtol=2**-4, atol=4e-3)
+        setattr(rounded.get_submodule(parent), child, linear(weight, held.bias))
+    features, tokens = torch.randn(7, 32), torch.arange(7)
+    with torch.inference_mode():
+        ours, theirs = (
+            head.logits(head.run(features, tokens, tokens, lambda layer, rows: rows.query)) for head in (narrow, rounded)
+        )
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_of_8_bits_leaves_the_output_unchanged(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    write_spelling_tokenizer(target)
+    prompts, sampling = [{"prompt_token_ids": [5, 9, 11]}, {"prompt_token_ids": [7, 8]}], SamplingParams(20, 0.8, seed=3)
+    head = {"method": "eagle3", "model": str(write_head(tmp_path / "head")), "quantization": "fp8"}
+    outputs = []
+    for config in (None, head):
+        with LLM(str(target), speculative_config=config, validate_head="off", max_kv_tokens=256) as llm:
+            outputs.append([each.outputs[0].token_ids for each in llm.generate(prompts, sampling)])
+    assert outputs[0] == outputs[1]
+
+
+def test_8_bits_are_refused_where_they_cannot_be(tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, tree = DraftingConfig(quantization="fp8"), TreeConfig(4, 2, 2)
+    with pytest.raises(ConfigError, match=r"drafting.quantization is fp8, and drafter 'prompt_lookup' has no head"):
+        build_drafter("prompt_lookup", tiny_target, "", "float32", "cpu", tree, fp8)
+    with pytest.raises(ConfigError, match="quantization is 'int3'; it must be one of fp8"):
+        DraftingConfig(quantization="int3")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A10")
+    with pytest.raises(ConfigError, match=r"fp8, which an A10 does not have: its compute capability is 8\.6"):
+        quantise_head(torch.nn.Linear(2, 2), torch.device("cuda"))
 
 
 def test_quantised_heads_are_refused_by_name(tiny_target: str, tmp_path: Path) -> None:

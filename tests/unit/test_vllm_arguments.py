@@ -41,7 +41,7 @@ def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> No
     ("config", "method", "draft_model", "num_steps"),
     [
         ({"method": "eagle3", "model": "h", "num_speculative_tokens": 3}, "eagle3", "h", 3),
-        ({"method": "eagle", "model": "h"}, "eagle2", "h", None),
+        ({"method": "eagle", "model": "h", "quantization": "fp8"}, "eagle2", "h", None),
         ({"method": "ngram", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
         ({"method": "suffix", "num_speculative_tokens": 8}, "suffix", "", 8),
         ({"model": "[ngram]", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
@@ -54,6 +54,7 @@ def test_a_speculative_config_names_method_and_chain(
     config: dict, method: str, draft_model: str, num_steps: int | None
 ) -> None:
     found = speculation(config, MethodsConfig())
+    assert found.quantization == config.get("quantization", "")
     tree = num_steps and TreeConfig(num_draft_tokens=num_steps + 1, num_steps=num_steps, top_k=1)
     assert (found.method, found.draft_model, found.tree) == (method, draft_model, tree)
 

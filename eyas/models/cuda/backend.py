@@ -40,6 +40,7 @@ from eyas.models.cuda.metadata import (
 )
 from eyas.models.fused import is_batch_invariant
 from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.numerics import keeps_logits
 from eyas.models.target import TargetModel, TargetOutput
 
 MAX_HEAD_WIDTH = 256
@@ -265,13 +266,16 @@ class FixedProducts(TorchFunctionMode):
             return linear(values["input"], values["weight"], values.get("bias"), values["input"].dtype)
         if func is torch.mm:
             rows, transposed = args
-            return linear(rows, transposed.T, None, named.get("out_dtype", rows.dtype))
+            return linear(rows, transposed.T, None, named.get("out_dtype", rows.dtype), named.get("out"))
         return func(*args, **named)
 
 
 @dataclass(frozen=True)
 class PassSizes:
-    """Widths of a target, or of one rank's part of it. itemsize: bytes of a hidden number. num_aux: collected layers."""
+    """Widths of a target, or of one rank's part of it. itemsize: bytes of a hidden number. num_aux: collected layers.
+
+    keeps_logits: whether smaller graphs write logits straight to the output that all share.
+    """
 
     vocab: int
     hidden: int
@@ -281,6 +285,7 @@ class PassSizes:
     head_width: int
     itemsize: int
     num_aux: int = 0
+    keeps_logits: bool = False
 
     @classmethod
     def of(cls, target: TargetModel) -> PassSizes:
@@ -291,7 +296,8 @@ class PassSizes:
         experts = int(getattr(config, "moe_intermediate_size", None) or dense) if target.is_mixture_of_experts else 0
         mlp = max(dense, experts * int(getattr(config, "num_experts_per_tok", None) or 1))
         heads, num_aux = target.heads_per_kv * kv_heads, len(target.aux_hidden_state_layers)
-        return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, target.dtype.itemsize, num_aux)
+        own_logits = keeps_logits(target.model)
+        return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, target.dtype.itemsize, num_aux, own_logits)
 
     def logits(self, rows: int) -> int:
         """Bytes of logits [N, V], float32."""
@@ -324,12 +330,12 @@ def output_bytes(sizes: PassSizes, rows: int) -> int:
 def graph_bytes(sizes: PassSizes, max_rows: int, max_segments: int, tiling: Tiling) -> int:
     """Bytes that captured graphs keep. They share one pool: the outputs, and what the neediest graph takes besides.
 
-    All but the largest compute logits in the pool before they copy them to the shared output.
+    All but the largest write logits to the shared output, or compute them in the pool and copy if the model scales them.
     """
     buckets = row_buckets(min(max_rows, MAX_GRAPH_ROWS))
     shapes = [bucket_shape(rows, max_segments, tiling) for rows in buckets]
     inner = max(sizes.layers(shape.rows, shape.num_results) for shape in shapes)
-    copied = sizes.logits(buckets[-2]) if len(buckets) > 1 else 0
+    copied = sizes.logits(buckets[-2]) if len(buckets) > 1 and not sizes.keeps_logits else 0
     words = 4 * max(map(max_words, shapes))
     return output_bytes(sizes, buckets[-1]) + inner + copied + words + len(buckets) * GRAPH_NODES
 

@@ -30,6 +30,7 @@ from eyas.models.cuda.metadata import (
     view,
 )
 from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.numerics import logits_into
 from eyas.models.target import TargetOutput
 from eyas.tensors import explain_out_of_memory, upload
 
@@ -147,14 +148,17 @@ class GraphBackend:
         shape = self._shapes[rows]
         memory = self._launched.memory
         packed = view(self._words, shape, shape.logits, memory.words if memory else None)
-        out = self._launched.forward(packed, self._kv_cache)
         if rows == self._buckets[-1]:
-            self._output = out
+            self._output = out = self._launched.forward(packed, self._kv_cache)
             return out
         assert self._output is not None, "the largest graph is captured first"
+        with logits_into(self._launched.target.model, self._output.logits):
+            out = self._launched.forward(packed, self._kv_cache)
         states, shared = out.aux_hidden_states, self._output.aux_hidden_states
         both = None if states is None or shared is None else shared[: len(states)].copy_(states)
-        return TargetOutput(self._output.logits[: len(out.logits)].copy_(out.logits), both)
+        logits = self._output.logits[: len(out.logits)]
+        is_there = logits.untyped_storage()._cdata == out.logits.untyped_storage()._cdata
+        return TargetOutput(logits if is_there else logits.copy_(out.logits), both)
 
 
 def row_buckets(most: int) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from eyas.models.inputs import PackedInputs
 FLOAT32_REGISTERS = 255
 # Blocks on their way: one of keys is multiplied, the next is loaded, and the slots of the one behind that.
 NUM_STAGES = 3
+# Numbers of a program of `_combine` from which on it has 8 warps: with 4, sm_100 spills registers.
+SPREAD = 4096
 
 
 def attend(
@@ -62,8 +64,9 @@ def attend(
         return out
     block_s = triton.next_power_of_2(shape.num_results)
     _combine[(rows, num_heads)](
-        partials, sums, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
-    )
+        partials, sums, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d,
+        num_warps=8 if block_s * block_d >= SPREAD else 4,
+    )  # fmt: skip
     return out
 
 
@@ -137,11 +140,13 @@ def _keys_per_block(query: Tensor) -> int:
 def _would_spill(query: Tensor, keys: Tensor) -> bool:
     """Whether registers spill with whole blocks of keys: 64 wide with 8 bits, or 128 wide where no heads share keys.
 
-    query [R, H, D], keys [S, J, D]. Such heads do not share their rows' masks either.
+    query [R, H, D], keys [S, J, D]. Such heads do not share their rows' masks either. GPUs without numbers of 8 bits convert
+    `float8_e5m2` in registers, and spill where many heads share keys.
     """
     if _row_bytes(query) <= 128:
         return keys.dtype.itemsize < query.dtype.itemsize
-    return _row_bytes(query) <= 256 and query.shape[1] == keys.shape[1]
+    group = query.shape[1] // keys.shape[1]
+    return _row_bytes(query) <= 256 and (group == 1 or (group >= 8 and keys.dtype == torch.float8_e5m2))
 
 
 @triton.jit(

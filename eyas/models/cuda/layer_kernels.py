@@ -108,22 +108,31 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
     """x [..., K] times weight [N, K] plus bias [N], in one launch: [..., N] of `dtype`, summed in float32.
+
+    out: the result. scales: of a weight with 8 bits, float32 [N]; it is converted to the type of x while it is read.
 
     Tiles depend on the weight alone and nothing is summed across programs. So a row gets the same bits in any batch, which
     libraries do not promise: they choose kernels by the number of rows.
     """
     (outputs, inputs), rows = weight.shape, x.numel() // weight.shape[1]
-    out = torch.empty((*x.shape[:-1], outputs), dtype=dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], outputs), dtype=dtype, device=x.device) if out is None else out
     block_n, block_k = (128, 64) if outputs >= WIDE_OUTPUTS else (32, 128)
     block_m = PRODUCT_ROWS
     if x.dtype == torch.float32:  # without matrix units
         block_m, block_n, block_k = 16, 64, 32
     with on_device_of(x):
         _product[(triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n))](
-            *(x.contiguous(), weight.contiguous(), weight if bias is None else bias, out, rows, inputs, outputs),
-            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            *(x.contiguous(), weight.contiguous(), bias, scales, out, rows, inputs, outputs),
+            HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=4, num_stages=4 if x.dtype != torch.float32 else 2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -131,8 +140,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product(
-    x, weight, bias, out, rows, inputs, outputs,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, scales, out, rows, inputs, outputs,
+    HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,7 +153,9 @@ def _product(
         inside = (at + k < inputs)[None, :]
         a = tl.load(x + at, mask=(row < rows)[:, None] & inside, other=0.0)
         b = tl.load(weight + at, mask=(column < outputs)[:, None] & inside, other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        acc = tl.dot(a, tl.trans(b.to(a.dtype)), acc, input_precision="ieee")
+    if HAS_SCALES:
+        acc *= tl.load(scales + column, mask=column < outputs, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     kept = (row < rows)[:, None] & (column < outputs)[None, :]

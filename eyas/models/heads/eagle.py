@@ -58,6 +58,7 @@ from eyas.models.heads.layers import (
     frozen,
     layer_kernels_for,
     linear,
+    quantise_head,
     rms_norm,
     rotary_table,
     take_rows,
@@ -307,11 +308,12 @@ def load_head(
     device: str = "cpu",
     kind: Kind = "eagle3",
     wiring: HeadWiring | None = None,
+    quantization: str = "",
 ) -> EagleHead:
     """Load a head, with the target's embedding and lm_head where it has none of its own.
 
-    wiring: replaces what its config says. Raises CheckpointError for tensors that are missing, left over or of another shape
-    than the two configs imply.
+    wiring: replaces what its config says. quantization: as `drafting.quantization`. Raises CheckpointError for tensors that
+    are missing, left over or of another shape than the two configs imply, and ConfigError as `quantise_head`.
     """
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
@@ -332,6 +334,9 @@ def load_head(
     cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     max_model_len = get_setting(int, target_config, "max_position_embeddings", target_folder)
     head = EagleHead(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
+    if quantization:
+        quantise_head(head, torch.device(device))
+        return head
     optimize_for_cpu(head)
     if (dtype, device) == ("float32", "cpu") and kind != "peagle":
         head.compiled = CompiledEagle(head)

@@ -16,14 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import get_setting
 from eyas.models.cpu import PackedWeight
 from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.
 FINAL_NORM_OUTPUT = -1
-
+# Weights of 8 bits, and the first GPUs that have them.
+FLOAT8 = torch.float8_e4m3fn
+E4M3_CAPABILITY = (8, 9)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -229,6 +231,42 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         layer.bias = frozen(bias)
     return layer
+
+
+class Float8Linear(nn.Module):
+    """A linear layer whose weight has 8 bits, with a scale for each output. Rows keep their type; sums are in float32."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """layer: with the weight to round."""
+        super().__init__()
+        weight = layer.weight.float()
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FLOAT8).max
+        self.weight, self.scales = frozen((weight / scales[:, None]).to(FLOAT8)), frozen(scales)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N]."""
+        if kernels := layer_kernels_for(x):
+            return kernels.linear(x, self.weight, self.bias, x.dtype, scales=self.scales)  # type: ignore[no-any-return]
+        out = F.linear(x.float(), self.weight.float()) * self.scales
+        return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
+
+
+def quantise_head(head: nn.Module, device: torch.device) -> None:
+    """Round the weights of a head's linear layers to 8 bits, as `drafting.quantization: fp8` asks for.
+
+    Raises ConfigError for a GPU without such numbers.
+    """
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < E4M3_CAPABILITY:
+        gpu = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"drafting.quantization is fp8, which {gpu} does not have: its compute capability is {capability[0]}."
+            f"{capability[1]}, and 8.9 is the first. Leave it empty"
+        )
+    for parent in list(head.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Float8Linear(layer))
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

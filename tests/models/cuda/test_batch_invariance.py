@@ -16,6 +16,7 @@ from eyas.models import fused, target
 from eyas.models.cuda.backend import FixedProducts, KernelBackend, check_batch_invariance, check_kernels
 from eyas.models.cuda.graphs import CaptureLimits, GraphBackend
 from eyas.models.cuda.metadata import Tiling, bucket_shape, count_parts, has_room
+from eyas.models.heads.layers import Float8Linear
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from tests.interpreter import fixed_products, run_again
@@ -117,6 +118,15 @@ def test_fixed_products_equal_those_of_torch(bias: bool) -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(product, wanted)
     assert torch.equal(found[:, 5:6], single)
+
+
+def test_a_weight_of_8_bits_is_multiplied_as_its_numbers() -> None:
+    layer = torch.nn.Linear(40, 70)
+    narrow, rows = Float8Linear(layer), torch.randn(2, 19, 40)
+    with torch.inference_mode():
+        found = layer_kernels.linear(rows, narrow.weight, narrow.bias, rows.dtype, scales=narrow.scales)
+        torch.testing.assert_close(found, narrow(rows))
+        torch.testing.assert_close(found, layer(rows), atol=0.1, rtol=0.1)
 
 
 def test_a_pass_of_many_parts_leaves_the_graph() -> None:

@@ -20,6 +20,7 @@ from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel
 from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, build_words
 from eyas.models.inputs import Segment
+from eyas.models.numerics import Float32Head
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
@@ -95,6 +96,28 @@ def test_every_row_count_between_buckets_gives_the_plain_logits(
     check_passes(
         target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)]
     )
+
+
+def test_graphs_write_their_logits_to_one_buffer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, written = load_target(folder, "float16", device=DEVICE), list[torch.Tensor]()
+    inner = Float32Head.forward
+
+    def forward(head: Float32Head, rows: torch.Tensor) -> torch.Tensor:
+        written.append(inner(head, rows))
+        return written[-1]
+
+    monkeypatch.setattr(Float32Head, "forward", forward)
+    kv_cache = target.new_kv_cache(NUM_SLOTS)
+    capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
+    backend = GraphBackend(KernelBackend(target, TILING, kv_cache.scratch), kv_cache, LIMITS, capture)
+    assert backend._output is not None
+    largest = backend._output.logits
+    assert [x.shape[-2] for x in written if x.data_ptr() == largest.data_ptr()][1:] == [24, 16, 8, 4, 2, 1]
+    segments = make_pass([(True, 5, 9)])
+    got = backend.forward(backend.pack(segments), kv_cache).logits
+    assert got.data_ptr() == largest.data_ptr()
+    expected = target.forward(target.pack(segments), kv_cache).logits
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_batches_shrink_and_grow_across_buckets(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
