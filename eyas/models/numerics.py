@@ -106,7 +106,7 @@ def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destinatio
     if flat.device.type == "cpu":
         out = chunked_linear(flat, weight, into)
     else:
-        out = torch.mm(flat, weight.T, out_dtype=torch.float32, out=into)  # type: ignore[call-overload]
+        out = torch.mm(flat, weight.T, out_dtype=torch.float32, out=into)
     out = out if bias is None else out.add_(bias.float())
     return out.view(*rows.shape[:-1], len(weight))
 
