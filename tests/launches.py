@@ -349,12 +349,21 @@ def layer_calls(sm: int) -> None:
         x = torch.zeros(1, 64, width, dtype=dtype, device=META)
         norm, head_norm = (RMSNorm(torch.zeros(n, dtype=dtype, device=META), 1e-5, adds_one) for n in (width, 128))
         layer_kernels.add_norm(x, x, norm, norm if adds_one else None)
+        if adds_one:  # Gemma 4 has its norms' weights in float32
+            wide = RMSNorm(norm.weight.float(), 1e-5, True)
+            layer_kernels.add_norm(x, x, wide, wide, wide.weight[:1])
         layer_kernels.rms_norm(x, norm.weight, 1e-5)
         heads = HeadLayout(32, 8, 128, head_norm if adds_one else None)
         qkv, pool = (torch.zeros(64, count, 128, dtype=dtype, device=META) for count in (48, 8))
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
         slots = torch.zeros(64, dtype=torch.int64, device=META)
         layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), pool, pool, slots)
+        if adds_one:
+            value_norms = RMSNorm(torch.zeros(48, 128, device=META), 1e-5, True)
+            shared = qkv[:, :40].contiguous()  # values are the keys
+            layer_kernels.rotate_and_store(
+                shared, replace(heads, norms=value_norms), (rotary[0], rotary[1]), pool, pool, slots
+            )
         keys_alone = HeadLayout(0, 8, 128, head_norm)  # of context features
         layer_kernels.rotate_and_store(qkv[:, :16].contiguous(), keys_alone, (rotary[0], rotary[1]), pool, pool, None)
         layer_kernels.gate(torch.zeros(1, 64, 4 * width, dtype=dtype, device=META), "gelu_tanh" if adds_one else "silu")

@@ -54,15 +54,22 @@ class KVCache:
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
         scales: Sequence[KVScales] = (),
+        sources: Sequence[int] = (),
     ) -> None:
         """shapes: (key-value heads, head width) of each layer. kv_dtype: of keys and values, if not `dtype`. scales: of each
-        layer, if keys and values have 8 bits; 1 by default."""
+        layer, if keys and values have 8 bits; 1 by default. sources: the layer whose keys and values each layer has, if some
+        share them."""
         self.scratch = num_slots
         kv_dtype = kv_dtype or dtype
-        self.keys = [_zeros((num_slots + 1, *shape), kv_dtype, device) for shape in shapes]
-        self.values = [_zeros((num_slots + 1, *shape), kv_dtype, device) for shape in shapes]
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+        for layer, shape in enumerate(shapes):
+            is_own = not sources or sources[layer] == layer
+            for pools in (self.keys, self.values):
+                pools.append(_zeros((num_slots + 1, *shape), kv_dtype, device) if is_own else pools[sources[layer]])
         self.is_narrow = kv_dtype in KV_CACHE_DTYPES.values()
         self.scales = list(scales) if self.is_narrow and scales else [UNSCALED] * len(shapes)
+        if sources:
+            self.scales = [self.scales[source] for source in sources]
         self.features = _zeros((num_slots + 1, feature_width), dtype, device)
 
     @cached_property
@@ -106,10 +113,15 @@ def load_rows(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_per_slot(
-    shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    shapes: list[tuple[int, int]],
+    feature_width: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    sources: Sequence[int] = (),
 ) -> int:
     """Bytes of one token in `KVCache`."""
-    kv_bytes = sum(2 * heads * width for heads, width in shapes) * (kv_dtype or dtype).itemsize
+    own = [shape for layer, shape in enumerate(shapes) if not sources or sources[layer] == layer]
+    kv_bytes = sum(2 * heads * width for heads, width in own) * (kv_dtype or dtype).itemsize
     return kv_bytes + feature_width * dtype.itemsize
 
 

@@ -29,6 +29,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.models.attention import kv_sources
 from eyas.models.cpu_decoder import share_layers
 from eyas.models.cuda.backend import (
     BackendPlan,
@@ -110,7 +111,7 @@ def assemble_engine(
     width = fuser.width if fuser else 0
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
-    slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype)
+    slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))
     max_model_len = min(engine.max_model_len or target.max_model_len, target.max_model_len)
     drafted_tree = tree if drafter else ROOT_ONLY
     plan = plan_backend(target, engine, drafted_tree, max_model_len)

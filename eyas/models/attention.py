@@ -29,6 +29,19 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
+def kv_sources(config: Any) -> list[int]:
+    """The layer whose keys and values each layer reads; empty if each has its own.
+
+    In Gemma 4 the last layers read those of the last layer of their type that has its own.
+    """
+    text = config.get_text_config()
+    modes, types = getattr(text, "kv_sharing_modes", None), getattr(text, "layer_types", None)
+    if modes is None or types is None or "reuse" not in modes:
+        return []
+    own = {kind: layer for layer, (kind, mode) in enumerate(zip(types, modes, strict=True)) if mode == "store"}
+    return [own[kind] if mode == "reuse" else layer for layer, (kind, mode) in enumerate(zip(types, modes, strict=True))]
+
+
 def import_transformers() -> None:
     """Import transformers' models for the first time without warnings of torchao, whose kernels need not load here."""
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]

@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
@@ -259,6 +260,42 @@ def _open_weights(file: Path, device: str = "cpu") -> Iterator[tuple[list[str], 
             yield sorted(tensors), tensors.__getitem__
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read weights {file}: {error}") from error
+
+
+@torch.no_grad()
+def merge_quantised(parts: Sequence[nn.Module]) -> nn.Linear | None:
+    """Sibling linear layers as one, if torchao quantised their weights by rows; None for others.
+
+    Numbers and scales of all are put one below the other, so nothing is rounded again. The layers' weights become views.
+    """
+    if any(type(part) is not nn.Linear for part in parts):
+        return None
+    layers = cast(Sequence[nn.Linear], parts)
+    weights: list[Any] = [layer.weight.data for layer in layers]
+    if len({(type(weight), layer.bias is None) for weight, layer in zip(weights, layers, strict=True)}) > 1:
+        return None
+    kind, counts = type(weights[0]), [len(weight) for weight in weights]
+    if not hasattr(kind, "__tensor_flatten__"):
+        return None
+    names, settings = weights[0].__tensor_flatten__()
+    inner = [{name: getattr(weight, name) for name in names} for weight in weights]
+    has_rows = all(len(tensor) == count for own, count in zip(inner, counts, strict=True) for tensor in own.values())
+    if not has_rows or any(weight.__tensor_flatten__() != (names, settings) for weight in weights):
+        return None
+    whole, width = {name: torch.cat([own[name] for own in inner]) for name in names}, weights[0].shape[1]
+
+    def rows(start: int, count: int) -> Tensor:
+        tensors = {name: tensor[start : start + count] for name, tensor in whole.items()}
+        built: Tensor = kind.__tensor_unflatten__(tensors, settings, torch.Size((count, width)), (width, 1))
+        return built
+
+    for layer, count, end in zip(layers, counts, accumulate(counts), strict=True):
+        layer.weight = nn.Parameter(rows(end - count, count), requires_grad=False)
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    merged = nn.Linear(width, sum(counts), bias=False, device="meta")
+    merged.weight = nn.Parameter(rows(0, sum(counts)), requires_grad=False)
+    merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]
+    return merged
 
 
 def check_tensors(

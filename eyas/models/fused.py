@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
-from eyas.models.attention import attend_layer
+from eyas.models.attention import attend_layer, kv_sources
+from eyas.models.checkpoint import merge_quantised
 from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, can_fix
 from eyas.models.cpu_decoder import CpuDecoder
 from eyas.models.inputs import PackedInputs
@@ -39,14 +40,17 @@ ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"
 class LayerKind:
     """What differs between the decoder layers that can be fused.
 
-    adds_one: norms multiply by 1 + weight. has_output_norms: attention and MLP end with a norm. has_softcap: attention
-    limits its scores. window_in_config: the sliding window is that of the config, for all layers.
+    adds_one: norms multiply by 1 + weight. rounds_once: norms round once, behind the weight. has_output_norms: attention
+    and MLP end with a norm. has_softcap: attention limits its scores. window_in_config: the sliding window is that of the
+    config, for all layers. has_cpu_kernels: whether compiled kernels of the CPU know the layer.
     """
 
     adds_one: bool = False
     has_output_norms: bool = False
     has_softcap: bool = False
     window_in_config: bool = False
+    rounds_once: bool = False
+    has_cpu_kernels: bool = True
 
 
 # Sibling layers that are one product, and the name where a family has them as one layer.
@@ -66,11 +70,15 @@ KINDS = {
     "Qwen3MoeDecoderLayer": LayerKind(),
     "Gemma2DecoderLayer": LayerKind(adds_one=True, has_output_norms=True, has_softcap=True),
     "Gemma3DecoderLayer": LayerKind(adds_one=True, has_output_norms=True),
+    "Gemma4TextDecoderLayer": LayerKind(rounds_once=True, has_output_norms=True, has_cpu_kernels=False),
 }
 
 
 class RMSNorm:
-    """A root-mean-square norm over the last dimension. weight: [C], or [H + J, D] with one row for each head."""
+    """A root-mean-square norm over the last dimension. weight: [C], or [H + J, D] with one row for each head.
+
+    Without `adds_one` narrow types are rounded before the weight and behind it, else behind it alone.
+    """
 
     def __init__(self, weight: Tensor, eps: float, adds_one: bool) -> None:
         self.weight, self.eps, self.adds_one = weight.detach(), eps, adds_one
@@ -90,10 +98,11 @@ class RMSNorm:
         return torch.full((), math.sqrt(self.weight.shape[-1] * self.eps), device=self.weight.device)
 
     @classmethod
-    def of(cls, module: Any, adds_one: bool) -> RMSNorm:
-        """The norm of a module of transformers."""
+    def of(cls, module: Any, adds_one: bool, rounds_once: bool = False) -> RMSNorm:
+        """The norm of a module of transformers. rounds_once: multiply by its weight as by 1 + (weight - 1)."""
         eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-        return cls(module.weight, float(eps), adds_one)
+        weight = module.weight.detach().float() - 1.0 if rounds_once else module.weight
+        return cls(weight, float(eps), adds_one or rounds_once)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., C] in float32, or in a narrower type and rounded where transformers rounds."""
@@ -107,7 +116,10 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Heads of this rank. norms: of query and key heads, if the family has them."""
+    """Heads of this rank. norms: of query and key heads, if the family has them; in Gemma 4 of value heads, too.
+
+    num_kv_heads: 0 for a layer that reads the keys and values of another one.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -115,9 +127,16 @@ class HeadLayout:
     norms: RMSNorm | None
 
 
-def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite delta."""
+def add_norm(
+    hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite delta.
+
+    factor: what the sum is multiplied by, [1].
+    """
     state = hidden + delta_norm(delta) if delta_norm else delta.add_(hidden)
+    if factor is not None:
+        state.mul_(factor)
     return state, norm(state)
 
 
@@ -132,21 +151,26 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
 
-    rotary: cos, and sin with a negative first half, [R, 1, D] each. scales: of keys and values of 8 bits. Returns [R, H, D].
+    With qkv [R, H + J, D] values are the keys as they are before norm and rotation. rotary: cos, and sin with a negative
+    first half, [R, 1, D] each. scales: of keys and values of 8 bits. Returns [R, H, D].
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
-    x = qkv[:, :num_rotated]
-    x = heads.norms(x) if heads.norms else x
+    if qkv.shape[1] < num_rotated + heads.num_kv_heads:
+        qkv = torch.cat([qkv, qkv[:, heads.num_heads :]], 1)
+    num_normed = len(heads.norms.weight) if heads.norms else 0
+    normed = heads.norms(qkv[:, :num_normed]) if heads.norms else qkv
+    x, values_source = normed[:, :num_rotated], normed if num_normed > num_rotated else qkv
     cos, sin = rotary
     turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
-    store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
-    store_rows(values, slots, qkv[:, num_rotated:], scales.value)
+    if heads.num_kv_heads:
+        store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
+        store_rows(values, slots, values_source[:, num_rotated:], scales.value)
     return turned[:, : heads.num_heads]
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """Activated gates times the values beside them: [..., 2 I] to [..., I]."""
-    gates, ups = gate_up.chunk(2, -1)
+def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
+    """Activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are apart."""
+    gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(ups)
 
 
@@ -171,38 +195,54 @@ class ResidualStream:
         return found[1:]
 
 
-class FusedLayer:
-    """One decoder layer, with the `forward` that replaces the module's. experts: what it has in the place of an MLP."""
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer of Gemma 4 adds behind its MLP: an input of each token that only this layer sees, through a gate."""
 
-    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream) -> None:
+    gate: Product
+    project: Product
+    norm: RMSNorm
+
+
+class FusedLayer:
+    """One decoder layer, with the `forward` that replaces the module's. experts: what it has in the place of an MLP.
+
+    is_plain: whether its products are merged ones of plain weights.
+    """
+
+    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream, kv_source: int) -> None:
+        """kv_source: the layer whose keys and values it reads, most often itself."""
         attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._stream = int(attention.layer_idx), stream
+        norm_of = partial(RMSNorm.of, adds_one=kind.adds_one, rounds_once=kind.rounds_once)
+        self._index, self._stream, self._kv_source = int(attention.layer_idx), stream, kv_source
         self._qkv, self._out = _product_of(attention, *QKV), attention.o_proj
         self.experts = mlp if type(mlp).__name__ in EXPERTS else None
+        self.has_cpu_kernels = kind.has_cpu_kernels and self.experts is None
+        self.is_plain = _is_plain(attention, *QKV) and (self.experts is not None or _is_plain(mlp, *GATE_UP))
         if self.experts is None:
-            self._gate_up, self._down = _product_of(mlp, *GATE_UP), mlp.down_proj
+            self._gate_up, self._down = _products_of(mlp, *GATE_UP), mlp.down_proj
             self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
-        num_heads, num_kv_heads = _num_heads(attention)
-        self._heads = HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
-        if getattr(attention, "q_norm", None) is not None:
-            norms = [RMSNorm.of(norm, kind.adds_one) for norm in (attention.q_norm, attention.k_norm)]
-            rows = [n.weight.expand(count, -1) for n, count in zip(norms, (num_heads, num_kv_heads), strict=True)]
-            norm = RMSNorm(torch.cat(rows), norms[0].eps, kind.adds_one)
-            self._heads = HeadLayout(num_heads, num_kv_heads, attention.head_dim, norm)
+        self._heads = _head_layout(attention, norm_of)
         window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
         softcap = attention.attn_logit_softcapping if kind.has_softcap else None
         self._attention = attention.scaling, window, softcap
         has_norms = kind.has_output_norms
-        self._out_norm = RMSNorm.of(layer.post_attention_layernorm, kind.adds_one) if has_norms else None
-        self._down_norm = RMSNorm.of(layer.post_feedforward_layernorm, kind.adds_one) if has_norms else None
-        before_mlp = layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm
-        self._mlp_norm = RMSNorm.of(before_mlp, kind.adds_one)
-        self.input_norm = RMSNorm.of(layer.input_layernorm, kind.adds_one)
+        self._out_norm = norm_of(layer.post_attention_layernorm) if has_norms else None
+        self._down_norm = norm_of(layer.post_feedforward_layernorm) if has_norms else None
+        self._mlp_norm = norm_of(layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm)
+        self._mixture = layer if getattr(layer, "enable_moe_block", False) else None
+        self._factor: Tensor | None = getattr(layer, "layer_scalar", None)
+        self._input: LayerInput | None = None
+        if getattr(layer, "hidden_size_per_layer_input", 0):
+            own_norm = norm_of(layer.post_per_layer_input_norm)
+            self._input = LayerInput(layer.per_layer_input_gate, layer.per_layer_projection, own_norm)
+        self.input_norm = norm_of(layer.input_layernorm)
         self.next_norm = self.input_norm  # of the next layer, or the norm behind the last one
 
     def forward(
         self,
         hidden_states: Tensor,
+        per_layer_input: Tensor | None = None,
         *,
         position_embeddings: tuple[Tensor, Tensor],
         packed: PackedInputs,
@@ -210,8 +250,8 @@ class FusedLayer:
         **_: Any,
     ) -> Tensor:
         """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
-        stream, index = self._stream, self._index
-        pools = kv_cache.keys[index], kv_cache.values[index], packed.slots, kv_cache.scales[index]
+        stream, source = self._stream, self._kv_source
+        pools = kv_cache.keys[source], kv_cache.values[source], packed.slots, kv_cache.scales[source]
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
@@ -223,26 +263,47 @@ class FusedLayer:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
         else:
             query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
-        attended = attend_layer(query, kv_cache, index, packed, *self._attention)
+        attended = attend_layer(query, kv_cache, source, packed, *self._attention)
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        out = self.experts(normed) if self.experts else self._down(gated(self._gate_up(normed), self._activation))
-        stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, self._down_norm)
+        if self.experts:
+            out = self.experts(normed)
+        else:
+            gates, *ups = (product(normed) for product in self._gate_up)
+            out = self._down(gated(gates, self._activation, *ups))
+        if self._mixture:
+            out = _with_experts(self._mixture, state, out)
+        delta_norm = self._down_norm
+        if self._input is not None:
+            state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
+            out = self._input.project(gated(self._input.gate(state), self._activation, per_layer_input))
+            delta_norm = self._input.norm
+        stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
 
     @cached_property
     def cpu_layer(self) -> CpuLayer:
         """The same layer for the kernels of the CPU."""
+        gate_up = self._gate_up[0] if len(self._gate_up) == 1 else joined_product(self._gate_up)
         parts = (
             part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
-            for part in (self._qkv, self._out, self._gate_up, self._down)
+            for part in (self._qkv, self._out, gate_up, self._down)
         )
         return CpuLayer(
             CpuProducts.of(*parts),
             self._heads, *self._attention, self._activation,
             self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
         )  # fmt: skip
+
+
+def _with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
+    """What MLP and experts of a layer of Gemma 4 give together. dense: the output of its MLP."""
+    rows = state.reshape(-1, state.shape[-1])
+    _, weights, chosen = layer.router(rows)
+    routed = layer.experts(layer.pre_feedforward_layernorm_2(rows), chosen, weights).view_as(state)
+    sparse: Tensor = layer.post_feedforward_layernorm_2(routed)
+    return sparse.add_(layer.post_feedforward_layernorm_1(dense))
 
 
 def _layer_kernels() -> Any:
@@ -252,9 +313,10 @@ def _layer_kernels() -> Any:
 
 
 def fuse_layers(model: Any) -> bool:
-    """Fuse all decoder layers of a causal LM, if each is of a known kind with plain weights. Returns whether they are fused.
+    """Fuse all decoder layers of a causal LM, if each is of a known kind. Returns whether they are fused.
 
-    On the CPU weights must be float32. The merged weights take the place of the separate ones.
+    On the CPU weights must be float32 or quantised. Merged weights take the place of the separate ones; where quantised ones
+    cannot be merged, their modules compute one after the other.
     """
     decoder = model.get_decoder()
     layers = list(getattr(decoder, "layers", ()))
@@ -264,13 +326,15 @@ def fuse_layers(model: Any) -> bool:
     if not layers or not all(map(_can_fuse, layers)):
         return False
     stream = ResidualStream()
-    fused = [FusedLayer(layer, KINDS[type(layer).__name__], stream) for layer in layers]
-    final = RMSNorm.of(decoder.norm, KINDS[type(layers[0]).__name__].adds_one)
+    kinds, sources = [KINDS[type(layer).__name__] for layer in layers], kv_sources(model.config)
+    parts = zip(layers, kinds, sources or range(len(layers)), strict=True)
+    fused = [FusedLayer(layer, kind, stream, source) for layer, kind, source in parts]
+    final = RMSNorm.of(decoder.norm, kinds[0].adds_one, kinds[0].rounds_once)
     for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
         layer.forward = this.forward
-    if on_cpu and not any(each.experts for each in fused):
+    if on_cpu and all(each.has_cpu_kernels for each in fused):
         compiled = CpuDecoder(model, fused)
         model.forward, decoder.forward = compiled.model_forward, compiled.forward
         if runs_compiled(model.device):
@@ -298,8 +362,9 @@ def is_batch_invariant(model: Any) -> bool:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.device.type != "cpu":
         layers = list(getattr(model.get_decoder(), "layers", ()))
-        is_fused = bool(layers) and all("forward" in vars(layer) for layer in layers)
-        return is_fused and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
+        fused = [vars(layer)["forward"].__self__ for layer in layers if "forward" in vars(layer)]
+        is_plain = bool(fused) and len(fused) == len(layers) and all(each.is_plain for each in fused)
+        return is_plain and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
     runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
     return runs_here and runs_compiled(model.device) and all(map(can_fix, linear))
 
@@ -323,24 +388,69 @@ def _activation_of(mlp: Any) -> Any:
 
 
 def _can_multiply(module: Any, names: Sequence[str], merged_name: str) -> bool:
-    """Whether `_product_of` can make one product."""
+    """Whether outputs are those of this rank alone. A layer that is merged in the checkpoint exchanges its own."""
+    return hasattr(module, merged_name) or not any(map(_has_hooks, _parts_of(module, names)))
+
+
+def _parts_of(module: Any, names: Sequence[str]) -> list[Any]:
+    """Sibling layers that a module has: some of Gemma 4 have no values, or queries alone."""
+    return [part for name in names if (part := getattr(module, name, None)) is not None]
+
+
+def _is_plain(module: Any, names: Sequence[str], merged_name: str) -> bool:
+    """Whether weights are plain ones that the same product can read in any pass."""
     merged = getattr(module, merged_name, None)
-    if merged is None:
-        return _can_merge([getattr(module, name) for name in names])
-    return isinstance(merged, PackedLinear) or (type(merged) is nn.Linear and type(merged.weight) is nn.Parameter)
+    return _can_merge(_parts_of(module, names)) if merged is None else _can_merge([merged])
+
+
+def _products_of(module: Any, names: Sequence[str], merged_name: str) -> list[Product]:
+    """What computes layers of a module: one product, or one for each where weights cannot be merged.
+
+    A layer that is merged in the checkpoint is called, with its sums over ranks.
+    """
+    merged: Product | None = getattr(module, merged_name, None)
+    if merged is not None:
+        return [merged]
+    parts = _parts_of(module, names)
+    if _can_merge(parts):
+        return [merged_product(parts)]
+    quantised = merge_quantised(parts)
+    return parts if quantised is None else [quantised]
 
 
 def _product_of(module: Any, names: Sequence[str], merged_name: str) -> Product:
-    """One product for layers of a module. A layer that is merged in the checkpoint is called, with its sums over ranks."""
-    merged: Product | None = getattr(module, merged_name, None)
-    return merged or merged_product([getattr(module, name) for name in names])
+    """The layers as one function."""
+    products = _products_of(module, names, merged_name)
+    return products[0] if len(products) == 1 else joined_product(products)
+
+
+def joined_product(products: Sequence[Product]) -> Product:
+    """One function whose output is that of all, side by side."""
+    return lambda rows: torch.cat([product(rows) for product in products], -1)
+
+
+def _head_layout(attention: Any, norm_of: Callable[[Any], RMSNorm]) -> HeadLayout:
+    """Heads of this rank, and their norms with one row for each head."""
+    num_heads, num_kv_heads = _num_heads(attention)
+    if getattr(attention, "q_norm", None) is None:
+        return HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
+    query = norm_of(attention.q_norm)
+    rows = [query.weight.expand(num_heads, -1)]
+    if num_kv_heads:
+        rows.append(norm_of(attention.k_norm).weight.expand(num_kv_heads, -1))
+        if getattr(attention, "v_norm", None) is not None:  # without a weight
+            rows.append(torch.zeros_like(rows[-1]))
+    norms = RMSNorm(torch.cat(rows), query.eps, query.adds_one)
+    return HeadLayout(num_heads, num_kv_heads, attention.head_dim, norms)
 
 
 def _num_heads(attention: Any) -> tuple[int, int]:
     """Query and key-value heads of this rank; each rank gathers all of a layer that is merged in the checkpoint."""
     if hasattr(attention, QKV[1]):
         return attention.config.num_attention_heads, attention.config.num_key_value_heads
-    return _num_outputs(attention.q_proj) // attention.head_dim, _num_outputs(attention.k_proj) // attention.head_dim
+    parts = _parts_of(attention, QKV[0][:2])
+    num_heads, num_kv_heads = (*(_num_outputs(part) // attention.head_dim for part in parts), 0)[:2]
+    return num_heads, num_kv_heads
 
 
 def _has_hooks(module: Any) -> bool:
@@ -370,4 +480,7 @@ def merged_product(parts: Sequence[Any]) -> Product:
 
 
 def _num_outputs(part: Any) -> int:
-    return int(part.merged.sizes[part.index] if isinstance(part, MergedLinearPart) else part.weight.shape[0])
+    if isinstance(part, MergedLinearPart):
+        return int(part.merged.sizes[part.index])
+    weight = getattr(part, "weight", None)  # some quantised layers have packed words alone
+    return int(part.out_features if weight is None else weight.shape[0])

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.attention import ATTENTION_NAME, register_attention
+from eyas.models.attention import ATTENTION_NAME, kv_sources, register_attention
 from eyas.models.checkpoint import (
     WeightFiles,
     check_device,
@@ -174,7 +174,8 @@ class TargetModel:
     def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
         """An empty KV cache of this rank's heads."""
         shapes, scales = self.kv_shapes, self.kv_scales
-        return KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales)
+        sources = kv_sources(self.config)
+        return KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales, sources)
 
     def set_kv_cache_dtype(self, name: str) -> None:
         """Keep keys and values as `engine.kv_cache_dtype` says in KV caches that are made from now on.

@@ -24,6 +24,12 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 
 SCALED = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
+GEMMA_4_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 GEMMA_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -49,6 +55,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4": ("gemma4_text", {**MIXED, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1,
                                 "attention_k_eq_v": False, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
                                 "vocab_size_per_layer_input": VOCAB}),
+    "gemma-4-e2b": ("gemma4_text", {**LOCAL, **GEMMA_4_ROPE, "head_dim": 8, "global_head_dim": 16,
+                                    "num_global_key_value_heads": 1, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+                                    "layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True,
+                                    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}),
     "qwen-3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
     "gpt-2": ("gpt2", {"n_positions": 256}),

@@ -12,16 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eyas import process
+from eyas.cache.kv_cache import bytes_per_slot
 from eyas.models import cpu_decoder, fused
+from eyas.models.attention import kv_sources
 from eyas.models.cpu import _has_fbgemm, in_blocks
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS, share_layers
 from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
-from tests.models.families import FAMILIES, config_of, write_model
+from tests.models.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
 
 FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
 ROUTED = ("mixtral", "qwen-3-moe")  # no kernel of the CPU runs their layers
@@ -81,6 +84,42 @@ def test_attention_beside_experts_is_fused(name: str, settings: dict[str, Any], 
     target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     assert "forward" not in vars(target.model)
     assert_equal_to_unfused(target)
+
+
+GEMMA_4: dict[str, dict[str, Any]] = {
+    "dense": {"attention_k_eq_v": True, **GEMMA_4_ROPE},
+    "e2b": FAMILIES["gemma-4-e2b"][1],
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+}
+
+
+def gemma_4(variant: str, folder: Path) -> TargetModel:
+    """Layers are multiplied by numbers other than 1, as in published checkpoints."""
+    kind, settings = FAMILIES["gemma-4"]
+    write_model(folder, config_of(kind, **settings | GEMMA_4[variant]))
+    tensors = load_file(folder / "model.safetensors")
+    scalars = [name for name in tensors if name.endswith("layer_scalar")]
+    assert scalars
+    for place, name in enumerate(scalars):
+        tensors[name] = torch.tensor([0.5 + 0.3 * place])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return load_target(str(folder), aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
+
+
+@pytest.mark.parametrize("variant", GEMMA_4)
+def test_gemma_4_is_fused_with_its_own_parts(variant: str, tmp_path: Path) -> None:
+    """Values without a projection, layers that read the keys of others, their own inputs, and experts beside the MLP."""
+    assert_equal_to_unfused(gemma_4(variant, tmp_path))
+
+
+def test_layers_that_share_keys_take_memory_once(tmp_path: Path) -> None:
+    target = gemma_4("e2b", tmp_path)
+    kv_cache, sources = target.new_kv_cache(4), kv_sources(target.config)
+    assert sources == [0, 1, 2, 3, 2, 3]
+    assert [keys is kv_cache.keys[source] for keys, source in zip(kv_cache.keys, sources, strict=True)] == [True] * 6
+    assert len({keys.data_ptr() for keys in kv_cache.keys}) == 4
+    whole = bytes_per_slot(target.kv_shapes, 0, torch.float32)
+    assert bytes_per_slot(target.kv_shapes, 0, torch.float32, None, sources) == whole - 2 * 4 * (2 * 8 + 2 * 16)
 
 
 def test_a_part_of_a_head_that_is_rotated_is_not_fused(tmp_path: Path) -> None:
@@ -316,11 +355,14 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
     assert torch.equal(together, torch.cat([apart[1], apart[0], apart[2]]))
 
 
-@pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2"])
+@pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2", *GEMMA_4])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
-    kind, settings = FAMILIES[name]
-    target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
+    if name in GEMMA_4:
+        target = gemma_4(name, tmp_path)
+    else:
+        kind, settings = FAMILIES[name]
+        target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
     for name in ("add_norm", "gate"):
         monkeypatch.setattr(fused, name, getattr(layer_kernels, name))
     use_torch(target)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from eyas import LLM
@@ -16,13 +17,14 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
+from eyas.models.fused import is_batch_invariant
 from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.heads.layers import Float8Linear, linear, quantise_head
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, Float8Linear, linear, quantise_head
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
-from tests.models.test_fused import is_fused
+from tests.models.test_fused import assert_equal_to_unfused, is_fused, use_torch
 from tests.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
@@ -53,7 +55,8 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     fuser = load_fuser(str(write_head(tmp_path)), quantised)
     target = load_target(quantised, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"
-    assert not is_fused(target), "quantised layers run as transformers has them"
+    assert is_fused(target)
+    assert not is_batch_invariant(target.model)
     outputs = []
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(
@@ -67,6 +70,45 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     reference: Any = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32)
     whole = reference.generate(torch.tensor([[5, 9, 11]]), do_sample=False, max_new_tokens=32)[0, 3:].tolist()
     assert outputs == [whole, whole]
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("runs_in_kernels", [True, False])
+def test_quantised_layers_are_fused_around_their_products(quantised: str, runs_in_kernels: bool) -> None:
+    """Queries, keys and values are one product, gate and up another, and their weights lie in its memory."""
+    target = load_target(quantised, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
+    layer = target.model.model.layers[1]
+    fused = layer.forward.__self__
+    (gate_up,) = fused._gate_up
+    merged, parts = gate_up.weight.data, [layer.mlp.gate_proj.weight.data, layer.mlp.up_proj.weight.data]
+    assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert merged.qdata.data_ptr() == parts[0].qdata.data_ptr()
+    assert parts[1].qdata.data_ptr() == parts[0].qdata.data_ptr() + parts[0].qdata.nbytes
+    if not runs_in_kernels:
+        use_torch(target)
+    assert_equal_to_unfused(target)
+
+
+class OpaqueLinear(nn.Linear):
+    """A layer whose weights only it can read."""
+
+
+def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+    def make_opaque(model: Any) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(layers):
+                module.__class__ = OpaqueLinear
+
+    monkeypatch.setattr("eyas.models.target.optimize_for_cpu", make_opaque)
+    target = load_target(tiny_target, aux_hidden_state_layers=(0, 1, FINAL_NORM_OUTPUT))
+    fused = target.model.model.layers[0].forward.__self__
+    assert [type(product) for product in fused._gate_up] == [OpaqueLinear] * 2
+    assert not fused.is_plain
+    use_torch(target)
+    assert_equal_to_unfused(target)
 
 
 @pytest.mark.parametrize(

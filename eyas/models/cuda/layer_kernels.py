@@ -25,7 +25,9 @@ PRODUCT_ROWS = 64
 WIDE_OUTPUTS = 8192
 
 
-def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+def add_norm(
+    hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm, as `fused.add_norm`: one launch."""
     width = hidden.shape[-1]
     state, normed = torch.empty_like(delta), torch.empty_like(delta)
@@ -33,9 +35,9 @@ def add_norm(hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm |
     block = triton.next_power_of_2(width)
     with on_device_of(hidden):
         _add_norm[(hidden.numel() // width,)](
-            *(hidden, delta, state, normed, norm.weight, inner.weight, norm.eps, inner.eps),
-            WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            *(hidden, delta, state, normed, norm.weight, inner.weight, norm.weight if factor is None else factor),
+            norm.eps, inner.eps, WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None,
+            HAS_FACTOR=factor is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return state, normed
 
@@ -89,22 +91,23 @@ def rotate_and_store(
         _rotate_and_store[(rows, heads.num_heads + 2 * heads.num_kv_heads)](
             *(qkv, query, keys, values, qkv if slots is None else slots, cos, sin, norms.weight if norms else qkv),
             norms.eps if norms else 0.0, scales.key, scales.value,
-            NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, WIDTH=width, ROTARY_STRIDE=cos.stride(-2),
-            HAS_SLOTS=slots is not None, HAS_NORM=norms is not None,
+            NUM_HEADS=heads.num_heads, NUM_KV=heads.num_kv_heads, SOURCE_HEADS=qkv.shape[1], WIDTH=width,
+            ROTARY_STRIDE=cos.stride(-2), HAS_SLOTS=slots is not None, NORMED_HEADS=len(norms.weight) if norms else 0,
             ADDS_ONE=norms is not None and norms.adds_one, BLOCK=triton.next_power_of_2(width),
             MOST=0.0 if keys.dtype == qkv.dtype else torch.finfo(keys.dtype).max, num_warps=1,
         )  # fmt: skip
     return query
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
+def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
     """Activated gates times the values beside them, as `fused.gate`: one launch."""
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    with on_device_of(gate_up):
+    gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
+    width, out = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    with on_device_of(gates):
         _gate[(out.numel() // width, triton.cdiv(width, GATE_BLOCK))](
-            gate_up, out, WIDTH=width, IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4
-        )
+            *(gates, ups, out), GATE_STRIDE=gates.stride(-2), UP_STRIDE=ups.stride(-2), WIDTH=width,
+            IS_SILU=activation == "silu", BLOCK=GATE_BLOCK, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -164,8 +167,8 @@ def _product(
 
 @triton.jit
 def _add_norm(
-    hidden, delta, state, normed, weight, inner, eps, inner_eps,
-    WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, delta, state, normed, weight, inner, factor, eps, inner_eps,
+    WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
@@ -173,6 +176,8 @@ def _add_norm(
     if HAS_INNER:
         y = _normed(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
     x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    if HAS_FACTOR:
+        x = (x.to(tl.float32) * tl.load(factor).to(tl.float32)).to(x.dtype)
     tl.store(state + at, x, mask=kept)
     tl.store(normed + at, _normed(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
 
@@ -216,22 +221,31 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
 @triton.jit
 def _rotate_and_store(
     qkv, query, keys, values, slots, cos, sin, norms, eps, key_scale, value_scale,
-    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, WIDTH: tl.constexpr, ROTARY_STRIDE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, SOURCE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    ROTARY_STRIDE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMED_HEADS: tl.constexpr, ADDS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row. MOST: the largest number of a narrow cache; 0 for the type of qkv."""
+    """One head of one row. MOST: the largest number of a narrow cache; 0 for the type of qkv.
+
+    SOURCE_HEADS: of a row of qkv, in which values may be missing. NORMED_HEADS: how many of the heads are normed.
+    """
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     kept, left = d < WIDTH, d < WIDTH // 2
-    source = qkv + (row * (NUM_HEADS + 2 * NUM_KV) + head) * WIDTH
+    own = head
+    if SOURCE_HEADS < NUM_HEADS + 2 * NUM_KV:  # values are keys before their norm
+        own = tl.where(head >= SOURCE_HEADS, head - NUM_KV, head)
+    source = qkv + (row * SOURCE_HEADS + own) * WIDTH
     slot = (tl.load(slots + row).to(tl.int64) if HAS_SLOTS else row) * NUM_KV
     x = tl.load(source + d, mask=kept, other=0.0)
     if head >= NUM_HEADS + NUM_KV:
+        if NORMED_HEADS > NUM_HEADS + NUM_KV:
+            root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
+            x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
         tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, _narrow(x, value_scale, values, MOST), mask=kept)
     else:
         partner = tl.where(left, d + WIDTH // 2, d - WIDTH // 2)
         y = tl.load(source + partner, mask=kept, other=0.0)
-        if HAS_NORM:
+        if NORMED_HEADS > 0:
             root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
             x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
             y = _scaled(y, root, tl.load(norms + head * WIDTH + partner, mask=kept, other=0.0), ADDS_ONE)
@@ -265,14 +279,17 @@ def _scaled(x, root, weight, ADDS_ONE: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate_up, out, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(
+    gates, ups, out,
+    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = d < WIDTH
-    gates = tl.load(gate_up + row * 2 * WIDTH + d, mask=kept, other=0.0)
-    ups = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=kept, other=0.0)
-    x = gates.to(tl.float32)
+    gates_here = tl.load(gates + row * GATE_STRIDE + d, mask=kept, other=0.0)
+    ups_here = tl.load(ups + row * UP_STRIDE + d, mask=kept, other=0.0)
+    x = gates_here.to(tl.float32)
     # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
     z = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x)
     x = x * tl.sigmoid(tl.maximum(z, -80.0))
-    x = x.to(gates.dtype).to(tl.float32) * ups.to(tl.float32)
-    tl.store(out + row * WIDTH + d, x.to(gates.dtype), mask=kept)
+    x = x.to(gates_here.dtype).to(tl.float32) * ups_here.to(tl.float32)
+    tl.store(out + row * WIDTH + d, x.to(gates_here.dtype), mask=kept)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from eyas.cache.kv_cache import UNSCALED
@@ -17,6 +18,7 @@ from eyas.drafters.tree_rows import RowLayout, SlotLevels, SlotRows
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+from eyas.models.fused import fuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
@@ -152,9 +154,50 @@ def test_counting_sees_a_launch_and_its_bytes() -> None:
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32064}
 
 
-@pytest.mark.parametrize(("family", "most"), [("phi3", 10), ("mixtral", 30), ("qwen3_moe", 27)])
-def test_a_layer_of_other_families_launches_few_kernels(family: str, most: int) -> None:
+GEMMA_4 = {"global_head_dim": 128, "num_global_key_value_heads": 8, "num_kv_shared_layers": 0}
+OWN_INPUTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 1000}
+
+
+@pytest.mark.parametrize(("family", "most", "settings"), [
+    ("phi3", 10, {}), ("mixtral", 30, {}), ("qwen3_moe", 27, {}),
+    ("gemma4_text", 10, {**GEMMA_4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", 14, {**GEMMA_4, **OWN_INPUTS}),
+])  # fmt: skip
+def test_a_layer_of_other_families_launches_few_kernels(family: str, most: int, settings: dict[str, Any]) -> None:
     """Of Mixtral's and Qwen3-MoE's launches 7 are around the experts; the others are in transformers' module."""
-    configs = [AutoConfig.for_model(family, **SIZES, num_hidden_layers=count, pad_token_id=0) for count in (2, 4)]
+    configs = [AutoConfig.for_model(family, **SIZES | settings, num_hidden_layers=n, pad_token_id=0) for n in (2, 4)]
     two, four = (pass_of(weightless(config), 64) for config in configs)
+    assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
+
+
+def test_layers_that_share_keys_launch_no_more() -> None:
+    settings = {**GEMMA_4, **OWN_INPUTS, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    configs = [
+        AutoConfig.for_model(
+            "gemma4_text", **SIZES | settings | {"num_kv_shared_layers": n}, num_hidden_layers=6, pad_token_id=0
+        )
+        for n in (0, 4)
+    ]
+    own, shared = (pass_of(weightless(config), 64) for config in configs)
+    assert shared.num <= own.num, shared.by_name - own.by_name
+
+
+class OpaqueLinear(nn.Linear):
+    """A quantised layer that takes one launch."""
+
+
+@pytest.mark.parametrize(("names", "most"), [(("o_proj", "down_proj"), 10), (("proj",), 14)])
+def test_a_layer_of_quantised_weights_launches_few_kernels(
+    names: tuple[str, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 14 products are seven, as weights cannot be merged, and queries, keys and values are copied side by side."""
+
+    def fuse(model: Any) -> bool:
+        for name, module in model.named_modules():
+            if name.endswith(names):
+                module.__class__ = OpaqueLinear
+        return fuse_layers(model)
+
+    monkeypatch.setattr("tests.drafters.weightless.fuse_layers", fuse)
+    two, four = (pass_of(llama(count), 64) for count in (2, 4))
     assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
