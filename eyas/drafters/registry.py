@@ -366,10 +366,10 @@ def build_drafter(
         with _loading(name, head):
             method = find_method(name)
             if drafting.quantization and not method.is_quantisable:
-                able, kind = ", ".join(known for known, each in METHODS.items() if each.is_quantisable), drafting.quantization
+                able = ", ".join(known for known, each in METHODS.items() if each.is_quantisable)
                 raise ConfigError(
-                    f"drafting.quantization is {kind}, and drafter {name!r} has no head for it; leave it empty, or take one "
-                    f"of {able}"
+                    f"drafting.quantization is {drafting.quantization}, and drafter {name!r} has no head for it; leave it "
+                    f"empty, or take one of {able}"
                 )
             drafter = method.build(parts if "+" in name else _resolved(method, parts))
         drafter.warm_up()

@@ -186,7 +186,13 @@ def run_worker(
             kv_cache = _kv_cache(model, command.num_slots)
             runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache))
         else:
-            runner.forward(command)
+            try:
+                runner.forward(command)
+            except torch.OutOfMemoryError as error:
+                log.warning("rank %d has no memory for a pass: %s", rank.rank, str(error).splitlines()[0])
+                worker.report(False)
+            else:
+                worker.report(True)
     release_backend(runner.backend)
     worker.close()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, Unavailable
 from eyas.models.cpu import fix_products
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.backend import ForwardBackend
@@ -24,6 +24,7 @@ from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
+from eyas.models.tensor_parallel import Exchanges
 from eyas.models.workers import TargetWorkers
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
@@ -53,13 +54,37 @@ class ModelRunner:
         self._workers = workers or TargetWorkers()
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
-        """Run one forward pass on every rank: logits of each segment's `logits_indices`, or tokens drawn there."""
+        """Run one forward pass on every rank: logits of each segment's `logits_indices`, or tokens drawn there.
+
+        Raises torch.OutOfMemoryError on rank 0 if a rank has no memory for the pass, and on that rank. All stay in step.
+        """
         with self._workers.forward(segments):
-            packed = self.backend.pack(segments)
-            out = self.backend.forward(packed, self.kv_cache)
-            self._store_features(packed.slots, out)
-            shared = self.target.shared_vocabulary
-            return shared.collect(segments, out.logits) if shared else StepOutput(out.logits)
+            try:
+                packed = self.backend.pack(segments)
+                out = self.backend.forward(packed, self.kv_cache)
+                self._store_features(packed.slots, out)
+                shared = self.target.shared_vocabulary
+                return shared.collect(segments, out.logits) if shared else StepOutput(out.logits)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            packed = out = None  # type: ignore[assignment]  # what the pass has made so far
+            self._finish_exchanges(segments, reason)
+            raise torch.OutOfMemoryError(reason)
+
+    def _finish_exchanges(self, segments: Seq[Segment], reason: str) -> None:
+        """Take part in what other ranks exchange in a pass that this one has no memory for."""
+        exchanges: Exchanges | None = getattr(self.target.model, "exchanges", None)
+        if exchanges is None:
+            return
+        if not exchanges.is_running:  # in a captured pass or around it, where it is not known what is left
+            raise Unavailable(f"a rank has no memory beside its layers, so ranks are out of step: {reason}")
+        device, shared = self.target.device, self.target.shared_vocabulary
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        exchanges.finish(device)
+        if shared:
+            num_logits = sum([len(segment.logits_indices) for segment in segments])
+            shared.collect(segments, shared.placeholder(num_logits, device))
 
     @property
     def runs_beside_host(self) -> bool:
@@ -104,7 +129,8 @@ class BatchInvariantRunner(ModelRunner):
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows = rows
         self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
-        keeps_rows = self.backend is not target or (is_batch_invariant(target.model) and not kv_cache.is_narrow)
+        is_kept_here = target.device.type == "cpu" and is_batch_invariant(target.model) and not kv_cache.is_narrow
+        keeps_rows = self.backend is not target or is_kept_here
         self.keeps_batches = rows <= self._max_rows and keeps_rows
         if self.keeps_batches and self.backend is target:
             fix_products(target.model)

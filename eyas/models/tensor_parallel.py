@@ -24,7 +24,7 @@ from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
 from eyas.models.inputs import Segment
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import Draw, best_of_races, race
+from eyas.sampling.sampler import Draw, best_of_races, candidates, draw_candidates, race, takes_candidates
 from eyas.tensors import Bools, upload
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -174,7 +174,10 @@ def shard_model(
             f"the tensor-parallel plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas does not support; set "
             "engine.tensor_parallel_size to 1"
         )
-    head = model.get_output_embeddings()
+    head, exchanges = model.get_output_embeddings(), Exchanges(shard)
+    model.exchanges = exchanges
+    model.register_forward_pre_hook(lambda module, args, named: exchanges.start(named["packed"].tokens), with_kwargs=True)
+    model.register_forward_hook(lambda module, args, output: exchanges.end())
     for path, module in list(model.named_modules()):
         style = _style(plan, path)
         if style in GATHERED and int(cast(Any, module).out_features) % shard.size:
@@ -185,7 +188,7 @@ def shard_model(
             if (part := _cut_parameter(whole, own_style, own_shard)) is not None:
                 setattr(module, key, nn.Parameter(part, requires_grad=False))
         if module is not head:
-            _add_exchange(module, style, shard)
+            _add_exchange(module, style, exchanges)
 
 
 def shares_vocabulary(model: Any, shard: Shard) -> bool:
@@ -225,20 +228,63 @@ def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard
     return whole.narrow(0, 0, whole.shape[0]) if isinstance(whole, StoredTensor) else None
 
 
-def _add_exchange(module: nn.Module, style: str | None, shard: Shard) -> None:
+class Exchanges:
+    """What ranks exchange within a pass. A rank that has no memory for the rest of it takes part with zeros.
+
+    So the others do not wait for ever, and the next command finds all ranks in step. The result of such a pass is not read.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._known: list[tuple[bool, int, torch.dtype]] = []  # of a pass: gathers or sums, numbers of a row, type
+        self._own: list[tuple[bool, int, torch.dtype]] = []  # of the current pass so far
+        self._num_rows = 0
+        self.is_running = False  # whether a pass has begun and not ended
+
+    def start(self, tokens: Tensor) -> None:
+        """Begin a pass of these rows."""
+        self._num_rows, self._own, self.is_running = len(tokens), [], True
+
+    def end(self) -> None:
+        """End a pass. All passes of a model exchange the same for each row."""
+        self._known, self.is_running = self._own, False
+
+    def sum(self, output: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        self._own.append((False, output.numel() // self._num_rows, output.dtype))
+        dist.all_reduce(output)
+        return output
+
+    def gather(self, output: Tensor) -> Tensor:
+        """The outputs of all ranks, side by side."""
+        self._own.append((True, output.numel() // self._num_rows, output.dtype))
+        parts = [torch.empty_like(output) for _ in range(self.shard.size)]
+        dist.all_gather(parts, output.contiguous())
+        return torch.cat(parts, -1)
+
+    def finish(self, device: torch.device) -> None:
+        """Take part in what is left of a pass."""
+        for gathers, width, dtype in self._known[len(self._own) :]:
+            zeros = torch.zeros(self._num_rows * width, dtype=dtype, device=device)
+            if gathers:
+                dist.all_gather([torch.empty_like(zeros) for _ in range(self.shard.size)], zeros)
+            else:
+                dist.all_reduce(zeros)
+        self.is_running = False
+
+
+def _add_exchange(module: nn.Module, style: str | None, exchanges: Exchanges) -> None:
     """Let ranks sum or gather the module's output."""
+    shard = exchanges.shard
 
     def split_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].chunk(shard.size, -1)[shard.rank], *args[1:])
 
     def sum_output(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        dist.all_reduce(output)
-        return output
+        return exchanges.sum(output)
 
     def gather_output(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        parts = [torch.empty_like(output) for _ in range(shard.size)]
-        dist.all_gather(parts, output.contiguous())
-        return torch.cat(parts, -1)
+        return exchanges.gather(output)
 
     if style == "rowwise_split_input":
         module.register_forward_pre_hook(split_input)
@@ -252,7 +298,8 @@ class SharedVocabulary:
     """The logits of a pass on ranks that hold a part of the vocabulary each.
 
     Where a draw looks at each token by itself, every rank draws over its own tokens, and rank 0 takes the best of all: 12
-    bytes a row. Whole logits go to rank 0 only for segments without a noise key.
+    bytes a row. For draws with top-k each rank sends its k likeliest tokens, 8 bytes each, and rank 0 draws. Whole logits go
+    to rank 0 only for segments without a noise key.
     """
 
     def __init__(self, shard: Shard, vocab_size: int) -> None:
@@ -264,6 +311,10 @@ class SharedVocabulary:
         draws = [Draw(NoiseKey(0, 1.0), 0)]
         found = race(torch.zeros(1, self._vocab_size // self._shard.size, device=device), draws, 0, self._vocab_size)
         best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
+
+    def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
+        """What a rank gives `collect` for a pass whose result is not read."""
+        return torch.zeros(num_rows, self._vocab_size // self._shard.size, device=device)
 
     def collect(self, segments: Sequence[Segment], logits: Tensor) -> StepOutput:
         """What rank 0 gets, of this rank's logits float32 [R, V / ranks]. All ranks must call it; the others get nothing."""
@@ -277,15 +328,31 @@ class SharedVocabulary:
         ]
         tokens = torch.empty(0, dtype=torch.int64, device=logits.device)
         if draws:
-            first_id = self._shard.rank * logits.shape[1]
-            found = race(_selected(logits, of_rows), draws, first_id, self._vocab_size)
-            if (parts := self._gather(found)) is not None:
-                tokens = best_of_races(parts, draws, self._vocab_size)
+            tokens = self._draw(_selected(logits, of_rows), draws)
         whole = logits.new_empty((0, self._vocab_size))
         if len(draws) < len(logits):
             parts = self._gather(_selected(logits, ~of_rows))
             whole = whole if parts is None else parts.transpose(0, 1).flatten(1)
         return StepOutput(whole, tokens, is_drawn)
+
+    def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """One token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
+        first_id, size = self._shard.rank * logits.shape[1], self._vocab_size
+        tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+        is_listed = np.array([takes_candidates(draw.key) for draw in draws])
+        for listed in (False, True):
+            own = [draw for draw, is_own in zip(draws, is_listed == listed, strict=True) if is_own]
+            if not own:
+                continue
+            rows = _selected(logits, is_listed == listed)
+            most = max(draw.key.top_k for draw in own)
+            found = candidates(rows, most, first_id) if listed else race(rows, own, first_id, size)
+            if (parts := self._gather(found)) is not None:
+                drawn = draw_candidates(parts, own, size) if listed else best_of_races(parts, own, size)
+                if len(own) == len(draws):
+                    return drawn
+                tokens.index_copy_(0, upload(np.flatnonzero(is_listed == listed), logits.device), drawn)
+        return tokens
 
     def _gather(self, own: Tensor) -> Tensor | None:
         """The tensors of all ranks [ranks, ...] on rank 0."""

@@ -1,7 +1,8 @@
 """The processes that share one target (tensor parallelism), as vLLM has them: rank 0 drives, the other ranks follow.
 
-Commands go over a socket from rank 0 to each other rank. Nothing comes back but the end of the connection, which shows
-at once, on this machine or another, that a process has died. Sums and gathered outputs go through torch.distributed.
+Commands go over a socket from rank 0 to each other rank. A byte comes back for each pass, whether the rank had memory for
+it. The end of the connection shows at once, on this machine or another, that a process has died. Sums and gathered outputs
+go through torch.distributed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _FAILURE_SECONDS = 1.0
 # How long a rank lives on without rank 0.
 _ORPHAN_SECONDS = 5
 _PORT_KEY = "eyas/commands"
+# What a rank answers to a pass.
+HAD_MEMORY, NO_MEMORY = b"1", b"0"
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,12 @@ class TargetWorkers:
         return self._in_step(InitKVCache(num_slots, plan)) if self._connections else nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone."""
-        return self._in_step(segments) if self._connections else nullcontext()
+        """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone.
+
+        A rank without memory for the pass finishes its exchanges and says so. Then the body's result is of no use, and
+        torch.OutOfMemoryError is raised here, with all ranks in step. The body may raise it for the same reason.
+        """
+        return self._in_step(segments, self._check_memory) if self._connections else nullcontext()
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Call `callback` once with the reason when the ranks fail, from any thread; at once if they have already failed."""
@@ -121,17 +128,36 @@ class TargetWorkers:
         for connection in self._connections.values():
             connection.close()
 
+    def _check_memory(self) -> None:
+        """Wait until each rank has begun all of its pass. Raises torch.OutOfMemoryError if one had no memory for it."""
+        failed = [str(rank) for rank, own in self._connections.items() if own.recv_bytes() == NO_MEMORY]
+        if failed:
+            raise torch.OutOfMemoryError(f"rank {', '.join(failed)} of {self.size} has no memory for the pass")
+
     @contextmanager
-    def _in_step(self, command: Command) -> Iterator[None]:
-        """Send a command and run the body. A body that does not finish leaves the ranks out of step, which is a failure."""
+    def _in_step(self, command: Command, agree: Callable[[], None] | None = None) -> Iterator[None]:
+        """Send a command, run the body and `agree`. A body that does not finish leaves the ranks out of step, which is a
+        failure. With `agree` one that raises torch.OutOfMemoryError has done its part."""
         if self._failure:
             raise Unavailable(self._failure)
         finished = False
         try:
             self._send(command)
-            yield
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                if agree is not None:
+                    agree()
+                raise
+            if agree is not None:
+                agree()
             finished = True
-        except (OSError, RuntimeError) as error:
+        except torch.OutOfMemoryError as error:
+            if agree is None:
+                raise Unavailable(self._failure_reason(f": {error}")) from error
+            finished = True
+            raise
+        except (OSError, EOFError, RuntimeError) as error:
             raise Unavailable(self._failure_reason(f": {error}")) from error
         finally:
             if not finished:
@@ -149,10 +175,14 @@ class TargetWorkers:
         return self._failure
 
     def _watch_connections(self) -> None:
-        """Wait for the end of a connection: the other side never sends."""
-        ended = wait(list(self._connections.values()))
+        """Wait until the other side ends a connection."""
+        by_file = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        poll = select.poll()
+        for file in by_file:
+            poll.register(file, select.POLLRDHUP)
+        ended = poll.poll()
         if not self._closing:
-            ranks = ", ".join(f"{rank}" for rank, connection in self._connections.items() if connection in ended)
+            ranks = ", ".join(f"{by_file[file]}" for file, _ in ended)
             self.fail(f"rank {ranks} of {self.size} is gone; its own output says why")
 
     def fail(self, reason: str) -> None:
@@ -193,6 +223,11 @@ class Worker:
             raise Unavailable("rank 0 is gone") from error
         self._stopped = True
         signal.alarm(0)
+
+    def report(self, had_memory: bool) -> None:
+        """Send rank 0 whether there was memory for a pass, once all of it is under way or its exchanges are finished."""
+        with suppress(OSError):  # rank 0 is gone, which the next command shows
+            self._connection.send_bytes(HAD_MEMORY if had_memory else NO_MEMORY)
 
     def close(self) -> None:
         """Leave the group, after the last command."""

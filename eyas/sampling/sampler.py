@@ -25,6 +25,8 @@ MAX_SORTED = 256
 MAX_KERNEL_K = 64
 # Parts whose largest logit is further below that of the others, at the row's temperature, are never drawn.
 MAX_BELOW = 80.0
+# Top-k up to which a draw from parts of the vocabulary takes the likeliest tokens of each.
+MAX_CANDIDATES = 256
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
 
@@ -173,6 +175,37 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
     tokens = ids.gather(0, best.indices[None])[0]
     is_unusable = (ids == vocab_size).any(0) | (is_random & (largest == -torch.inf))
     return tokens.masked_fill(is_unusable, vocab_size)
+
+
+def takes_candidates(key: NoiseKey) -> bool:
+    """Whether the key's draws look at few tokens, which the likeliest ones of each part of the vocabulary contain."""
+    return key.temperature > 0 and 0 < key.top_k <= MAX_CANDIDATES
+
+
+def candidates(logits: Tensor, k: int, first_id: int) -> Tensor:
+    """The k likeliest tokens of each row in one part of the vocabulary, for `draw_candidates`.
+
+    logits: float32 [N, P] of the tokens from `first_id` on. Returns int32 [2, N, min(k, P)]: bits of logits, and ids. A part
+    with NaN has NaN among its logits.
+    """
+    found = rank(logits, min(k, logits.shape[1]))
+    scores = torch.cat([logits.amax(-1, keepdim=True), found.scores[:, 1:]], 1)
+    return torch.stack([scores.view(torch.int32), (found.ids + first_id).int()])
+
+
+def draw_candidates(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """What `sample` draws over the whole vocabulary with top-k, and top-p and min-p behind it: int64 [N].
+
+    found: int32 [S, 2, N, k], `candidates` of each part in the order of their ids, with k not below any top-k of the draws
+    or all tokens of a part. top-k keeps the same tokens. Their probabilities are not divided by those of others, so a draw
+    can differ only where rounding decides: for the last token of top-p or min-p, or between the two best scores.
+    """
+    logits, ids = (found[:, place].transpose(0, 1).flatten(1) for place in (0, 1))
+    ordered = torch.sort(logits.view(torch.float32), dim=-1, descending=True, stable=True)
+    ids = ids.long().gather(1, ordered.indices)
+    noise = exponential_noise([draw.key.seed for draw in draws], [draw.position for draw in draws], ids)
+    places = exponential_race(noise, target_probs(ordered.values, draws))
+    return torch.cat([ids, torch.full_like(ids[:, :1], vocab_size)], 1).gather(1, places[:, None])[:, 0]
 
 
 def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:

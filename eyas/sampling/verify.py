@@ -13,7 +13,7 @@ from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutput
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.penalties import LogitRules, has_rules
 from eyas.sampling.rejection import rejection_sample
-from eyas.sampling.sampler import Draw, Draws, has_filters, sample
+from eyas.sampling.sampler import Draw, Draws, has_filters, sample, takes_candidates
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Ints, download
 from eyas.tree import PackedTrees
@@ -56,10 +56,13 @@ def verify(
 def can_draw_in_parts(rows: LogitRows) -> bool:
     """Whether a draw at these rows looks at each token by itself, so that parts of the vocabulary can be drawn from apart.
 
-    Filters, log-probabilities, grammars, penalties, biases, bans and the rule `rejection` need whole rows.
+    Draws with top-k look at few tokens of each part. Other filters, log-probabilities, grammars, penalties, biases, bans and
+    the rule `rejection` need whole rows.
     """
+    key = rows.request.noise_key
     sampling, is_sampled = rows.request.sampling, rows.tree is not None and rows.tree.sampled is not None
-    needs_rows = has_filters(rows.request.noise_key) or has_rules(sampling) or sampling.structured_outputs is not None
+    needs_rows = has_filters(key) and not takes_candidates(key)
+    needs_rows = needs_rows or has_rules(sampling) or sampling.structured_outputs is not None
     return not (needs_rows or is_sampled or rows.prompt_tokens or sampling.logprobs is not None)
 
 

@@ -83,6 +83,27 @@ def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
                 assert own.best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_candidates_of_parts_draw_what_the_whole_draws(parts: int) -> None:
+    """Also where logits are equal, impossible or not numbers, and where k exceeds what a part holds."""
+    size, count = 64, 400
+    keys = [
+        NoiseKey(seed, 0.3 + 0.004 * seed, (1, 7, 40, 256)[seed % 4], (1.0, 0.9, 0.3)[seed % 3], (0.0, 0.1)[seed % 2])
+        for seed in range(count)
+    ]
+    assert all(map(sampler.takes_candidates, keys))
+    rows = [Draw(key, 5 * key.seed) for key in keys]
+    logits = 3 * torch.randn(count, size, generator=torch.Generator().manual_seed(parts))
+    cases = [logits, logits.round(), logits.clone()]
+    cases[2][:, : size // 2] = -torch.inf
+    cases[2][1], cases[2][2, size - 1], cases[2][3, 5], cases[2][4, 40] = -torch.inf, torch.inf, torch.nan, torch.nan
+    for case in cases:
+        own = torch.arange(size).chunk(parts)
+        found = [sampler.candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
+        assert sampler.draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
+    assert not any(map(sampler.takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
+
+
 @pytest.mark.parametrize("scale", [1.0, 12.0])
 def test_scores_of_parts_keep_to_their_bound_of_rounding(scale: float) -> None:
     """The proven error of `best_of_races`: parts differ from the whole only where two scores are closer than twice that."""

@@ -24,7 +24,8 @@ def make_segment(
     rng: np.random.Generator, rows: int, prefix: np.ndarray, masked: bool, table: TableId | None = None
 ) -> Segment:
     visible = rng.random((rows, rows)) < 0.5 if masked else None
-    key = NoiseKey(int(rng.integers(0, 2**64, dtype=np.uint64)), float(rng.random())) if masked else None
+    seed, top_k = int(rng.integers(0, 2**64, dtype=np.uint64)), int(rng.integers(0, 2**16))
+    key = NoiseKey(seed, float(rng.random()), top_k) if masked else None
     wanted = rng.integers(0, rows, rows // 2)
     return Segment(*rng.integers(0, 2**31, (3, rows)), prefix, visible, wanted, key, table=table)
 
@@ -113,6 +114,19 @@ def test_ranks_exchange_at_most_64_kb_to_draw_for_64_trees(monkeypatch: pytest.M
     SharedVocabulary(Shard(1, 2), 64).collect(segments, torch.zeros(1024, 32))
     assert sizes == [12 * 1024]
     assert command + sizes[0] <= 36_000
+
+
+@pytest.mark.parametrize(("top_k", "width"), [(20, 20), (50, 32)])
+def test_ranks_send_their_likeliest_tokens_for_top_k(top_k: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bytes for each of k tokens or of all that a rank has; a step of 64 sequences stays below 64 kB with top-k 50."""
+    sizes = list[int]()
+    monkeypatch.setattr("torch.distributed.gather", lambda own, parts: sizes.append(own.nbytes))
+    rows = np.arange(64)
+    keys = [NoiseKey(3, 0.7, top_k, 0.9), NoiseKey(4, 0.7), NoiseKey(5, 0.0, top_k)]
+    segments = [Segment(*np.array([rows] * 3), rows[:0], None, rows, key) for key in keys]
+    SharedVocabulary(Shard(1, 2), 64).collect(segments, torch.randn(3 * 64, 32))
+    assert sizes == [12 * 2 * 64, 8 * width * 64]
+    assert sum(sizes) <= 64_000
 
 
 def test_replaced_slots_are_sent_again() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.build import run_worker
+from eyas.engine.build import assemble_engine, run_worker
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
@@ -43,13 +43,13 @@ from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
 from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.models.tensor_parallel import Shard, _weightless
+from eyas.models.tensor_parallel import Exchanges, Shard, _weightless
 from eyas.models.workers import RankInfo, TargetWorkers, start_workers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.random_passes import Heads, make_kv_cache, passes, scaling_of
-from tests.tiny import write_target
+from tests.tiny import fixed_config, write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(rows=12, segments=2, prefix=100))
@@ -129,6 +129,68 @@ def check_notes(ours: list[str], theirs: list[str]) -> None:
     assert len(set(ours[5:-5])) > 1, "passes of several sizes were replayed"
     assert all(line.startswith("replayed") for line in ours[5:-5])
     assert all(line.startswith("freed") and line.endswith("in the group") for line in ours[-5:])
+
+
+FITTING_ROWS = 12
+_sum = Exchanges.sum
+
+
+def sum_if_it_fits(exchanges: Exchanges, output: torch.Tensor) -> torch.Tensor:
+    """Run out of memory in the middle of a pass of more than FITTING_ROWS rows, when other ranks wait for the sum."""
+    if exchanges._num_rows > FITTING_ROWS and len(exchanges._own) == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+    return _sum(exchanges, output)
+
+
+def be_a_short_rank(folder: str, info: RankInfo) -> None:
+    """A rank with less memory than the other."""
+    Exchanges.sum = sum_if_it_fits  # type: ignore[method-assign]
+    run_worker(folder, "float32", 0, info)
+
+
+@pytest.mark.parametrize("short_rank", [0, 1])
+def test_without_memory_on_a_rank_only_what_fails_alone_ends(
+    short_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
+    folder = str(write_target(tmp_path / "target", layers=2))
+    ranks = start_workers(RankInfo(0, 2, "cpu"), partial(be_a_short_rank if short_rank else run_worker_of, folder))
+    (process,) = multiprocessing.active_children()
+    try:
+        target = load_target(folder, shard=Shard(0, 2))
+        if short_rank == 0:
+            monkeypatch.setattr(Exchanges, "sum", sum_if_it_fits)
+        config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16, max_num_seqs=8, tensor_parallel_size=2)
+        engine = assemble_engine(target, None, config, TreeConfig(4, 3, 2), RandomDrafter(48), ranks)
+        sampled = SamplingParams(8, 0.9, ignore_eos=True)
+        requests = [
+            Request(f"{n}", tuple(range(3 + n, 8 + n)), replace(sampled, seed=n, top_k=(0, 9)[n % 2])) for n in range(5)
+        ]
+        last: dict[str, str | None] = {}
+        tokens: dict[str, list[int]] = {}
+        for batch in (
+            [*requests, Request("long", tuple(range(3, 40)), replace(sampled, seed=9))],
+            [replace(requests[0], id="after")],
+        ):
+            for request in batch:
+                engine.submit(request)
+            while engine.has_work:
+                for chunk in engine.step():
+                    tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+                    last[chunk.request_id] = chunk.finish_reason
+                engine.check()
+    finally:
+        ranks.close()
+    assert process.exitcode == 0, "parted by itself"
+    assert last.pop("long") == "error"
+    assert set(last.values()) == {"length"}
+    for request in requests:
+        assert tokens[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+    assert tokens["after"] == tokens["0"]
+
+
+def run_worker_of(folder: str, info: RankInfo) -> None:
+    run_worker(folder, "float32", 0, info)
 
 
 def be_a_wrong_rank(folder: str, info: RankInfo) -> None:
