@@ -70,8 +70,7 @@ class GrownTree:
         """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
         if kernels := _kernels():
             self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
-            own = self.tokens, self.parents, self.candidates, self.scores
-            kernels.rank_nodes(*own, self.cumulative, self.expanded)
+            kernels.rank_nodes(self.tokens, self.parents, self.candidates, self.scores, self.cumulative, self.expanded)
             return
         above = self.candidates[self.parents] == self.tokens[:, None]
         above[0] = False
