@@ -54,7 +54,7 @@ class DraftAheadConfig:
         miss_steps: of EAGLE, most levels of a tree on demand, whose commit was not foreseen. It has fewer where another one
             yields less than the verifier loses meanwhile.
         mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
-            "auto" on a GPU and "never" on a CPU. The output is the same.
+            "auto" on a GPU, also an emulated one, and "never" on a CPU. The output is the same.
     """
 
     top_k: int = 128

@@ -38,8 +38,8 @@ class EngineConfig:
             needs a drafter that samples its drafts.
         draft_budget: size of draft trees. "adaptive" takes the size with the most tokens per second in measured steps,
             possibly none. "fixed" takes the largest tree that max_verify_tokens allows. `tree` limits both. "auto" is
-            "adaptive" on a GPU under "match", otherwise "fixed". The output is the same; under "rejection" its
-            distribution is, and a seed repeats the tokens only with "fixed".
+            "adaptive" on a GPU, also an emulated one, under "match", otherwise "fixed". The output is the same; under
+            "rejection" its distribution is, and a seed repeats the tokens only with "fixed".
         prefix_cache: keep the KV cache of finished requests for later requests with the same prefix.
         session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
         priority_aging_s: seconds of waiting that count as one step of priority.

@@ -82,7 +82,7 @@ class DrafterParts:
     def with_ahead(self, drafter: EagleDrafter | BlockDrafter) -> LocalDrafter:
         """The drafter, drafting ahead if the settings ask for it, or if that may pay.
 
-        Without settings it may pay on a GPU. Draft services on a CPU mostly share its cores with others.
+        Without settings it may pay on a GPU, also an emulated one. Draft services on a CPU mostly share its cores.
         """
         if self.ahead_mode == "never":
             return drafter
@@ -91,7 +91,8 @@ class DrafterParts:
     @property
     def ahead_mode(self) -> DraftAheadMode:
         """Whether to draft ahead: never, always, or where it pays."""
-        mode = self.drafting.draft_ahead.mode or ("never" if torch.device(self.device).type == "cpu" else "auto")
+        has_gpu = torch.device(self.device).type != "cpu" or self.drafting.emulated_device
+        mode = self.drafting.draft_ahead.mode or ("auto" if has_gpu else "never")
         return "never" if mode == "auto" and not self.has_idle_time else mode
 
     def capture(self) -> Capture | None:

@@ -58,6 +58,8 @@ LONG_ENOUGH_S = 0.02
 # Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
 MAX_BENDS, BEND = 4, 0.05
 PREFIX_TOKENS = 64
+# Prefixes and sequences of the passes that time a context, and seconds of a pass from which that takes too long.
+CONTEXT_TOKENS, CONTEXT_SEQUENCES, LONG_PASS_S = 1024, 16, 0.1
 GREEDY = NoiseKey(seed=0)
 FOR_WEIGHTS = "free some memory, take a smaller or a quantised model, or raise engine.tensor_parallel_size"
 FOR_KV_CACHE = "lower engine.max_kv_tokens if it is set, else engine.gpu_memory_utilization"
@@ -136,18 +138,24 @@ def assemble_engine(
     if drafter is None or not is_adaptive(engine, target.device):
         return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
     verify = measure_verify(runner, engine, tree, clock)
+    context_token_s = measure_context(runner, engine, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    budget = AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter))
+    budget = AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
     return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
 
 
 def is_adaptive(engine: EngineConfig, device: torch.device) -> bool:
     """Whether the size of trees follows costs and acceptance: see `EngineConfig.draft_budget`."""
     if engine.draft_budget == "auto":
-        return device.type != "cpu" and engine.acceptance == "match"
+        return has_gpu(engine, device) and engine.acceptance == "match"
     return engine.draft_budget == "adaptive"
+
+
+def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
+    """Whether passes run on a GPU, real or emulated."""
+    return device.type != "cpu" or bool(engine.emulated_device)
 
 
 def gather_ranks(rank: RankInfo, target: str, dtype: str, max_model_len: int = 0) -> TargetWorkers:
@@ -220,6 +228,34 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
             yield lambda: tokens_of(runner.forward(segments), draws)
 
     return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock)
+
+
+def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Clock) -> float:
+    """Seconds of a verify pass for each cached token that its rows attend to, from short and from long prefixes.
+
+    A GPU reads the context of a sequence once for all of its rows. On a CPU it is a cost of each row: 0 here, as for passes
+    that take long, and for models with sliding windows, which bound what a context costs.
+    """
+    num_slots, count = runner.kv_cache.scratch, min(engine.max_num_seqs, CONTEXT_SEQUENCES)
+    longest = min(CONTEXT_TOKENS, num_slots, runner.target.max_model_len - 1)
+    has_window = getattr(runner.target.config, "sliding_window", None)
+    if longest < 2 * PREFIX_TOKENS or has_window or not has_gpu(engine, runner.target.device):
+        return 0.0
+
+    def rounds(length: int) -> Iterator[Callable[[], object]]:
+        zero, draws = np.zeros(1, np.int64), [Draw(GREEDY, 0)] * count
+        prefixes = [(number * longest + np.arange(length)) % num_slots for number in range(count)]
+        segments = [Segment(zero, zero + length, zero + num_slots, prefix, None, zero, GREEDY) for prefix in prefixes]
+        while True:
+            yield lambda: tokens_of(runner.forward(segments), draws)
+
+    def seconds(length: int) -> float:
+        works = rounds(length)
+        next(works)()
+        return _median_seconds(works, clock, 3)
+
+    short_s = seconds(PREFIX_TOKENS)
+    return max(seconds(longest) - short_s, 0.0) / (count * (longest - PREFIX_TOKENS)) if short_s < LONG_PASS_S else 0.0
 
 
 def measure_drafting(

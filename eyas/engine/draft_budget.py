@@ -3,8 +3,9 @@
 `AdaptiveDraftBudget` takes the size with the most tokens per second. Let B sequences have trees of up to k nodes and d
 levels, let P have none, and let the m likeliest of all drafted nodes be verified. Such a step takes verify(P + B + m) +
 draft(B, k, d) seconds and yields P + B + a(m, k, d) tokens. verify and draft are tables of seconds, measured at start and
-refined by every step. a is the expected number of accepted nodes. It comes from the trees drafted last, and from how likely
-a node with its score is accepted, which is learned from what was verified.
+refined by every step. Contexts take seconds too, but no node adds to these. a is the expected number of accepted nodes. It
+comes from the trees drafted last, and from how likely a node with its score is accepted, which is learned from what was
+verified.
 
 When the next trees are there, the nodes of all sequences compete in the same way, by their own scores.
 
@@ -79,9 +80,17 @@ class AdaptiveDraftBudget:
     RELAXING = 0.99  # of what catching up seems to cost, for each step in which a sequence has no tree because of it
     MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
 
-    def __init__(self, tree: TreeConfig, verify: CostModel, draft: DraftCosts, is_apart: bool = False) -> None:
-        """tree: the largest one. verify: seconds by rows. is_apart: whether the drafter also works between two steps."""
-        self._is_apart = is_apart
+    def __init__(
+        self,
+        tree: TreeConfig,
+        verify: CostModel,
+        draft: DraftCosts,
+        is_apart: bool = False,
+        context_token_s: float = 0.0,
+    ) -> None:
+        """tree: the largest one. verify: seconds by rows, without those of contexts. is_apart: whether the drafter also
+        works between two steps. context_token_s: seconds for each cached token that rows attend to."""
+        self._is_apart, self._context_token_s = is_apart, context_token_s
         self.num_nodes, self.tokens_per_s = 1, 0.0
         self._tree, self._verify, self._draft = tree, verify, draft
         self._survival, self._recent = SurvivalModel(), RecentTrees()
@@ -129,7 +138,7 @@ class AdaptiveDraftBudget:
         nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
         order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows, size = num_plain + len(trees), max(self._sizes.values(), default=NO_TREE)
-        fixed_s = self._draft.at(len(trees), size) + sum(self._others_s)
+        fixed_s = self._draft.at(len(trees), size) + self._fixed_s
         seconds = self._verify.at(self._step.num_prompt_rows + num_rows + np.arange(len(nodes) + 1)) + fixed_s
         gained = num_rows + np.cumsum(np.append(0.0, nodes[order]))
         if self._step.num_prompt_rows and self._plan:
@@ -165,7 +174,9 @@ class AdaptiveDraftBudget:
         is_settled = self._is_settled(len(batch)) if requested else True
         learns = bool(not is_settled or self._scouts or self._num_steps % self.OBSERVE_STEPS == 0)
         if decode_only and learns:
-            self._verify.observe(num_rows, verify_s)
+            context_s = self._context_token_s * sum([scheduled.first for scheduled in batch])
+            rows_s = self._verify.seconds(num_rows)
+            self._verify.observe(num_rows, verify_s * rows_s / (rows_s + context_s))
         if not requested:
             self._pay(self.RETRY_SHARE * (wait_s + verify_s + sum(self._others_s)))
             return
@@ -222,7 +233,12 @@ class AdaptiveDraftBudget:
 
     def _step_s(self, num_rows: float) -> float:
         """Expected seconds of a step, without its draft."""
-        return self._verify.seconds(num_rows) + sum(self._others_s)
+        return self._verify.seconds(num_rows) + self._fixed_s
+
+    @property
+    def _fixed_s(self) -> float:
+        """Expected seconds of a step that do not depend on its rows, without its draft."""
+        return sum(self._others_s) + self._context_token_s * self._step.num_context_tokens
 
     def _pay(self, seconds: float) -> None:
         """Lower the debt; negative seconds raise it."""
@@ -372,7 +388,7 @@ class AdaptiveDraftBudget:
         rows, accepted = rows[:, some], accepted[:, some]
         count = num_rows - num_plain
         draft_s = np.array([[self._draft.at(count, size)] for size in sizes])
-        seconds = self._verify.at(num_rows + count * rows) + draft_s + sum(self._others_s)
+        seconds = self._verify.at(num_rows + count * rows) + draft_s + self._fixed_s
         rates = (num_rows + count * accepted) / seconds
         best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
         is_drafting = not self._is_stopped and (bool(plan.size.depth) if plan else is_few)

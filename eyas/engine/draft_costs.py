@@ -64,11 +64,13 @@ class NextStep(NamedTuple):
 
     num_prefilling: sequences inside their prompts. num_prompt_rows: that the step computes of these.
     candidates: by request id; made only when it is called. None if unknown.
+    num_context_tokens: cached tokens that its rows attend to, of all sequences together.
     """
 
     num_prefilling: int = 0
     num_prompt_rows: int = 0
     candidates: Callable[[], Mapping[str, Candidate]] | None = None
+    num_context_tokens: int = 0
 
 
 DECODE_ONLY = NextStep()

@@ -269,7 +269,8 @@ class Engine:
         num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
         prefilling = [len(s.tokens) - s.computed for s in running if s.prefilling]
         num_prompt_rows = min(sum(prefilling), self._scheduler.config.max_prefill_tokens)
-        step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready))
+        num_context_tokens = sum([sequence.computed for sequence in running])
+        step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready), num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()

@@ -69,6 +69,13 @@ def test_draft_services_on_gpus_try_it_by_default(
     assert type(parts.with_ahead(make(tiny_target, tiny_head))) is kind
 
 
+def test_an_emulated_gpu_tries_it_by_default_too(tiny_target: str, tiny_head: str) -> None:
+    drafting = DraftingConfig(2048, emulated_device="eagle3-8b@h200")
+    parts = DrafterParts(tiny_target, tiny_head, "float32", "cpu", SHAPE, drafting, MethodsConfig(), has_idle_time=True)
+    assert parts.ahead_mode == "auto"
+    assert replace(parts, has_idle_time=False).ahead_mode == "never"
+
+
 class Served:
     """Sessions that get 4.5 tokens a commit. A commit takes a second, or less where drafting ahead gains."""
 

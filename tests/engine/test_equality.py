@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.config import TreeConfig
+from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.drafters.base import Drafter
+from eyas.drafters.draft_ahead import DraftAheadDrafter
+from eyas.drafters.on_demand import AheadTrial
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
@@ -115,6 +117,24 @@ def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_targe
     request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
     chunks = run(engine, {0: [request]})
     assert tokens_of(chunks["one"]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+@pytest.mark.parametrize("name", ["eagle3-ahead", "dspark-ahead"])
+def test_adaptive_trees_drafted_ahead_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
+    """What both choose depends on time, and no token does."""
+    ahead = case_of(name, tiny_target, tiny_head).drafter(TREE)
+    assert isinstance(ahead, DraftAheadDrafter)
+    drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), AheadTrial()))
+    engine = make_engine(drafter, tiny_target, tiny_head, name, draft_budget="adaptive")
+    requests = [
+        Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=40))
+        for i, (prompt, params) in enumerate(zip(prompts(6), cycle(BATCHES["mixed"]), strict=False))
+    ]
+    chunks = run(engine, {0: requests[:1], 9: requests[1:]})
+    assert any(chunk.verify_step and chunk.verify_step.drafted for own in chunks.values() for chunk in own)
+    for request in requests:
+        expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
 
 
 def test_a_drafter_that_returns_drafts_for_running_requests(tiny_target: str, tiny_head: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from eyas.config import TreeConfig
 from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, StepTimes, TreeSize
+from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, NextStep, StepTimes, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput
@@ -30,6 +30,7 @@ class Simulation:
     tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
     available: whether the drafter answers. others: requests beside them that cannot have trees.
     gap: seconds between two steps, in which a drafter apart works too.
+    context, context_token: tokens of each request's context, and what each of them adds to a step.
     small: requests that ask for trees of two nodes at most. ending: requests with room for one more drafted token.
     sampled: requests whose trees are drawn, and how likely each of their nodes is accepted.
     now, tokens: seconds that have passed and tokens that came out.
@@ -44,6 +45,8 @@ class Simulation:
     behind: float = 0.0
     others: int = 0
     gap: float | None = None
+    context: int = 1
+    context_token: float = 0.0
     small: int = 0
     ending: int = 0
     sampled: int = 0
@@ -59,20 +62,21 @@ class Simulation:
         first, level = (CostModel(sizes, [seconds] * len(sizes), rate=0.5) for seconds in (self.draft, 0.0))
         if remote:
             first, level = CostModel((), (), rate=0.5), CostModel((), (), rate=0.5)
-        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k), remote)
+        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k), remote, self.context_token)
 
     def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The nodes that most requests got, step by step; 1 where only scouts have trees."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
+        step = NextStep(num_context_tokens=self.context * self.batch)
         without = {f"other {number}": NO_TREE for number in range(self.others)}
-        chosen = [budget.choose(names, most, self.others)]
+        chosen = [budget.choose(names, most, self.others, step)]
         for _ in range(steps):
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(chosen[-1] | without, rng)
-            verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch)
+            verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
             budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap))
             self.now += wait_s + verify_s + (self.gap or 0.0)
-            chosen.append(budget.choose(names, most, self.others))
+            chosen.append(budget.choose(names, most, self.others, step))
         usual_sizes = []
         for sizes in chosen:  # the same size for all but scouts
             drafting = Counter(size for size in sizes.values() if size.depth)
@@ -99,7 +103,12 @@ class Simulation:
         """Seconds per token of steps with trees of one size, in the long run."""
         accepted = sum(self.right**depth for depth in range(nodes))
         seconds = self.fixed + self.row * (self.others + self.batch * nodes) + (self.draft if nodes > 1 else 0.0)
+        seconds += self._context_s
         return seconds / (self.others + self.batch * accepted)
+
+    @property
+    def _context_s(self) -> float:
+        return self.context_token * self.context * self.batch
 
     def _step(self, sizes: dict[str, TreeSize], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
         batch, outputs = [], list[VerifyOutput]()
@@ -114,7 +123,7 @@ class Simulation:
             path = tuple(range(length + 1))
             request = Request(name, (1,), DEFAULTS, num_draft_tokens=2 if is_small else 0)
             sequence = Sequence(request, QueueKey(0.0, 0), [1], SLOTS[:4] if is_ending else SLOTS)
-            batch.append(ScheduledSequence(sequence, np.arange(len(tree)), 1, tree))
+            batch.append(ScheduledSequence(sequence, np.arange(len(tree)), self.context, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
         return batch, outputs

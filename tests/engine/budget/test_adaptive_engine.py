@@ -169,6 +169,7 @@ def test_the_budget_sees_prompts_and_what_sequences_lack(tiny_target: str) -> No
         ({"acceptance": "rejection"}, "cuda", False),
         ({"acceptance": "rejection", "draft_budget": "adaptive"}, "cpu", True),
         ({"draft_budget": "fixed"}, "cuda", False),
+        ({"emulated_device": "llama-3.1-8b@h200"}, "cpu", True),
     ],
 )
 def test_gpus_have_adaptive_trees_by_default(settings: dict[str, Any], device: str, expected: bool) -> None:

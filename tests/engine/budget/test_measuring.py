@@ -7,9 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from eyas.engine.build import TIME_LIMIT_S, _measure
+from eyas.config import EngineConfig, TreeConfig
+from eyas.config.device_costs import DeviceCosts
+from eyas.engine.build import TIME_LIMIT_S, _measure, assemble_engine
 from eyas.engine.draft_costs import CostModel
 from eyas.models.emulation import VirtualClock
+from eyas.models.target import load_target
+from tests.engine.drafters import RandomDrafter
 from tests.engine.test_out_of_memory import no_memory
 
 
@@ -67,3 +71,10 @@ def test_the_slowest_device_is_timed_at_two_sizes() -> None:
 def test_a_straight_line_needs_no_further_sizes() -> None:
     table, _ = measured({"read": 0.0, "row": 1e-5})
     assert table.sizes == [1, 4, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_what_a_context_costs_is_measured_at_start(tiny_target: str) -> None:
+    config = EngineConfig(max_kv_tokens=4096, draft_budget="adaptive", emulated_device="llama-3.1-8b@h200")
+    engine = assemble_engine(load_target(tiny_target), None, config, TreeConfig(), RandomDrafter(48), clock=VirtualClock())
+    expected = DeviceCosts.read("llama-3.1-8b@h200").passes["verify"].us_per_context_token
+    assert 1e6 * engine._budget._context_token_s == pytest.approx(expected)  # type: ignore[attr-defined]

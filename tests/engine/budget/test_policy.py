@@ -35,6 +35,14 @@ def test_a_slow_drafter_is_left_out_and_retried(remote: bool) -> None:
     assert usual(simulation.sizes(budget, 6000)[-100:]) == NODES
 
 
+@pytest.mark.parametrize(("batch", "fixed", "row", "right"), [(64, 1.0, 1 / 32, 0.7), (256, 0.2, 1 / 40, 0.6)])
+def test_long_contexts_do_not_make_rows_seem_costly(batch: int, fixed: float, row: float, right: float) -> None:
+    """Contexts take ten seconds of a step, and no node adds to these."""
+    simulation = Simulation(fixed, row, 0.2, right, batch, context=500, context_token=10 / 500 / batch)
+    best = min(simulation.expected_seconds_per_token(nodes) for nodes in range(1, NODES + 1))
+    assert simulation.seconds_per_token(simulation.budget(), 200) < 1.03 * best
+
+
 def test_catching_up_is_not_a_cost_of_every_draft() -> None:
     simulation = Simulation(row=0.01, draft=20.0)
     budget = simulation.budget(remote=True)

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import OnDemand, StepWait
@@ -214,5 +214,40 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
         assert remote.num_lost == 0
     assert len(set(taken)) > 1
     assert len(set(skipped)) > 1
+    for request in requests:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_the_defaults_of_a_gpu_change_no_token(method: str, tiny_target: str, tiny_head: str) -> None:
+    """The defaults on a GPU: adaptive trees, drafted ahead where that pays. Both depend on time, and no token does."""
+    head = tiny_block_head(method, tiny_target) if method == "dspark" else tiny_head
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="auto"))
+    drafter = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    assert isinstance(drafter, DraftAheadDrafter)
+    needs, fuser = drafter.needs, build_fuser(method, head, tiny_target, "float32", "cpu")
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
+    samplings = [SamplingParams(40, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
+    requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    num_drafted = 0
+    with (
+        serving(drafter, info) as address,
+        closing(RemoteDrafter(address, needs, DraftClientConfig(draft_timeout_s=30.0))) as remote,
+    ):
+        eventually(lambda: remote.connected)
+        config = EngineConfig(max_kv_tokens=512, draft_budget="adaptive")
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", config, TREE, remote)
+        for number, request in enumerate(requests):
+            engine.submit(request)
+            for _ in range(6 if not number else 1):
+                for chunk in engine.step():
+                    emitted[chunk.request_id] += chunk.token_ids
+                    num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+        engine.check()
+    assert num_drafted
     for request in requests:
         assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
