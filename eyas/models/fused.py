@@ -267,11 +267,7 @@ class FusedLayer:
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        if self.experts:
-            out = self.experts(normed)
-        else:
-            gates, *ups = (product(normed) for product in self._gate_up)
-            out = self._down(gated(gates, self._activation, *ups))
+        out = self.experts(normed) if self.experts else self._down(self._gated(normed, gated))
         if self._mixture:
             out = _with_experts(self._mixture, state, out)
         delta_norm = self._down_norm
@@ -281,6 +277,11 @@ class FusedLayer:
             delta_norm = self._input.norm
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
+
+    def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
+        """Activated gates times values [1, R, I]; both are freed before the next product."""
+        gates, *ups = (product(normed) for product in self._gate_up)
+        return gated(gates, self._activation, *ups)
 
     @cached_property
     def cpu_layer(self) -> CpuLayer:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +14,19 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tests.launches import SHARED_KIB, launched_kernels
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What became of each kernel for each kind of GPU, all compiled by one process."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+def compiled(sm: int, cache: Path) -> list[dict[str, Any]]:
+    """What became of each kernel for a kind of GPU, in a process of its own."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.launches", *map(str, SHARED_KIB)]
+    command = [sys.executable, "-m", "tests.launches", str(sm)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("sm", SHARED_KIB)
-def test_kernels_compile_fit_and_do_not_spill(sm: int, compiled: list[dict[str, Any]]) -> None:
-    kernels = [kernel for kernel in compiled if kernel["sm"] == sm]
+def test_kernels_compile_fit_and_do_not_spill(sm: int, tmp_path: Path) -> None:
+    kernels = compiled(sm, tmp_path)
     assert {kernel["name"] for kernel in kernels} == launched_kernels()
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
