@@ -180,20 +180,25 @@ class CombinedDrafter(LocalDrafter):
 
     def _continue(self, k: int, sessions: Sequence[_CombinedSession], budgets: Sequence[TreeBudget]) -> None:
         """Continue one side's trees below their best leaves by what the other side finds behind their paths."""
-        other, asked = 1 - k, list[tuple[_CombinedSession, DraftTree, int]]()
+        other, asked = 1 - k, list[tuple[int, int]]()  # sessions by number, and leaves
         contexts, paths = list[DraftContext](), list[Path]()
-        for session, budget in zip(sessions, budgets, strict=True):
+        for number, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
             tree, session.continued[k] = session.tree_of(k), None
             if tree is None or session.tree_of(other) is None or not self._sides[other].continues_paths:
                 continue
+            context = changed(session.context, budget=budget)
             for leaf in _best_leaves(tree, budget.max_depth):
-                asked.append((session, tree, leaf))
-                contexts.append(changed(session.context, budget=budget))
-                paths.append(tuple(tree.tokens[node] for node in tree.path(leaf)[1:]))
+                asked.append((number, leaf))
+                contexts.append(context)
+                paths.append(tuple([tree.tokens[node] for node in tree.path(leaf)[1:]]))
         found = self._sides[other].continue_paths(contexts, paths) if paths else []
-        for (session, tree, leaf), below in zip(asked, found, strict=False):
+        parts: dict[int, list[tuple[int, DraftTree]]] = {}
+        for (number, leaf), below in zip(asked, found, strict=False):
             if below.num_drafted:
-                session.continued[k] = _attached(session.continued[k] or tree, leaf, below)
+                parts.setdefault(number, []).append((leaf, below))
+        for number, own in parts.items():
+            if (tree := sessions[number].tree_of(k)) is not None:
+                sessions[number].continued[k] = _attached(tree, own)
 
     def _prune(self, k: int, session: _CombinedSession, merged: DraftTree) -> None:
         """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
@@ -225,15 +230,15 @@ def _best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
     return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
 
 
-def _attached(tree: DraftTree, leaf: int, below: DraftTree) -> DraftTree:
-    """`tree` with the nodes of `below`, whose root is the leaf."""
-    places = [leaf, *range(len(tree), len(tree) + below.num_drafted)]
-    return replace(
-        tree,
-        tokens=(*tree.tokens, *below.tokens[1:]),
-        parents=(*tree.parents, *(places[parent] for parent in below.parents[1:])),
-        log_probs=(*tree.log_probs, *(tree.log_probs[leaf] + log_prob for log_prob in below.log_probs[1:])),
-    )
+def _attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTree:
+    """`tree` with the nodes of other trees, whose roots are leaves of it."""
+    tokens, parents, log_probs = list(tree.tokens), list(tree.parents), list(tree.log_probs)
+    for leaf, below in parts:
+        places, above = [leaf, *range(len(tokens), len(tokens) + below.num_drafted)], log_probs[leaf]
+        tokens += below.tokens[1:]
+        parents += [places[parent] for parent in below.parents[1:]]
+        log_probs += [above + log_prob for log_prob in below.log_probs[1:]]
+    return replace(tree, tokens=tuple(tokens), parents=tuple(parents), log_probs=tuple(log_probs))
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:

@@ -208,7 +208,7 @@ class HitRates:
     """How often the longest match of each length foresaw the next token of a session."""
 
     def __init__(self, lengths: range) -> None:
-        self._lengths = lengths
+        self._lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
         self._trials = np.zeros(len(lengths))
         self._hits = np.zeros(len(lengths))
 
@@ -219,8 +219,7 @@ class HitRates:
 
     def logs(self) -> Reals:
         """Log of the hit rate of each length."""
-        prior = np.array([n / (n + 1) for n in self._lengths])
-        return np.log((self._hits + PRIOR_TRIALS * prior) / (self._trials + PRIOR_TRIALS))
+        return np.log((self._hits + self._prior) / (self._trials + PRIOR_TRIALS))
 
 
 def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:

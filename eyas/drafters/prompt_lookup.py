@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import DraftContext, Path, compile_growth, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
-from eyas.tensors import runs_compiled
+from eyas.tensors import Ints, runs_compiled
 from eyas.tree import DraftTree
 
 # Weight of a match relative to the next better one.
@@ -69,6 +70,13 @@ class NgramIndex:
                 place = previous[place - 1]
         return found
 
+    def behind(self, places: Ints, depth: int) -> tuple[Ints, Ints]:
+        """The tokens from each place on [M, depth], and how many of them the text has [M]. What is beyond its end is of no
+        use."""
+        text = np.frombuffer(self.tokens, np.int64)  # a view: tokens can be appended once it is gone
+        tokens: Ints = text[np.minimum(places[:, None] + np.arange(depth), len(text) - 1)]
+        return tokens, np.minimum(len(text) - places, depth)
+
     def _count_hit(self, token: int) -> None:
         for i in range(len(self._previous) - 1, -1, -1):
             previous = self._previous[i]
@@ -99,22 +107,21 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
         found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
-        sessions = np.repeat(np.arange(len(found)), [len(places) for places in found])
+        sessions = np.repeat(np.arange(len(found)), [len(each) for each in found])
         if not len(sessions) or depth < 1:
             return [DraftTree.root_only(root) for root in roots]
-        lengths = np.empty(len(sessions), np.int64)
-        tokens, match = np.zeros((len(sessions), depth), np.int64), 0
-        for index, places in zip(memories, found, strict=True):
-            for place in places:
-                row = index.tokens[place : place + depth]
-                tokens[match, : len(row)], lengths[match] = row, len(row)
-                match += 1
-        ranks = np.concatenate([np.arange(len(places)) for places in found])
+        places = np.fromiter(chain.from_iterable(found), np.int64, len(sessions))
+        tokens, lengths = np.empty((len(sessions), depth), np.int64), np.empty(len(sessions), np.int64)
+        owners, distinct = np.array([id(index) for index in memories])[sessions], {id(index): index for index in memories}
+        for owner, index in distinct.items():
+            rows = slice(None) if len(distinct) == 1 else owners == owner
+            tokens[rows], lengths[rows] = index.behind(places[rows], depth)
+        ranks = np.concatenate([np.arange(len(each)) for each in found])
         matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
         if not matches.lengths.any():
             return [DraftTree.root_only(root) for root in roots]
-        length_indices = np.array([length - self._config.min_ngram for places in found for length in places.values()])
-        rates = {id(index): index.rates.logs() for index in memories}
+        length_indices = np.array([length - self._config.min_ngram for each in found for length in each.values()])
+        rates = {owner: index.rates.logs() for owner, index in distinct.items()}
         log_rates = np.stack([rates[id(index)] for index in memories])
         if runs_compiled(torch.device("cpu")):
             from eyas.drafters.cpu_kernels import trees_of_matches
