@@ -255,7 +255,7 @@ class AheadTrial:
         log.info("drafting ahead is %s: %s", "on" if is_ahead else "off", reason, extra={"rate_limited": True})
 
 
-class PassSizes:
+class RowLimit:
     """Decides how many rows a pass over trees of all sessions runs, by what passes of each size took.
 
     A device takes as long for some rows as for one, and longer from there on. The size with the most worth per second is

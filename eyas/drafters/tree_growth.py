@@ -101,6 +101,14 @@ class Candidates:
     ends: tuple[int, ...]
 
 
+def best_places(scores: Reals, count: int) -> Ints:
+    """Places of the `count` best finite scores, the best first; of equal ones the first."""
+    places = np.flatnonzero(scores > -np.inf)
+    if len(places) > count:
+        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
+    return places[np.argsort(-scores[places], kind="stable")[:count]]
+
+
 class Frontier(NamedTuple):
     """The nodes of a level that are expanded.
 

@@ -25,9 +25,9 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
-from eyas.drafters.on_demand import Average, OnDemand, PassSizes
+from eyas.drafters.on_demand import Average, OnDemand, RowLimit
 from eyas.drafters.sessions import num_features
-from eyas.drafters.tree_growth import Reals
+from eyas.drafters.tree_growth import Reals, best_places
 from eyas.drafters.tree_rows import FoundRows, GrownRows
 from eyas.tensors import Bools, Ints, download, has_numba, upload
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
@@ -91,7 +91,7 @@ class GrownTree:
         """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
         inside = self._within(root) & (self.depths - self.depths[root] < max_depth)
         scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
-        chosen = _best(scores, count)
+        chosen = best_places(scores, count)
         return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
 
     def _within(self, root: int) -> Bools:
@@ -186,7 +186,7 @@ class GrownTree:
         is_new = (number == 0) & (self.depths < max_depth - 1)[:, None] & (scores > least)
         is_outdated = (number > 0) & ~exact[number] & exact[:, None]
         worth = np.where(is_new, scores, np.where(is_outdated, scores + repair, -np.inf)).ravel()
-        chosen = _best(worth, count)
+        chosen = best_places(worth, count)
         return chosen, worth[chosen]
 
     def take_rows(self, chosen: Ints) -> GrownRows | None:
@@ -234,7 +234,7 @@ class GrownTree:
         self.states = torch.cat([self.states, states])
         self._rank()
         kept = np.zeros(len(order), np.bool_)
-        kept[_best(self.cumulative, max_nodes)] = True
+        kept[best_places(self.cumulative, max_nodes)] = True
         self._keep(kept, order)
 
     def _keep(self, kept: Bools, order: Ints | None = None) -> None:
@@ -256,14 +256,6 @@ class GrownTree:
             self.states = self.states[upload(nodes, self.states.device)]
         self.is_exact, self.candidates, self.scores = self.is_exact[nodes], self.candidates[nodes], self.scores[nodes]
         self._rank()
-
-
-def _best(scores: Reals, count: int) -> Ints:
-    """Places of the `count` best finite scores, the best first; of equal ones the first."""
-    places = np.flatnonzero(scores > -np.inf)
-    if len(places) > count:
-        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
-    return places[np.argsort(-scores[places], kind="stable")[:count]]
 
 
 @cache
@@ -294,7 +286,7 @@ class AheadTrees:
         self._changed: dict[str, None] = {}
         self._pass_s = Average()  # of a pass that the verifier waits for
         _kernels()  # compiled now, not while sessions wait
-        self._sizes = PassSizes()
+        self._sizes = RowLimit()
         self._launched: float | None = None  # when the pass that runs began, if it is one of rows alone
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
@@ -365,7 +357,7 @@ class AheadTrees:
         worth = np.concatenate([worth for _, worth in useful.values()])
         if len(worth) > (limit := max(self._sizes.best(np.exp(worth)) - num_taken, MIN_USEFUL)):
             kept = np.zeros(len(worth), np.bool_)
-            kept[_best(worth, limit)] = True
+            kept[best_places(worth, limit)] = True
             ends = np.cumsum(list(counts.values()))
             counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
         for name, (chosen, _) in useful.items():

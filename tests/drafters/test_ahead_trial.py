@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,19 @@ from benchmarks.scripts.virtual_rates import Cell
 from benchmarks.scripts.virtual_split import Settings, VirtualSplit
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
+from eyas.config.device_costs import flat
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters import trees_ahead
 from eyas.drafters.base import PreparedTrees
 from eyas.drafters.blocks_ahead import End, joined_trees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, PassSizes, SentTree, StepWait
+from eyas.drafters.on_demand import EXPLORATION, AheadTrial, OnDemand, RowLimit, SentTree, StepWait
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.tree_growth import Reals
 from eyas.drafters.tree_rows import GrownRows, PaddedPrefix
 from eyas.drafters.trees_ahead import AheadTrees, GrownTree
-from eyas.models.emulation import VirtualClock
+from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.tensors import Ints
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.emulated_graphs import ignore_time
@@ -362,17 +364,17 @@ def test_a_pass_has_the_rows_with_the_most_worth_per_second() -> None:
     """A device takes as long for 150 rows as for one, and longer from there on; worth falls slowly or fast."""
     slow, fast = 0.997 ** np.arange(2000), 0.9 ** np.arange(2000)
     for worth, knee, expected in ((slow, 150, 160), (slow, 10**6, 1024), (fast, 150, 64), (slow, 200, 192)):
-        sizes = PassSizes()
+        sizes = RowLimit()
         for _ in range(200):
             rows = sizes.best(worth)
             sizes.add(rows, max(1.0, rows / knee))
         assert sizes.best(worth) == expected
     sizes.add(1024, 0.0)
-    assert PassSizes().best(worth) == 64, "no pass has been measured"
+    assert RowLimit().best(worth) == 64, "no pass has been measured"
 
 
 def test_a_device_that_gets_faster_is_noticed() -> None:
-    sizes, worth = PassSizes(), 0.999 ** np.arange(2000)
+    sizes, worth = RowLimit(), 0.999 ** np.arange(2000)
     for speed in (1.0, 0.1):
         for _ in range(2000):
             rows = sizes.best(worth)
@@ -424,7 +426,7 @@ def growing(target: str, head: str) -> DraftAheadDrafter:
 def test_sessions_share_the_rows_of_a_pass_by_worth(
     tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chosen rows are worth more than those left out, whoever has them."""
+    """The chosen rows are worth more than those left out, whichever tree has them."""
     drafter, names = growing(tiny_target, tiny_head), ["a", "b", "c"]
     ahead = drafter._ahead
     assert isinstance(ahead, AheadTrees)
@@ -458,3 +460,20 @@ def test_nothing_grows_once_all_sessions_have_ended(tiny_target: str, tiny_head:
     drafter = growing(tiny_target, tiny_head)
     drafter.release(["a", "b", "c"])
     assert not drafter.draft_ahead()
+
+
+def test_only_nodes_behind_a_predicted_state_are_repaired(
+    tiny_target: str, tiny_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree grown on demand has none; after a hit, all below the new root are. The log names passes that repair."""
+    ignore_time(monkeypatch)
+    eagle, log = make(tiny_target, tiny_head), tmp_path / "log"
+    eagle.emulate(EmulatedDevice(replace(flat("short", draft_level=1.0), log=str(log)), VirtualClock()))
+    drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    work(drafter)
+    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"", "grow"}
+    log.unlink()
+    last_of(drafter, [going_on(first, likeliest(tree)[:1])])
+    work(drafter)
+    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"grow", "repair"}

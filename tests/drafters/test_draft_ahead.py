@@ -1,6 +1,5 @@
 """Drafting ahead: trees grown before the root is known are cut at the committed path and leave no trace in later trees."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,20 +304,6 @@ def test_a_hit_does_not_wait_for_the_level_that_grows(vocab_size: int, tmp_path:
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
     assert clock.now == before
-
-
-def test_only_nodes_behind_a_predicted_state_are_repaired(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
-    """A tree grown on demand has none; after a hit, all below the new root are. The log tells which passes repair."""
-    eagle, log = make(tiny_target, tiny_head), tmp_path / "log"
-    eagle.emulate(EmulatedDevice(replace(flat("short", draft_level=1.0), log=str(log)), VirtualClock()))
-    drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
-    (tree,) = last_of(drafter, [first])
-    work(drafter)
-    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"", "grow"}
-    log.unlink()
-    last_of(drafter, [going_on(first, likeliest(tree)[:1])])
-    work(drafter)
-    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"grow", "repair"}
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
