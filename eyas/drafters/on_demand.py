@@ -259,38 +259,39 @@ class RowLimit:
     """Decides how many rows a pass over trees of all sessions runs, by what passes of each size took.
 
     A device takes as long for some rows as for one, and longer from there on. The size with the most worth per second is
-    taken. One that was not tried counts as fast as the one below it, and is the largest that may be next. Each pass lowers
-    the times of larger sizes a little: they must not rest on measurements of long ago.
+    taken. The one above those that were tried counts as fast as these, and is the largest that may be next. A pass whose
+    results are fetched late seems to have taken longer. So no size counts as slower than a larger one, and shorter times
+    count at once. Each pass lowers the times of larger sizes a little: they must not rest on measurements of long ago.
     """
 
     SIZES: ClassVar[tuple[int, ...]] = (64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
     MIN_GAIN: ClassVar[float] = 1.03  # of a larger size: what arrives meanwhile waits for a long pass
-    RATE, MAX_SURPRISE, DECAY = 0.2, 3.0, 0.9995  # of a new measurement; as a multiple of the known time; of a pass
+    RATE, MAX_SURPRISE, DECAY = 0.05, 3.0, 0.9995  # of a longer measurement; as a multiple of the known time; of a pass
 
     def __init__(self) -> None:
-        self._seconds = [0.0] * len(self.SIZES)  # 0: not known
+        self._seconds = np.full(len(self.SIZES), np.inf)  # inf: not known
 
     def add(self, rows: int, seconds: float) -> None:
         """Take in how long a pass took. It counts for the largest size that it reached."""
         size = bisect_right(self.SIZES, rows) - 1
         if size >= 0 and seconds > 0:
-            known = self._seconds[size] or seconds
-            self._seconds[size] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
+            known = self._seconds[size]
+            longer = self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known) if known < seconds else 0.0
+            self._seconds[size] = min(known, seconds) + longer
 
     def best(self, worth: npt.NDArray[np.float64]) -> int:
         """Most rows of the next pass. worth: of all rows that it could run."""
-        gains, found, best_rate, below = np.append(0.0, np.cumsum(-np.sort(-worth))), self.SIZES[0], 0.0, 0.0
-        for number, size in enumerate(self.SIZES):
-            seconds = max(self._seconds[number], below)
-            is_next = not any(self._seconds[number:])
-            if seconds and (rate := float(gains[min(size, len(worth))]) / seconds) > self.MIN_GAIN * best_rate:
-                found, best_rate = size, rate
-            if size > found:
-                self._seconds[number] *= self.DECAY
-            if seconds and is_next:
-                break
-            below = seconds
-        return found
+        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        num_known = int(np.isfinite(seconds).sum())
+        if not num_known:
+            return self.SIZES[0]
+        gains, found, best_rate = np.append(0.0, np.cumsum(-np.sort(-worth))), 0, 0.0
+        for number, size in enumerate(self.SIZES[: num_known + 1]):
+            rate = float(gains[min(size, len(worth))]) / float(seconds[min(number, num_known - 1)])
+            if rate > self.MIN_GAIN * best_rate:
+                found, best_rate = number, rate
+        self._seconds[found + 1 :] *= self.DECAY
+        return self.SIZES[found]
 
 
 class StepWait:

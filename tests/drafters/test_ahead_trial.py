@@ -373,6 +373,17 @@ def test_a_pass_has_the_rows_with_the_most_worth_per_second() -> None:
     assert RowLimit().best(worth) == 64, "no pass has been measured"
 
 
+def test_passes_that_are_fetched_late_do_not_lengthen_others() -> None:
+    """The first pass, and every tenth one, is fetched long after the device has ended it."""
+    sizes, worth = RowLimit(), 0.997 ** np.arange(2000)
+    chosen = list[int]()
+    for number in range(200):
+        chosen.append(sizes.best(worth))
+        sizes.add(chosen[-1], max(1.0, chosen[-1] / 150) + 40.0 * (number % 10 == 0))
+    assert 160 <= np.median(chosen) <= 192
+    assert np.percentile(chosen[20:], 90) <= 192
+
+
 def test_a_device_that_gets_faster_is_noticed() -> None:
     sizes, worth = RowLimit(), 0.999 ** np.arange(2000)
     for speed in (1.0, 0.1):
