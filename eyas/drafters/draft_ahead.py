@@ -29,7 +29,7 @@ from eyas.drafters.base import (
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
+from eyas.drafters.on_demand import Average, OnDemand, SentTree, Trial
 from eyas.drafters.trees_ahead import AheadTrees
 from eyas.errors import ConfigError
 from eyas.tree import DraftTree, PreparedTree
@@ -98,9 +98,7 @@ class _AheadSession:
 class DraftAheadDrafter(LocalDrafter):
     """An EAGLE drafter, or one of one-pass heads, that prepares for the next commits whenever `draft_ahead` is called."""
 
-    def __init__(
-        self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: AheadTrial | None = None
-    ) -> None:
+    def __init__(self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
         """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
 
         Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
@@ -147,7 +145,7 @@ class DraftAheadDrafter(LocalDrafter):
 
     @property
     def _is_ahead(self) -> bool:
-        return self._trial is None or self._trial.is_ahead
+        return self._trial is None or self._trial.is_on
 
     def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
         """Take in what sessions have committed since their last answers."""

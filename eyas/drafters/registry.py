@@ -24,7 +24,7 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import Trial
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
@@ -86,7 +86,7 @@ class DrafterParts:
         """
         if self.ahead_mode == "never":
             return drafter
-        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, AheadTrial() if self.ahead_mode == "auto" else None)
+        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, Trial() if self.ahead_mode == "auto" else None)
 
     @property
     def ahead_mode(self) -> DraftAheadMode:

@@ -17,7 +17,7 @@ from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import Trial
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
 from eyas.errors import ConfigError
@@ -344,7 +344,7 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
-    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, AheadTrial())
+    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, Trial())
     assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
 
