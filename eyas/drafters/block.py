@@ -194,8 +194,7 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has what blocks grow from."""
-        known = self.sessions.get(session)
-        return known is not None and len(known.slots) > 0
+        return self.is_cached(session)
 
     @property
     def can_draft_ahead(self) -> bool:
