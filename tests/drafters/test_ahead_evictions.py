@@ -1,14 +1,18 @@
 """Drafting ahead while the cache is full: sessions that are evicted leave nothing behind."""
 
+import numpy as np
 import pytest
+import torch
 
+from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired
+from eyas.drafters import trees_ahead
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.trees_ahead import AheadTrees
+from eyas.drafters.trees_ahead import AheadTrees, GrownTree
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from tests.drafters.emulated_graphs import ignore_time
@@ -58,3 +62,19 @@ def test_evicted_sessions_keep_no_slots_of_trees_ahead(kind: str, tiny_target: s
     assert list(held) == ["b"]
     (answer,) = drafter.propose([going_on(first, likeliest(tree))])
     assert answer == ResyncRequired("a", 0, 0)
+
+
+def test_rows_that_find_no_memory_take_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise these slots were lost: no tree and no pass has them."""
+    free = SlotAllocator(8)
+    tree = GrownTree(1, torch.zeros(4), np.array([2, 3]), np.array([-0.1, -2.0]), free)
+
+    def refuse(*args: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trees_ahead, "upload", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            tree.next_rows(2, 6, 9)
+    assert free.num_free == 8
+    assert tree.next_rows(2, 6, 9) is not None
