@@ -140,6 +140,7 @@ class DraftAheadDrafter(LocalDrafter):
         whole = [self._with_backlog(context) for context in contexts]
         whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
         drafts = self._drafter.propose(whole)
+        self._drop_evicted()
         self._note(contexts, drafts, began, any(not context.has_tree for context in contexts), {})
         return drafts
 
@@ -179,6 +180,8 @@ class DraftAheadDrafter(LocalDrafter):
         made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
         for i, draft in zip((*others, *sampled), made, strict=True):
             drafts[i] = draft
+        if missing:
+            self._drop_evicted()
         is_waiting = any(not contexts[i].has_tree for i in missing)
         self._due |= dict.fromkeys(self._note(contexts, drafts, began, is_waiting, claims))
         return drafts
@@ -288,6 +291,14 @@ class DraftAheadDrafter(LocalDrafter):
         self._sessions[context.session] = _AheadSession(context)
         return whole
 
+    def _drop_evicted(self) -> None:
+        """Forget what is prepared for sessions whose cached tokens the drafter has dropped: their trees cannot grow on."""
+        evicted = [k for k, session in self._sessions.items() if session.is_prepared and not self._drafter.is_cached(k)]
+        self._ahead.release(evicted)
+        for key in evicted:
+            self._due.pop(key, None)
+            self._sessions[key].path, self._sessions[key].is_prepared = (), False
+
     def _begin(self) -> None:
         """Commit all backlogs to the drafter, and prepare from where all due sessions are now."""
         keys, self._due = [key for key in self._due if key in self._sessions], {}
@@ -300,6 +311,8 @@ class DraftAheadDrafter(LocalDrafter):
                     self._sessions[key].backlog.clear()
                 else:
                     del self._sessions[key]
+                    self._ahead.release([key])
+            self._drop_evicted()
         keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
         if not keys:
             return

@@ -176,6 +176,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions.release(sessions)
         self.ranking.release(sessions)
 
+    def is_cached(self, session: str) -> bool:
+        """Whether the session has cached tokens: it was not evicted, and is not dormant."""
+        known = self.sessions.get(session)
+        return known is not None and len(known.slots) > 0
+
     @abstractmethod
     def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
         """Claim the slots that a commit takes. Returns whether it can be run, and a tree be grown."""

@@ -76,15 +76,18 @@ class ModelRunner:
         exchanges: Exchanges | None = getattr(self.target.model, "exchanges", None)
         if exchanges is None:
             return
-        if not exchanges.is_running:  # in a captured pass or around it, where it is not known what is left
+        if not exchanges.can_finish:  # in a captured pass, around it, or in the first one: it is not known what is left
             raise Unavailable(f"a rank has no memory beside its layers, so ranks are out of step: {reason}")
         device, shared = self.target.device, self.target.shared_vocabulary
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        exchanges.finish(device)
-        if shared:
-            num_logits = sum([len(segment.logits_indices) for segment in segments])
-            shared.collect(segments, shared.placeholder(num_logits, device))
+        try:
+            exchanges.finish(device)
+            if shared:
+                num_logits = sum([len(segment.logits_indices) for segment in segments])
+                shared.collect(segments, shared.placeholder(num_logits, device))
+        except torch.OutOfMemoryError as error:  # others wait for this rank, and rank 0 for their answers
+            raise Unavailable(f"a rank has no memory to end a pass, so ranks are out of step: {error}") from error
 
     @property
     def runs_beside_host(self) -> bool:

@@ -330,9 +330,14 @@ class RemoteDrafter:
                 self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
-        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
+        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals.
+
+        A reply counts as one failure of the drafter if any of its prepared trees is invalid. The others are kept.
+        """
         prepared = [each for each in reply.prepared if self._is_valid(each)]
         with self._changed:
+            if len(prepared) < len(reply.prepared):
+                self.breaker.failed()
             for each in prepared:
                 if each.session in self._prepared_for:
                     self._prepared.put(each)
@@ -349,16 +354,13 @@ class RemoteDrafter:
             self._changed.notify()
 
     def _is_valid(self, prepared: PreparedTree) -> bool:
-        """Whether a prepared tree may be kept. An invalid one counts as a failure of the drafter."""
+        """Whether a prepared tree may be kept."""
         stream = self._stream
-        if stream is None:
-            return False
+        assert stream is not None, "replies come from an open stream"
         try:
             prepared.tree.validate(stream.info.model.vocab_size, PreparedTree.MAX_NODES)
         except InvalidTree as error:
             log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
-            with self._changed:
-                self.breaker.failed()
             return False
         return True
 
@@ -379,8 +381,9 @@ class RemoteDrafter:
 class CircuitBreaker:
     """Stops requests to a drafter whose trees do not arrive, or are invalid.
 
-    It opens after `max_failures` failed requests in a row. After `reset_s` seconds one request may try again: an answer
-    closes the circuit, a failure opens it for twice as long as before, up to MAX_BACKOFF_S.
+    It opens after `max_failures` failures in a row: lost requests, and replies with invalid trees. After `reset_s` seconds
+    one request may try again: an answer closes the circuit, a failure opens it for twice as long as before, up to
+    MAX_BACKOFF_S.
     """
 
     def __init__(self, max_failures: int, reset_s: float) -> None:

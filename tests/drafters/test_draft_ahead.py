@@ -448,18 +448,6 @@ def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_tar
     assert len(prepared.tree) > BUDGET.max_nodes + 1
 
 
-def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(20, ranking_temperature=1)
-    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=64), AHEAD)
-    last_of(drafter, [session("a", 15)])
-    assert drafter.draft_ahead()
-    last_of(drafter, [other := session("b", 16)])
-    work(drafter)
-    assert [prepared.session for prepared in drafter.take_prepared()][-1:] == ["b"]
-    (found,) = last_of(drafter, [going_on(other, [47])])
-    assert found.num_drafted
-
-
 def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:
     drafting = DraftingConfig(2048, draft_ahead=AHEAD)
     folder = tiny_block_head("dflash2", tiny_target)

@@ -56,7 +56,7 @@ from eyas.models.heads.block_layers import (
 )
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.layers import LinearFuser, Projected, rms_norm
+from eyas.models.heads.layers import LinearFuser, Projected, quantise_head, rms_norm
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]
@@ -421,15 +421,19 @@ def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32")
     return head.to(getattr(torch, dtype))
 
 
-def serve(head: BlockHead) -> BlockHead:
+def serve(head: BlockHead, quantization: str = "") -> BlockHead:
     """Freeze a head and lay out its weights for fast passes. It cannot be trained or saved any more.
 
-    On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases.
+    On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases. quantization: as
+    `drafting.quantization`. Raises ConfigError as `quantise_head`.
     """
-    optimize_for_cpu(head.requires_grad_(False).eval())
+    c, weight = head.requires_grad_(False).eval().config, head.embed_tokens.weight
     for number in range(len(head.layers)):
         head._layer(number).self_attn.serve()
-    c, weight = head.config, head.embed_tokens.weight
+    if quantization:
+        quantise_head(head, weight.device)
+        return head
+    optimize_for_cpu(head)
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
         head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)
     return head
