@@ -328,6 +328,10 @@ class StepWait:
         self._began, self._running = now, {session: waits and session in missing for session in lengths}
         return waits
 
+    def pause(self) -> None:
+        """Note a step that is not asked about: the time up to the next one that is counts for nothing."""
+        self._running = {}
+
     def waited(self, seconds: float) -> None:
         """Note how long the trees took."""
         self._wait_s.add(seconds)
