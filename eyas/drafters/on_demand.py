@@ -335,6 +335,10 @@ class StepWait:
         self._block = self._trial.stamp("")
         return waits
 
+    def pause(self) -> None:
+        """Note a step that is not asked about: the time up to the next one that is counts for nothing."""
+        self._running = {}
+
     def waited(self, seconds: float) -> None:
         """Note how long the trees took."""
         self._wait_s.add(seconds)

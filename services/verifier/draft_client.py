@@ -206,7 +206,9 @@ class RemoteDrafter:
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
         missing = [i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"]
         self._num_unprepared = 0 if any(context.has_tree for context in sent) else self._num_unprepared + 1
-        if self._num_unprepared < MAX_UNPREPARED:
+        if self._num_unprepared >= MAX_UNPREPARED:
+            self._wait.pause()
+        else:
             lengths = {context.session: len(context.tokens) for context in contexts if context.budget.wants_tree}
             pending.is_timed = self._wait.waits(lengths, {contexts[i].session for i in missing})
             for i in () if pending.is_timed else missing:

@@ -361,6 +361,21 @@ def test_a_step_does_not_wait_where_the_other_trees_lose_more() -> None:
     assert share_of_waits(0.1, 1, left=7 / 3) == 0.0
 
 
+def test_steps_that_are_not_asked_about_lengthen_no_other() -> None:
+    """Without prepared trees for a while, steps always wait. Their time is not that of one step."""
+    clock = VirtualClock()
+    rule, lengths = StepWait(clock), dict.fromkeys("abcd", 3)
+    for number in range(40):
+        if rule.waits(lengths, "abcd"):
+            rule.waited(2.0)
+        clock.now += 3.0
+        if number % 10 == 9:
+            rule.pause()
+            clock.now += 1000.0
+    assert rule._interval_s.value == pytest.approx(3.0)
+    assert not rule.waits(lengths, "a"), "one tree brings less than four sequences lose"
+
+
 def test_a_single_sequence_always_waits_for_its_tree() -> None:
     rule = StepWait(clock := VirtualClock())
     for _ in range(40):

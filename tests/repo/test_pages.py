@@ -197,7 +197,7 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling)
     reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
     assert f"subtracts {reserved / 2**30:.1f} GiB" in page
-    for length, text in ((131072, "takes up to {:.1f} GiB"), (32768, "{:.1f} GiB with\n`engine.max_model_len: 32768`")):
+    for length, text in ((131072, "is up to {:.1f} GiB"), (32768, "{:.1f} GiB with\n`engine.max_model_len: 32768`")):
         fixed = replace(tiling, longest=length, fixed_part=FIXED_PART)
         whole = graph_bytes(sizes, 1024, 32, fixed) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, fixed)
         assert text.format((whole + WORKSPACES + 4 * 32 * length) / 2**30) in page
