@@ -422,7 +422,7 @@ def plan_tree_slots(
     heads_per_kv = sizes.num_heads // sizes.num_kv_heads
     if device.type != "cuda" and capture is None:
         return None
-    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv):
+    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv, dtype):
         log.warning("%s: drafts run without the attention kernel and without CUDA graphs", reason)
         return None
     tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)

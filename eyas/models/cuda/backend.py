@@ -43,8 +43,9 @@ from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.models.numerics import keeps_logits
 from eyas.models.target import TargetModel, TargetOutput
 
-MAX_HEAD_WIDTH = 256
-MAX_HEADS_PER_KV = 64
+MAX_HEAD_WIDTH = 512
+NARROW_HEAD = 256  # wider ones must have 16 bits, and fewer of them may share keys
+MAX_HEADS_PER_KV, MAX_WIDE_HEADS_PER_KV = 64, 32
 MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; no graph holds a pass with more
 CHECKED_PROMPT = 70  # tokens; more than a block of keys
 # Of matrix products (32 MiB on Hopper), for the streams of launched and captured passes.
@@ -214,15 +215,22 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 def why_no_kernel(target: TargetModel) -> str:
     """Why the kernel cannot serve a target; empty if it can."""
-    return why_no_kernel_for(max(width for _, width in target.kv_shapes), target.heads_per_kv)
+    num_heads = target.heads_per_kv * target.kv_shapes[0][0]
+    layouts = {(width, num_heads // num_kv) for num_kv, width in target.kv_shapes}
+    return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 
-def why_no_kernel_for(head_width: int, heads_per_kv: int) -> str:
+def why_no_kernel_for(head_width: int, heads_per_kv: int, dtype: torch.dtype) -> str:
     """Why the kernel cannot serve heads of this layout; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if head_width > MAX_HEAD_WIDTH:
         return f"heads are {head_width} wide, the kernel takes {MAX_HEAD_WIDTH} at most"
+    if head_width > NARROW_HEAD and dtype == torch.float32:
+        return f"heads are {head_width} wide, the kernel takes {NARROW_HEAD} at most in float32"
+    if head_width > NARROW_HEAD and heads_per_kv > MAX_WIDE_HEADS_PER_KV:
+        most = MAX_WIDE_HEADS_PER_KV
+        return f"{heads_per_kv} query heads {head_width} wide share a key-value head, the kernel takes {most} at most"
     if heads_per_kv > MAX_HEADS_PER_KV:
         return f"{heads_per_kv} query heads share a key-value head, the kernel takes {MAX_HEADS_PER_KV} at most"
     return ""
@@ -290,12 +298,14 @@ class PassSizes:
     @classmethod
     def of(cls, target: TargetModel) -> PassSizes:
         """The widths of a loaded target."""
-        config, (kv_heads, width) = target.config, target.kv_shapes[0]
+        config, shapes = target.config, target.kv_shapes
+        width = max(width for _, width in shapes)
+        kv_heads = -(-max(heads * width for heads, width in shapes) // width)
         hidden = int(config.hidden_size)
         dense = int(getattr(config, "intermediate_size", None) or 4 * hidden)
         experts = int(getattr(config, "moe_intermediate_size", None) or dense) if target.is_mixture_of_experts else 0
         mlp = max(dense, experts * int(getattr(config, "num_experts_per_tok", None) or 1))
-        heads, num_aux = target.heads_per_kv * kv_heads, len(target.aux_hidden_state_layers)
+        heads, num_aux = target.heads_per_kv * shapes[0][0], len(target.aux_hidden_state_layers)
         own_logits = keeps_logits(target.model)
         return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, target.dtype.itemsize, num_aux, own_logits)
 

@@ -278,3 +278,21 @@ def test_kernel_projections_are_the_plain_ones(kind: str, tiny_target: str, monk
     for plain, fused in zip(*found, strict=True):
         for name in ("query", "key", "value", "residual") if plain.query.numel() else ("key", "value", "residual"):
             torch.testing.assert_close(getattr(fused, name), getattr(plain, name), atol=1e-5, rtol=1e-5)
+
+
+def test_the_kernel_of_convolutions_equals_plain_operations(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks, more taps than one block has rows, and more columns than a program has."""
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    monkeypatch.setattr(layer_kernels, "GATE_BLOCK", 32)
+    config = replace(random_block_head("dflash2", target).config, hidden=48, block_size=3, conv_kernel=4, conv_group=8)
+    generator = torch.Generator().manual_seed(0)
+    convolution = block_layers.BlockConvolution(config)
+    for parameter in convolution.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 4
+    rows, results = torch.randn(9, 48, generator=generator), []
+    for kernels in (None, layer_kernels):
+        monkeypatch.setattr(block_layers, "layer_kernels_for", lambda x, kernels=kernels: kernels)
+        with torch.inference_mode():
+            before, deltas = convolution.before(rows)
+            results.append([before, convolution.after(before, deltas)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
