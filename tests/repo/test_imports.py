@@ -71,7 +71,8 @@ def test_policy_modules_import_without_torch() -> None:
 def test_the_core_generates_with_nothing_but_its_dependencies() -> None:
     """Only the kernels need triton, and only where they are launched."""
     packages = ("eyas.engine", "eyas.drafters", "eyas.models", "eyas.cache", "eyas.bench", "eyas.check", "eyas.llm")
-    kernels = {"eyas.drafters.tree_kernels", "eyas.models.cuda.kernel", "eyas.models.cuda.layer_kernels"}
+    own = ("drafters.tree_kernels", "models.cuda.kernel", "models.cuda.layer_kernels", "models.cuda.expert_kernels")
+    kernels = {f"eyas.{name}" for name in own}
     modules = [module for package in packages for module in modules_of(package) if module not in kernels]
     result = run(sys.executable, "-c", GENERATE_WITHOUT, " ".join(UNNEEDED), *modules)
     assert result.returncode == 0, result.stderr
