@@ -153,6 +153,12 @@ class RemoteDrafter:
         """Whether the stream is open."""
         return self._stream is not None
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether the drafter, if it is connected, needs the target's samples at the nodes of its trees."""
+        stream = self._stream
+        return stream is not None and stream.info.needs_samples
+
     def status(self, num_sessions: int) -> DraftClientStatus:
         """What the verifier announces of this connection. num_sessions: those that are assigned to it."""
         counts = num_sessions, self.num_answered, self.num_lost, self.num_drafted, self.num_accepted
