@@ -80,7 +80,7 @@ def test_what_a_context_costs_is_measured_at_start(tiny_target: str) -> None:
     assert 1e6 * engine._budget._context_token_s == pytest.approx(expected)  # type: ignore[attr-defined]
 
 
-def test_a_pause_while_a_size_is_timed_makes_no_larger_one_dearer() -> None:
+def test_a_pause_at_one_size_makes_no_larger_one_dearer() -> None:
     clock = VirtualClock()
 
     def rounds(num_rows: int) -> Iterator[partial[None]]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_costs import CostModel, StepTimes, TreeSize
-from eyas.engine.pruned_budget import PrunedDraftBudget
+from eyas.engine.draft_costs import CostModel, PrunedDraftBudget, StepTimes, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, VerifyOutput
