@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 # numba keeps what it compiles in __pycache__, for all processes that start later. It does not see changes of other files.
 $(KERNELS): $(READY) $(wildcard eyas/*/cpu_*.py)
 	@echo "Compiling kernels for this processor"
-	@rm -f eyas/*/__pycache__/cpu_kernels.*.nb[ci]
+	@rm -f eyas/*/__pycache__/cpu_*.nb[ci]
 	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.models import cpu_kernels as passes; \
 		passes.compile_kernels(); drafts.compile_kernels()"
 	@touch $@

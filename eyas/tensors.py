@@ -6,6 +6,7 @@ A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB (docs
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ MAPPINGS = Path("/proc/self/maps")
 # Characters of torch's own text on missing memory.
 MAX_REASON = 300
 
+log = logging.getLogger(__name__)
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,24 +63,51 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
     """Copy numbers to a device: an array in its own dtype and shape, a sequence as int64 [n].
 
-    The host does not wait for a copy to CUDA.
+    The host does not wait for a copy to CUDA. `values` may change afterwards: pinned memory is a copy, and torch reuses it
+    only once the device has read it.
     """
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return (_pinned(host) if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The tensor on a device in a dtype. The host does not wait for a copy to CUDA."""
     on_host = tensor.device.type == "cpu"
-    pinned = tensor.pin_memory() if on_host and device.type == "cuda" else tensor
+    pinned = _pinned(tensor) if on_host and device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=on_host).to(dtype)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host, from CUDA straight into pinned memory: into other memory the driver would copy it twice."""
+    """Copy a tensor to the host, from CUDA straight into pinned memory: into other memory the driver would copy it twice.
+
+    Waits for the copy: the result is complete, and no later copy writes to its memory while it is in use.
+    """
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return _pinned_like(tensor).copy_(tensor)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """An empty tensor of this shape and dtype in pinned memory, or in other memory where the system pins no more."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError as error:
+        _warn_of_pageable(error)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _pinned(host: Tensor) -> Tensor:
+    """A copy in pinned memory, or the tensor itself where the system pins no more: CUDA reads that before a copy returns."""
+    try:
+        return host.pin_memory()
+    except RuntimeError as error:
+        _warn_of_pageable(error)
+        return host
+
+
+def _warn_of_pageable(error: RuntimeError) -> None:
+    reason = str(error).partition("\n")[0][:MAX_REASON]
+    log.warning("copies to and from the GPU are slower, as no memory is pinned: %s", reason, extra={"rate_limited": True})
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ def attention_calls(sm: int) -> None:
 def layout_calls(sm: int) -> None:
     """The attention of a tree over other layouts of heads, and over keys of 8 bits: all of them on one kind of GPU."""
     from eyas.models.cuda import kernel
-    from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+    from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 
     wanted = [(width, group, 8, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)]
     wanted += [(width, 4, 8, True) for width in (64, 96, 256)]
@@ -330,10 +331,18 @@ def layout_calls(sm: int) -> None:
         wanted = [(128, 1, 8, False), (64, 4, 8, True)]
         wanted += [(width, group, 8, True) for width in (96, 128) for group in (8, 16)] if sm == 80 else []
         wanted += [(128, group, 2, False) for group in (1, 8)] if sm == 100 else []
-    for width, group, num_kv, is_narrow in wanted:
-        shape = bucket_shape(64, 32, Tiling(group, num_kv, 132))
+    # wide heads of Gemma 4, whose tiles are planned for two query heads for each key-value head
+    wanted += [(512, 8, 2, False), (512, 8, 2, True)]
+    wanted += [(512, group, 2, False) for group in (1, 4, 16, 32)] if sm == ALL_LAYOUTS else []
+    calls = [(*each, 64, 0) for each in wanted] + [(512, 8, 2, False, 1, 0), (512, 8, 2, True, 1, 0)]
+    calls += [(256, 1, 2, False, 64, FIXED_PART)] if sm in WHOLE else []
+    calls += [(512, group, 2, False, 64, FIXED_PART) for group in (1, 8)]
+    for width, group, num_kv, is_narrow, rows, fixed_part in calls:
+        planned = min(group, 2) if width == 512 and rows > 1 else group
+        tiling = Tiling(planned, num_kv, 132, longest=8192 if fixed_part else 1 << 30, fixed_part=fixed_part)
+        shape = bucket_shape(rows, 32, tiling)
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        query = torch.zeros(64, num_kv * group, width, dtype=torch.bfloat16, device=META)
+        query = torch.zeros(rows, num_kv * group, width, dtype=torch.bfloat16, device=META)
         keys = torch.zeros(1024, num_kv, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
         kernel.attend(query, keys, keys, packed, width**-0.5)
 
@@ -352,7 +361,9 @@ def layer_calls(sm: int) -> None:
         if adds_one:  # Gemma 4 has its norms' weights in float32
             wide = RMSNorm(norm.weight.float(), 1e-5, True)
             layer_kernels.add_norm(x, x, wide, wide, wide.weight[:1])
-        layer_kernels.rms_norm(x, norm.weight, 1e-5)
+        layer_kernels.rms_norm(x, norm.weight, 1e-5, adds_one)
+        table = SimpleNamespace(inv_freq=torch.zeros(64, device=META), attention_scaling=1.0)
+        layer_kernels.rotary_tables(table, x, torch.zeros(1, 64, dtype=torch.int64, device=META))
         heads = HeadLayout(32, 8, 128, head_norm if adds_one else None)
         qkv, pool = (torch.zeros(64, count, 128, dtype=dtype, device=META) for count in (48, 8))
         rotary = torch.zeros(2, 1, 64, 128, dtype=dtype, device=META)
@@ -372,11 +383,38 @@ def layer_calls(sm: int) -> None:
         if not adds_one:
             narrow = pool.to(narrow_type(sm))
             layer_kernels.rotate_and_store(qkv, heads, (rotary[0], rotary[1]), narrow, narrow, slots)
+        layer_kernels.convolve(x[0], x[0, :4], torch.zeros(64, 2, 4, width // 128, dtype=dtype, device=META), 1, 8)
         weight = torch.zeros(WIDE_OUTPUTS if adds_one else 4096, width, dtype=dtype, device=META)
         layer_kernels.linear(x, weight, weight[0] if adds_one else None, dtype)
         if sm in FLOAT8_LINEAR:
             scales = torch.zeros(len(weight), device=META)
             layer_kernels.linear(x, weight.to(narrow_type(sm)), None, dtype, scales=scales)
+
+
+def expert_calls(sm: int) -> None:
+    """The experts of a Gemma 4 with 128 of them, in bfloat16; on two kinds of GPU those of Mixtral and in float32 too."""
+    from eyas.models.cuda import expert_kernels
+    from eyas.models.experts import ExpertNorms, RoutedExperts
+    from eyas.models.fused import RMSNorm
+
+    shapes = ((torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 64, 4))
+    for dtype, hidden, inner, num_experts, top_k in shapes if sm in WHOLE else shapes[:1]:
+        norm = RMSNorm(torch.zeros(hidden, device=META), 1e-6, True)
+        weight, rows = torch.zeros(hidden, dtype=dtype, device=META), torch.zeros(64, hidden, dtype=dtype, device=META)
+        gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=dtype, device=META)
+        routed = RoutedExperts(
+            gate_up[:, 0], gate_up, torch.zeros(num_experts, hidden, inner, dtype=dtype, device=META), top_k,
+            "gelu_tanh" if num_experts == 128 else "silu", rounds_weights=num_experts == 64,
+            scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
+            norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
+        )  # fmt: skip
+        weights, chosen = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
+        outputs = expert_kernels.expert_outputs(rows, chosen, routed)
+        if num_experts == 128:
+            expert_kernels.expert_inputs(rows, routed.norms)
+            expert_kernels.combine(outputs, weights, rows, routed.norms.outputs)
+        else:
+            expert_kernels.combine(outputs, weights)
 
 
 def sampling_calls(sm: int) -> None:
@@ -421,7 +459,7 @@ def drafting_calls(sm: int) -> None:
 
 
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
-    attention_calls, layout_calls, layer_calls, sampling_calls, drafting_calls,
+    attention_calls, layout_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
 )  # fmt: skip
 
 

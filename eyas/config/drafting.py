@@ -86,7 +86,7 @@ class DraftingConfig:
         cuda_graph_max_batch: maximum number of sessions in a captured graph.
         max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
             deeper. 0 takes tree.num_steps.
-        quantization: "fp8" rounds the weights of an EAGLE head's linear layers to 8 bits when it is loaded, with a scale for
+        quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits when it is loaded, with a scale for
             each output. Empty keeps them. The output is the same.
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`; empty for none.
         draft_ahead: drafting between two commits. Only draft services do it.

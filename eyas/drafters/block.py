@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,11 +50,8 @@ from eyas.models.heads.block import BlockHead
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
+from eyas.tensors import Bools, Floats, Ints, download, moved, runs_compiled, upload
 from eyas.tree import DraftTree
-
-if TYPE_CHECKING:
-    from eyas.drafters.cpu_kernels import CompiledGrowth
 
 # Sessions of one pass of drafting ahead. Rows that it may have at least on a GPU, where they lie in slots.
 MAX_SESSIONS_AHEAD = 64
@@ -110,8 +107,6 @@ class BlockDrafter(NeuralDrafter[None]):
         head, markov = self._head, self._head.markov_head
         if head.compiled is None or self._slots is not None or not runs_compiled(head.draft_ids.device):
             return None
-        from eyas.drafters.cpu_kernels import CompiledGrowth
-
         if head.is_independent:
             return CompiledGrowth(head.draft_ids)
         if markov is None or markov.kind != "vanilla" or markov.markov_w2.weight.numel() > MAX_KERNEL_WEIGHTS:
@@ -194,8 +189,7 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has what blocks grow from."""
-        known = self.sessions.get(session)
-        return known is not None and len(known.slots) > 0
+        return self.is_cached(session)
 
     @property
     def can_draft_ahead(self) -> bool:
@@ -449,3 +443,47 @@ class ConditionalExpansion:
         logits, states = (x[:, level : level + 1] for x in (self._logits, self._states))
         logits, self._memory = self._head.step(logits, states, previous, self._memory)
         return self._scorer(logits, level)
+
+
+class CompiledGrowth:
+    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
+
+    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, weight: Tensor | None = None) -> None:
+        """draft_ids: the target's ids, int64 [D]. embedding, weight: of the Markov head, [V, r] and [D, r]."""
+        from eyas.drafters import cpu_kernels
+
+        cpu_kernels.compile_kernels()
+        self._kernels, self._draft_ids = cpu_kernels, draft_ids.numpy()
+        self._embedding, self._weight = cpu_kernels.NO_EMBEDDING, cpu_kernels.NO_BIASES
+        if embedding is not None and weight is not None:
+            self._embedding = embedding.detach().contiguous().numpy()
+            self._weight = _in_blocks(weight.detach().numpy(), cpu_kernels.COLUMNS)
+
+    def trees(
+        self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
+    ) -> list[DraftTree]:
+        """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.tree_growth`.
+
+        logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `eyas.drafters.scoring.noise_words`.
+        has_noise: whether a session shares its noise.
+        """
+        values, kernels = logits.contiguous().numpy(), self._kernels
+        noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE
+        if has_noise:
+            kernels.shared_noise(words, self._draft_ids, noise)
+        limits, depths = kernels.limits_of(budgets)
+        depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        kernels.grow_trees(
+            values, self._embedding, self._weight, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
+            cells, scores,
+        )  # fmt: skip
+        return kernels.trees_of(roots, cells, scores)  # type: ignore[no-any-return]
+
+
+def _in_blocks(weight: Floats, columns: int) -> Floats:
+    """A weight [D, r] as the kernels read it: [D / columns, r, columns], padded with zeros."""
+    size, rank = weight.shape
+    padded = np.zeros((-(-size // columns) * columns, rank), np.float32)
+    padded[:size] = weight
+    return np.ascontiguousarray(padded.reshape(-1, columns, rank).transpose(0, 2, 1))

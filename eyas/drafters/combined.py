@@ -375,13 +375,29 @@ def merge_trees(
     if not any(trees):
         return [DraftTree.root_only(root) for root in roots]
     if runs_compiled(torch.device("cpu")):
-        from eyas.drafters.cpu_kernels import merged_trees
-
-        made = merged_trees(roots, trees, budgets, min_share)
+        made = _merged_by_kernel(roots, trees, budgets, min_share)
     else:
         made = _merged(roots, trees, budgets, min_share)
     ahead = [any(tree.grown_ahead for tree in own) for own in trees]
     return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
+
+
+def _merged_by_kernel(
+    roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
+) -> list[DraftTree]:
+    """`_merged` by one kernel of the CPU."""
+    from eyas.drafters import cpu_kernels
+
+    limits, depths = cpu_kernels.limits_of(budgets)
+    most, all_trees = int(limits.max()), list(chain.from_iterable(trees))
+    sizes, counts = np.array([len(tree) for tree in all_trees]), np.array([len(own) for own in trees])
+    total = int(sizes.sum())
+    tokens = np.fromiter(chain.from_iterable(tree.tokens for tree in all_trees), np.int64, total)
+    parents = np.fromiter(chain.from_iterable(tree.parents for tree in all_trees), np.int64, total)
+    values = np.fromiter(chain.from_iterable(tree.log_probs for tree in all_trees), np.float64, total)
+    cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
+    cpu_kernels.merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, scores)
+    return cpu_kernels.trees_of(roots, cells, scores)
 
 
 def _merged(

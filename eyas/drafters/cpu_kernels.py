@@ -1,9 +1,10 @@
 """The growth of draft trees on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md).
 
 `grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. `grow_matches`
-grows those of lookups, `merge` joins trees. Each stands beside a plain path with the same result. Arrays are contiguous.
+grows those of lookups, `merge` joins trees. Those of `GrownTree` choose among candidates. Each stands beside a plain path
+with the same result. Arrays are contiguous.
 Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates, N nodes, M
-matches, T trees.
+matches, T trees; E expanded nodes and C candidates of each in a `GrownTree`.
 """
 
 from __future__ import annotations
@@ -11,69 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, float64, int64
-from torch import Tensor
 
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu_products import multiply
-from eyas.sampling.cpu_kernels import (
-    BLOCK,
-    best_of,
-    best_rows,
-    compile_all,
-    kernel,
-    mark_above,
-    rank_nodes,
-    real_word,
-    shared_noise,
-    shifted_scores,
-)
-from eyas.tensors import Floats, Ints
+from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
+from eyas.tensors import Ints
 from eyas.tree import DraftTree
 
 # Draft tokens whose biases are computed at a time.
 COLUMNS = 256
 NO_NOISE = np.zeros((0, 0, 0), np.float32)
 NO_BIASES, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
-
-
-class CompiledGrowth:
-    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
-
-    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, weight: Tensor | None = None) -> None:
-        """draft_ids: the target's ids, int64 [D]. embedding, weight: of the Markov head, [V, r] and [D, r]."""
-        compile_kernels()
-        self._draft_ids = draft_ids.numpy()
-        self._embedding, self._weight = NO_EMBEDDING, NO_BIASES
-        if embedding is not None and weight is not None:
-            self._embedding, self._weight = embedding.detach().contiguous().numpy(), _in_blocks(weight.detach().numpy())
-
-    def trees(
-        self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
-    ) -> list[DraftTree]:
-        """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.tree_growth`.
-
-        logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `eyas.drafters.scoring.noise_words`.
-        has_noise: whether a session shares its noise.
-        """
-        values = logits.contiguous().numpy()
-        noise = np.empty(values.shape, np.float32) if has_noise else NO_NOISE
-        if has_noise:
-            shared_noise(words, self._draft_ids, noise)
-        limits, depths = limits_of(budgets)
-        depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
-        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        grow_trees(
-            values, self._embedding, self._weight, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
-            cells, scores,
-        )  # fmt: skip
-        return trees_of(roots, cells, scores)
 
 
 def trees_of(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
@@ -107,33 +62,9 @@ def trees_of_matches(
     return trees_of(roots, cells, scores)
 
 
-def merged_trees(
-    roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> list[DraftTree]:
-    """`merge_trees` of `eyas.drafters.combined`, but for `DraftTree.grown_ahead`."""
-    limits, depths = limits_of(budgets)
-    most, all_trees = int(limits.max()), list(chain.from_iterable(trees))
-    sizes, counts = np.array([len(tree) for tree in all_trees]), np.array([len(own) for own in trees])
-    total = int(sizes.sum())
-    tokens = np.fromiter(chain.from_iterable(tree.tokens for tree in all_trees), np.int64, total)
-    parents = np.fromiter(chain.from_iterable(tree.parents for tree in all_trees), np.int64, total)
-    values = np.fromiter(chain.from_iterable(tree.log_probs for tree in all_trees), np.float64, total)
-    cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
-    merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, scores)
-    return trees_of(roots, cells, scores)
-
-
-def _in_blocks(weight: Floats) -> Floats:
-    """A weight [D, r] as the kernels read it: [D / COLUMNS, r, COLUMNS], padded with zeros."""
-    size, rank = weight.shape
-    padded = np.zeros((-(-size // COLUMNS) * COLUMNS, rank), np.float32)
-    padded[:size] = weight
-    return np.ascontiguousarray(padded.reshape(-1, COLUMNS, rank).transpose(0, 2, 1))
-
-
 @kernel(error_model="numpy")
 def _add_biases(latents, weight, logits, biased):
-    """Logits [D] with the biases of latents [R, r] by the weight of `_in_blocks`, to biased [R, D]."""
+    """Logits [D] with the biases of latents [R, r] by a weight of `CompiledGrowth`, to biased [R, D]."""
     block = np.empty((len(latents), COLUMNS), np.float32)
     for b in range(len(weight)):
         start, width = b * COLUMNS, min(COLUMNS, len(logits) - b * COLUMNS)
@@ -416,7 +347,7 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
 
 @kernel(error_model="numpy")
 def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
-    """The best nodes of each session's trees, see `merged_trees`; the outputs are those of `grow_trees`.
+    """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
 
     counts: trees of each session [S]. sizes: nodes of each tree [T].
     """
@@ -461,6 +392,88 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
         cells[0, s, -1] = count
         tree += counts[s]
         begin += num
+
+
+@kernel(error_model="numpy")
+def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
+    """Where the nodes of a tree stand among the candidates of their parents, see `GrownTree`.
+
+    tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
+    candidate; to expanded [E * C] the number of each candidate's node, else 0.
+    """
+    width = candidates.shape[1]
+    cumulative[0] = 0.0
+    expanded[:] = 0
+    for node in range(1, len(tokens)):
+        above = parents[node]
+        cumulative[node] = -np.inf
+        for place in range(width):
+            if candidates[above, place] == tokens[node]:
+                cumulative[node] = scores[above, place] + cumulative[above]
+                expanded[above * width + place] = node
+                break
+
+
+@kernel(error_model="numpy")
+def _sift(worths, places, num):
+    """Move the first entry of a heap down to where it belongs. On top is the least worth, of equal ones the last place."""
+    worth, place, hole = worths[0], places[0], 0
+    while 2 * hole + 1 < num:
+        child = 2 * hole + 1
+        if child + 1 < num:
+            left, right = worths[child], worths[child + 1]
+            child += right < left or (right == left and places[child + 1] > places[child])
+        if worth < worths[child] or (worth == worths[child] and place > places[child]):
+            break
+        worths[hole], places[hole] = worths[child], places[child]
+        hole = child
+    worths[hole], places[hole] = worth, place
+
+
+@kernel(error_model="numpy")
+def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, repair, places, worths):
+    """The most useful candidates of a tree, see `GrownTree.useful`: to places and worths [R], the best first.
+
+    least: new nodes must have more. repair: added to the worth of nodes that are outdated. Returns how many there are.
+    """
+    width, room, num = scores.shape[1], len(places), 0
+    for node in range(len(depths)):
+        has_room = depths[node] < max_depth - 1
+        for place in range(width):
+            number, worth = expanded[node * width + place], cumulative[node] + scores[node, place]
+            if number:
+                if is_exact[number] or not is_exact[node]:
+                    continue
+                worth += repair
+            elif not has_room or not worth > least:
+                continue
+            if not worth > -np.inf or (num == room and worth <= worths[0]):
+                continue
+            if num == room:  # in place of the worst
+                worths[0], places[0] = worth, node * width + place
+                _sift(worths, places, num)
+                continue
+            hole, num = num, num + 1
+            while hole and worth <= worths[(hole - 1) // 2]:  # places grow: of equal ones, this one is the worst
+                worths[hole], places[hole] = worths[(hole - 1) // 2], places[(hole - 1) // 2]
+                hole = (hole - 1) // 2
+            worths[hole], places[hole] = worth, node * width + place
+    for end in range(num - 1, 0, -1):
+        worth, place = worths[end], places[end]
+        worths[end], places[end] = worths[0], places[0]
+        worths[0], places[0] = worth, place
+        _sift(worths, places, end)
+    return num
+
+
+@kernel(error_model="numpy")
+def mark_above(nodes, parents, seen):
+    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
+    for row in range(len(nodes)):
+        node = nodes[row]
+        while node:
+            seen[row, node] = True
+            node = parents[node]
 
 
 @cache

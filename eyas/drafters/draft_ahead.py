@@ -29,7 +29,7 @@ from eyas.drafters.base import (
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import AheadTrial, Average, OnDemand, SentTree
+from eyas.drafters.on_demand import Average, OnDemand, SentTree, Trial
 from eyas.drafters.trees_ahead import AheadTrees
 from eyas.errors import ConfigError
 from eyas.tree import DraftTree, PreparedTree
@@ -98,9 +98,7 @@ class _AheadSession:
 class DraftAheadDrafter(LocalDrafter):
     """An EAGLE drafter, or one of one-pass heads, that prepares for the next commits whenever `draft_ahead` is called."""
 
-    def __init__(
-        self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: AheadTrial | None = None
-    ) -> None:
+    def __init__(self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
         """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
 
         Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
@@ -142,12 +140,13 @@ class DraftAheadDrafter(LocalDrafter):
         whole = [self._with_backlog(context) for context in contexts]
         whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
         drafts = self._drafter.propose(whole)
+        self._drop_evicted()
         self._note(contexts, drafts, began, any(not context.has_tree for context in contexts), {})
         return drafts
 
     @property
     def _is_ahead(self) -> bool:
-        return self._trial is None or self._trial.is_ahead
+        return self._trial is None or self._trial.is_on
 
     def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
         """Take in what sessions have committed since their last answers."""
@@ -181,6 +180,8 @@ class DraftAheadDrafter(LocalDrafter):
         made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
         for i, draft in zip((*others, *sampled), made, strict=True):
             drafts[i] = draft
+        if missing:
+            self._drop_evicted()
         is_waiting = any(not contexts[i].has_tree for i in missing)
         self._due |= dict.fromkeys(self._note(contexts, drafts, began, is_waiting, claims))
         return drafts
@@ -294,6 +295,14 @@ class DraftAheadDrafter(LocalDrafter):
         self._sessions[context.session] = _AheadSession(context)
         return whole
 
+    def _drop_evicted(self) -> None:
+        """Forget what is prepared for sessions whose cached tokens the drafter has dropped: their trees cannot grow on."""
+        evicted = [k for k, session in self._sessions.items() if session.is_prepared and not self._drafter.is_cached(k)]
+        self._ahead.release(evicted)
+        for key in evicted:
+            self._due.pop(key, None)
+            self._sessions[key].path, self._sessions[key].is_prepared = (), False
+
     def _begin(self) -> None:
         """Commit all backlogs to the drafter, and prepare from where all due sessions are now."""
         keys, self._due = [key for key in self._due if key in self._sessions], {}
@@ -306,6 +315,8 @@ class DraftAheadDrafter(LocalDrafter):
                     self._sessions[key].backlog.clear()
                 else:
                     del self._sessions[key]
+                    self._ahead.release([key])
+            self._drop_evicted()
         keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
         if not keys:
             return

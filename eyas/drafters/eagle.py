@@ -124,8 +124,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from."""
-        known = self.sessions.get(session)
-        return known is not None and known.state is not None and len(known.slots) > 0
+        return self.is_cached(session) and self.sessions[session].state is not None
 
     @torch.inference_mode()
     def root_candidates(self, contexts: Sequence[DraftContext], num_candidates: int) -> tuple[Tensor, Ranked]:

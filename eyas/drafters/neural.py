@@ -176,6 +176,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions.release(sessions)
         self.ranking.release(sessions)
 
+    def is_cached(self, session: str) -> bool:
+        """Whether the session has cached tokens: it was not evicted, and is not dormant."""
+        known = self.sessions.get(session)
+        return known is not None and len(known.slots) > 0
+
     @abstractmethod
     def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
         """Claim the slots that a commit takes. Returns whether it can be run, and a tree be grown."""
@@ -417,7 +422,7 @@ def plan_tree_slots(
     heads_per_kv = sizes.num_heads // sizes.num_kv_heads
     if device.type != "cuda" and capture is None:
         return None
-    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv):
+    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv, dtype):
         log.warning("%s: drafts run without the attention kernel and without CUDA graphs", reason)
         return None
     tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)

@@ -50,7 +50,7 @@ class SentTree:
     """A tree that a session has. asked, answered: times of its commit and of the answer.
 
     has_tree: whether the verifier had it before. is_waiting: whether a tree of the same answer was made on demand.
-    claim: what a tree that was ready, and was not sent, claimed to yield; 0 if there was none. block: see AheadTrial.
+    claim: what a tree that was ready, and was not sent, claimed to yield; 0 if there was none. block: see Trial.
     """
 
     tree: DraftTree
@@ -170,13 +170,13 @@ class Rate:
         return math.sqrt(max(spread, 0.0)) / tokens if tokens else math.inf
 
 
-class AheadTrial:
-    """Decides whether to draft ahead, by the tokens per second of sessions with it and without.
+class Trial:
+    """Decides whether to use something, such as drafting ahead, by the tokens per second with it and without.
 
     Blocks of commits alternate between both, the first one without, until one is better by CERTAIN_AT standard errors, or
-    for MAX_BLOCKS. Drafting ahead must yield MIN_GAIN as many tokens. Then nothing changes for a pause, which doubles with
+    for MAX_BLOCKS. What is tried must yield MIN_GAIN as many tokens. Then nothing changes for a pause, which doubles with
     each equal decision. A load that has halved or doubled ends the pause. While the drafter is busy nearly all of the
-    time, there is nothing to try: what it prepared would come too late.
+    time, drafting ahead is not tried: what it prepared would come too late.
     """
 
     BLOCK, MIN_ROUNDS = 12, 4  # commits of a block: in all, and of each session
@@ -185,8 +185,10 @@ class AheadTrial:
     FIRST_PAUSE, MAX_PAUSE = 2048, 2**16  # commits
     KEPT = 0.5  # weight of earlier trials in the next one
 
-    def __init__(self) -> None:
-        self.is_ahead = False
+    def __init__(self, name: str = "drafting ahead") -> None:
+        """name: of what is tried, for the log."""
+        self.is_on = False
+        self._name = name
         self.block = 1
         self._rates = {False: Rate(), True: Rate()}
         self._seen: set[str] = set()  # sessions with a commit in this block, but not those that have ended
@@ -212,7 +214,7 @@ class AheadTrial:
         self._decide(False, "it failed")
 
     def observe(self, block: int, num_tokens: int, seconds: float, load: int, busy: float) -> bool:
-        """Count what followed an answer with the stamp `block`. Returns whether `is_ahead` has changed.
+        """Count what followed an answer with the stamp `block`. Returns whether `is_on` has changed.
 
         load: sessions now. busy: share of the time for which the drafter works.
         """
@@ -223,7 +225,7 @@ class AheadTrial:
             self._pause -= 1
             return False
         if block == self.block:
-            self._rates[self.is_ahead].add(num_tokens, seconds)
+            self._rates[self.is_on].add(num_tokens, seconds)
             self._count += 1
         return self._count >= max(self.BLOCK, self.MIN_ROUNDS * len(self._seen)) and self._end_block(load, busy)
 
@@ -234,7 +236,7 @@ class AheadTrial:
         """Go on with the other mode, or decide."""
         self._begin_block()
         self._load, self._num_blocks = load, self._num_blocks + 1
-        before = self.is_ahead
+        before = self.is_on
         gain = self._rates[True].value / max(self._rates[False].value, 1e-9)
         margin = math.log(gain / self.MIN_GAIN) if gain else 0.0
         is_certain = abs(margin) > self.CERTAIN_AT * math.hypot(self._rates[True].error, self._rates[False].error)
@@ -243,61 +245,64 @@ class AheadTrial:
         elif (self._num_blocks >= self.MIN_BLOCKS and is_certain) or self._num_blocks >= self.MAX_BLOCKS:
             self._decide(margin > 0, f"{gain:.2f} of the tokens per second without")
         else:
-            self.is_ahead = not before
-        return self.is_ahead != before
+            self.is_on = not before
+        return self.is_on != before
 
-    def _decide(self, is_ahead: bool, reason: str) -> None:
-        is_same = is_ahead == self._decided
+    def _decide(self, is_on: bool, reason: str) -> None:
+        is_same = is_on == self._decided
         self._next_pause = min(2 * self._next_pause, self.MAX_PAUSE) if is_same else self.FIRST_PAUSE
-        self.is_ahead, self._decided, self._pause, self._num_blocks = is_ahead, is_ahead, self._next_pause, 0
+        self.is_on, self._decided, self._pause, self._num_blocks = is_on, is_on, self._next_pause, 0
         for rate in self._rates.values():
             rate.fade(self.KEPT)
-        log.info("drafting ahead is %s: %s", "on" if is_ahead else "off", reason, extra={"rate_limited": True})
+        log.info("%s is %s: %s", self._name, "on" if is_on else "off", reason, extra={"rate_limited": True})
 
 
 class RowLimit:
     """Decides how many rows a pass over trees of all sessions runs, by what passes of each size took.
 
     A device takes as long for some rows as for one, and longer from there on. The size with the most worth per second is
-    taken. One that was not tried counts as fast as the one below it, and is the largest that may be next. Each pass lowers
-    the times of larger sizes a little: they must not rest on measurements of long ago.
+    taken. The one above those that were tried counts as fast as these, and is the largest that may be next. A pass whose
+    results are fetched late seems to have taken longer. So no size counts as slower than a larger one, and shorter times
+    count at once. Each pass lowers the times of larger sizes a little: they must not rest on measurements of long ago.
     """
 
     SIZES: ClassVar[tuple[int, ...]] = (64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
     MIN_GAIN: ClassVar[float] = 1.03  # of a larger size: what arrives meanwhile waits for a long pass
-    RATE, MAX_SURPRISE, DECAY = 0.2, 3.0, 0.9995  # of a new measurement; as a multiple of the known time; of a pass
+    RATE, MAX_SURPRISE, DECAY = 0.05, 3.0, 0.9995  # of a longer measurement; as a multiple of the known time; of a pass
 
     def __init__(self) -> None:
-        self._seconds = [0.0] * len(self.SIZES)  # 0: not known
+        self._seconds = np.full(len(self.SIZES), np.inf)  # inf: not known
 
     def add(self, rows: int, seconds: float) -> None:
         """Take in how long a pass took. It counts for the largest size that it reached."""
         size = bisect_right(self.SIZES, rows) - 1
         if size >= 0 and seconds > 0:
-            known = self._seconds[size] or seconds
-            self._seconds[size] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
+            known = self._seconds[size]
+            longer = self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known) if known < seconds else 0.0
+            self._seconds[size] = min(known, seconds) + longer
 
     def best(self, worth: npt.NDArray[np.float64]) -> int:
         """Most rows of the next pass. worth: of all rows that it could run."""
-        gains, found, best_rate, below = np.append(0.0, np.cumsum(-np.sort(-worth))), self.SIZES[0], 0.0, 0.0
-        for number, size in enumerate(self.SIZES):
-            seconds = max(self._seconds[number], below)
-            is_next = not any(self._seconds[number:])
-            if seconds and (rate := float(gains[min(size, len(worth))]) / seconds) > self.MIN_GAIN * best_rate:
-                found, best_rate = size, rate
-            if size > found:
-                self._seconds[number] *= self.DECAY
-            if seconds and is_next:
-                break
-            below = seconds
-        return found
+        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        num_known = int(np.isfinite(seconds).sum())
+        if not num_known:
+            return self.SIZES[0]
+        gains, found, best_rate = np.append(0.0, np.cumsum(-np.sort(-worth))), 0, 0.0
+        for number, size in enumerate(self.SIZES[: num_known + 1]):
+            rate = float(gains[min(size, len(worth))]) / float(seconds[min(number, num_known - 1)])
+            if rate > self.MIN_GAIN * best_rate:
+                found, best_rate = number, rate
+        self._seconds[found + 1 :] *= self.DECAY
+        return self.SIZES[found]
 
 
 class StepWait:
     """Decides for a verifier whether a step waits for trees on demand, if other sequences have their trees.
 
     Waiting costs all sequences of the step time. Without it, those whose trees are missing decode one token plainly, and the
-    drafter goes on for them meanwhile. A single sequence waits: it gained nothing from plain steps.
+    drafter goes on for them meanwhile. So a wait must yield more than it costs. It also keeps the drafter from growing the
+    trees of the others, which no estimate holds: a trial finds whether any waits pay. A single sequence waits: it gained
+    nothing from plain steps.
     """
 
     RETRY = 32  # of steps that would not wait, every 32nd does, so that both sides are measured on
@@ -308,6 +313,7 @@ class StepWait:
         self._began = 0.0
         self._running: dict[str, bool] = {}  # sessions of the last step: whether it waited for their trees
         self._num_skipped = 0
+        self._trial, self._block = Trial("waiting for missing trees"), 0
 
     def waits(self, lengths: Mapping[str, int], missing: Collection[str]) -> bool:
         """Begin a step. lengths: tokens that sessions bring. missing: those of them whose trees are not there.
@@ -317,25 +323,35 @@ class StepWait:
         now, known = self.clock(), self._running.keys() & lengths.keys()
         if known:
             self._interval_s.add(now - self._began)
+        if len(known) > 1:
+            self._trial.observe(self._block, sum(lengths[session] for session in known), now - self._began, len(known), 0.0)
         for session in known:
             self._tokens.add(lengths[session])
             if self._running[session]:
                 self._demanded.add(lengths[session])
-        is_known = self._wait_s.weight and self._demanded.weight and len(lengths) > 1
-        is_worth = not is_known or self._pays(len(missing), len(lengths))
-        self._num_skipped += not is_worth
-        waits = bool(missing) and (is_worth or self._num_skipped % self.RETRY == 0)
+        is_single = len(lengths) == 1
+        waits = bool(missing) and (is_single or self._trial.is_on) and self._is_due(len(missing), len(lengths))
         self._began, self._running = now, {session: waits and session in missing for session in lengths}
+        self._block = self._trial.stamp("")
         return waits
+
+    def pause(self) -> None:
+        """Note a step that is not asked about: the time up to the next one that is counts for nothing."""
+        self._running = {}
 
     def waited(self, seconds: float) -> None:
         """Note how long the trees took."""
         self._wait_s.add(seconds)
 
-    def _pays(self, num_missing: int, num_sessions: int) -> bool:
-        """Whether trees yield more than all sequences lose while they wait."""
+    def _is_due(self, num_missing: int, num_sessions: int) -> bool:
+        """Whether trees yield more than all sequences lose while they wait, or that has to be measured."""
+        if num_sessions == 1 or not self._wait_s.weight or not self._demanded.weight:
+            return True
         lost = num_sessions * self._tokens.value * self._wait_s.value / max(self._interval_s.value, 1e-9)
-        return num_missing * (self._demanded.value - 1) >= lost
+        if num_missing * (self._demanded.value - 1) >= lost:
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % self.RETRY == 0
 
 
 def claim(tree: DraftTree) -> float:

@@ -24,7 +24,7 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import Trial
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
@@ -86,7 +86,7 @@ class DrafterParts:
         """
         if self.ahead_mode == "never":
             return drafter
-        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, AheadTrial() if self.ahead_mode == "auto" else None)
+        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, Trial() if self.ahead_mode == "auto" else None)
 
     @property
     def ahead_mode(self) -> DraftAheadMode:
@@ -165,12 +165,14 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     tree, is_ahead = replace(parts.tree, num_steps=num_steps), parts.ahead_mode != "never"
-    drafter = BlockDrafter(serve(head), tree, parts.drafting, parts.capture(), is_ahead)
+    drafter = BlockDrafter(serve(head, parts.drafting.quantization), tree, parts.drafting, parts.capture(), is_ahead)
     return parts.with_ahead(drafter) if drafter.can_draft_ahead else drafter
 
 
-def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:
-    head = load(parts.head, parts.target, parts.dtype, parts.device)
+def _build_multi_head(
+    load: Callable[[str, str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts
+) -> LocalDrafter:
+    head = load(parts.head, parts.target, parts.dtype, parts.device, parts.drafting.quantization)
     return MultiHeadDrafter(head, parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
 
 
@@ -203,7 +205,12 @@ _EAGLE2 = Method(
     has_probs=True,
 )
 _MEDUSA = Method(
-    partial(_build_multi_head, load_medusa), head="Medusa heads", needs=("features",), features=_FINAL, has_probs=True
+    partial(_build_multi_head, load_medusa),
+    head="Medusa heads",
+    needs=("features",),
+    features=_FINAL,
+    is_quantisable=True,
+    has_probs=True,
 )
 
 _BLOCK = Method(
@@ -211,6 +218,7 @@ _BLOCK = Method(
     needs=("features",),
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
+    is_quantisable=True,
     has_probs=True,
     num_steps=lambda head, tree: read_block_size(resolve(head)),
 )

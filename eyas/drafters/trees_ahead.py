@@ -200,6 +200,7 @@ class GrownTree:
         parents, is_added = chosen // width, nodes == 0
         num_added = int(is_added.sum())
         nodes[is_added] = len(self.tokens) + np.arange(num_added)
+        features = self.states[upload(parents, self.states.device)]  # before slots are taken: it may find no memory
         slots = np.empty(len(nodes), np.int64)
         slots[is_added], slots[~is_added] = self._free.take(num_added), self.slots[nodes[~is_added] - 1]
         seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
@@ -211,7 +212,6 @@ class GrownTree:
                 above = self.parents[above]
         others = np.flatnonzero(seen[:, 1:].any(0)) + 1
         visible = np.concatenate([seen[:, others], np.eye(len(nodes), dtype=np.bool_)], 1)
-        features = self.states[upload(parents, self.states.device)]
         return GrownRows(
             self.candidates.ravel()[chosen], self.depths[parents] + 1, features, slots, nodes, parents, exact[parents],
             self.slots[others - 1], visible,
@@ -380,6 +380,7 @@ class AheadTrees:
     def collect(self) -> None:
         found, self._found, end = self._found, None, 0
         if found is None:
+            self._launched = None
             while self._running:  # in a pass that failed
                 _, tree, rows = self._running.pop()
                 tree.give_up(rows)

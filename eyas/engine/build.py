@@ -117,7 +117,7 @@ def assemble_engine(
     max_model_len = min(engine.max_model_len or target.max_model_len, target.max_model_len)
     drafted_tree = tree if drafter else ROOT_ONLY
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
-    reserved = reserved_bytes(target, plan, engine.max_verify_tokens)
+    reserved = reserved_bytes(target, plan, engine)
     fraction = engine.gpu_memory_utilization
     num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)

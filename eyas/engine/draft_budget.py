@@ -377,7 +377,8 @@ class AdaptiveDraftBudget:
             return plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
-            self._plan = _Plan(NO_TREE, known_size, num_rows, True)
+            prompt_rows = step.num_prompt_rows
+            self._plan = _Plan(NO_TREE, known_size, num_rows, True, num_prompt_rows=prompt_rows, all_rows=all_rows)
             return self._plan
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for depth in levels_of for nodes in _steps(2, known_size) if depth < nodes]

@@ -160,11 +160,21 @@ class Engine:
         self._request_s, self._ended = ended - began, ended if self.has_work else None
         return chunks
 
-    def _verified(self, batch: Seq[ScheduledSequence], meanwhile: Callable[[], None]) -> Seq[VerifyOutput]:
+    def _verified(
+        self,
+        batch: Seq[ScheduledSequence],
+        meanwhile: Callable[[], None],
+        wait_for_masks: Callable[[], TokenMasks] | None = None,
+    ) -> Seq[VerifyOutput]:
         """Run a pass and draw its tokens. Without memory for that, each half of the batch gets a pass of its own; a request
-        that has not enough memory alone ends with an error, and no other does."""
-        try:
+        that has not enough memory alone ends with an error, and no other does.
+
+        wait_for_masks: as the grammars give it, for a batch that this one is a part of. A grammar's state is not for two
+        threads, so masks are not computed again.
+        """
+        if wait_for_masks is None:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
+        try:
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             segments: Seq[Segment]
             # arrays of all trees pay from two trees on
@@ -186,7 +196,8 @@ class Engine:
             return [VerifyOutput(None, error=reason)]
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
-        return [*self._verified(batch[:middle], meanwhile), *self._verified(batch[middle:], nothing)]
+        first = self._verified(batch[:middle], meanwhile, wait_for_masks)
+        return [*first, *self._verified(batch[middle:], nothing, wait_for_masks)]
 
     def follow(self, request: Request) -> Future[OutputMatchers]:
         """Compile the grammar of a request with structured_outputs, and follow the output that it brings along.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -29,8 +30,10 @@ from eyas.models.workers import TargetWorkers
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.verify import can_draw_in_parts
-from eyas.tensors import upload
+from eyas.tensors import has_numba, upload
 from eyas.tree import PackedTrees, pack_trees
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -76,15 +79,18 @@ class ModelRunner:
         exchanges: Exchanges | None = getattr(self.target.model, "exchanges", None)
         if exchanges is None:
             return
-        if not exchanges.is_running:  # in a captured pass or around it, where it is not known what is left
+        if not exchanges.can_finish:  # in a captured pass, around it, or in the first one: it is not known what is left
             raise Unavailable(f"a rank has no memory beside its layers, so ranks are out of step: {reason}")
         device, shared = self.target.device, self.target.shared_vocabulary
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        exchanges.finish(device)
-        if shared:
-            num_logits = sum([len(segment.logits_indices) for segment in segments])
-            shared.collect(segments, shared.placeholder(num_logits, device))
+        try:
+            exchanges.finish(device)
+            if shared:
+                num_logits = sum([len(segment.logits_indices) for segment in segments])
+                shared.collect(segments, shared.placeholder(num_logits, device))
+        except torch.OutOfMemoryError as error:  # others wait for this rank, and rank 0 for their answers
+            raise Unavailable(f"a rank has no memory to end a pass, so ranks are out of step: {error}") from error
 
     @property
     def runs_beside_host(self) -> bool:
@@ -134,6 +140,24 @@ class BatchInvariantRunner(ModelRunner):
         self.keeps_batches = rows <= self._max_rows and keeps_rows
         if self.keeps_batches and self.backend is target:
             fix_products(target.model)
+        if not self.keeps_batches and target.device.type == "cpu":
+            message = "deterministic mode runs each sequence by itself, in passes of %d rows, which is slow: %s"
+            log.warning(message, rows, self._why_alone())
+
+    def _why_alone(self) -> str:
+        """Why the kernels of the CPU do not keep batches, and what to do."""
+        num_threads = torch.get_num_threads()
+        if self.target.dtype != torch.float32:
+            return f"dtype is {str(self.target.dtype).removeprefix('torch.')}; set it to float32 or auto"
+        if num_threads > 1:
+            return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
+        if not has_numba():
+            return "numba is not installed; install eyas[cpu]"
+        if self.kv_cache.is_narrow:
+            return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
+        if self._rows > self._max_rows:
+            return f"tree.num_draft_tokens is above {self._max_rows}"
+        return "the kernels do not know this model's layers"
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:

@@ -11,6 +11,7 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from eyas.models.attention import attend_layer, kv_sources
 from eyas.models.checkpoint import merge_quantised
 from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, can_fix
 from eyas.models.cpu_decoder import CpuDecoder
+from eyas.models.experts import EXPERT_BLOCKS, RoutedExperts, with_experts
 from eyas.models.inputs import PackedInputs
 from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
@@ -56,8 +58,6 @@ class LayerKind:
 # Sibling layers that are one product, and the name where a family has them as one layer.
 QKV = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 GATE_UP = ("gate_proj", "up_proj"), "gate_up_proj"
-# Modules in the place of an MLP that stay as they are, between two fused norms.
-EXPERTS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 
 # By the class of transformers. A class belongs here if its code is that of `FusedLayer.forward`.
 KINDS = {
@@ -216,7 +216,8 @@ class FusedLayer:
         norm_of = partial(RMSNorm.of, adds_one=kind.adds_one, rounds_once=kind.rounds_once)
         self._index, self._stream, self._kv_source = int(attention.layer_idx), stream, kv_source
         self._qkv, self._out = _product_of(attention, *QKV), attention.o_proj
-        self.experts = mlp if type(mlp).__name__ in EXPERTS else None
+        self.experts = mlp if type(mlp).__name__ in EXPERT_BLOCKS else None
+        self._routed: RoutedExperts | None = None
         self.has_cpu_kernels = kind.has_cpu_kernels and self.experts is None
         self.is_plain = _is_plain(attention, *QKV) and (self.experts is not None or _is_plain(mlp, *GATE_UP))
         if self.experts is None:
@@ -231,6 +232,11 @@ class FusedLayer:
         self._down_norm = norm_of(layer.post_feedforward_layernorm) if has_norms else None
         self._mlp_norm = norm_of(layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm)
         self._mixture = layer if getattr(layer, "enable_moe_block", False) else None
+        if self.experts is not None:
+            activation = ACTIVATIONS.get(type(_activation_of(mlp.experts)).__name__)
+            self._routed = RoutedExperts.of_block(mlp, activation)
+        elif self._mixture is not None:
+            self._routed = RoutedExperts.of_layer(layer, self._activation, norm_of)
         self._factor: Tensor | None = getattr(layer, "layer_scalar", None)
         self._input: LayerInput | None = None
         if getattr(layer, "hidden_size_per_layer_input", 0):
@@ -257,7 +263,11 @@ class FusedLayer:
             stream.rotary.clear()
         kernels = None if packed.metadata is None or hidden_states.device.type == "cpu" else _layer_kernels()
         normed = stream.normed if hidden_states is stream.hidden else None
-        normed = self.input_norm(hidden_states) if normed is None else normed
+        if normed is None:
+            norm = self.input_norm
+            normed = (
+                kernels.rms_norm(hidden_states, norm.weight, norm.eps, norm.adds_one) if kernels else norm(hidden_states)
+            )
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
@@ -267,9 +277,15 @@ class FusedLayer:
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        out = self.experts(normed) if self.experts else self._down(self._gated(normed, gated))
-        if self._mixture:
-            out = _with_experts(self._mixture, state, out)
+        routed, expert_kernels = self._routed, _expert_kernels(kernels)
+        if self.experts is None:
+            out = self._down(self._gated(normed, gated))
+        else:
+            out = self.experts(normed) if routed is None or not expert_kernels else routed.run(normed, expert_kernels)
+        if self._mixture is not None and routed is not None and expert_kernels:
+            out = routed.run_beside(state, out, expert_kernels)
+        elif self._mixture is not None:
+            out = with_experts(self._mixture, state, out)
         delta_norm = self._down_norm
         if self._input is not None:
             state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
@@ -298,19 +314,14 @@ class FusedLayer:
         )  # fmt: skip
 
 
-def _with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
-    """What MLP and experts of a layer of Gemma 4 give together. dense: the output of its MLP."""
-    rows = state.reshape(-1, state.shape[-1])
-    _, weights, chosen = layer.router(rows)
-    routed = layer.experts(layer.pre_feedforward_layernorm_2(rows), chosen, weights).view_as(state)
-    sparse: Tensor = layer.post_feedforward_layernorm_2(routed)
-    return sparse.add_(layer.post_feedforward_layernorm_1(dense))
-
-
 def _layer_kernels() -> Any:
     from eyas.models.cuda import layer_kernels
 
     return layer_kernels
+
+
+def _expert_kernels(layer_kernels: Any) -> Any:
+    return None if layer_kernels is None else importlib.import_module("eyas.models.cuda.expert_kernels")
 
 
 def fuse_layers(model: Any) -> bool:
@@ -342,6 +353,8 @@ def fuse_layers(model: Any) -> bool:
             from eyas.models.cpu_kernels import compile_kernels
 
             compile_kernels()
+    if not on_cpu:
+        decoder.rotary_emb.forward = partial(_layer_kernels().rotary_tables, decoder.rotary_emb)
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 
@@ -349,7 +362,7 @@ def fuse_layers(model: Any) -> bool:
 def unfuse_layers(model: Any) -> None:
     """Let transformers' modules compute again what they define."""
     decoder = model.get_decoder()
-    for module in (model, decoder, *decoder.layers, decoder.norm):
+    for module in (model, decoder, *decoder.layers, decoder.norm, decoder.rotary_emb):
         module.__dict__.pop("forward", None)
 
 
@@ -375,7 +388,7 @@ def _can_fuse(layer: Any) -> bool:
     mlp: Any = getattr(layer, "mlp", None)
     if type(layer).__name__ not in KINDS or not _can_multiply(attention, *QKV) or _rotates_in_part(attention.config):
         return False
-    if type(mlp).__name__ in EXPERTS:
+    if type(mlp).__name__ in EXPERT_BLOCKS:
         return True
     return type(_activation_of(mlp)).__name__ in ACTIVATIONS and _can_multiply(mlp, *GATE_UP)
 

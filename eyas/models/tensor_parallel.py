@@ -251,16 +251,21 @@ class Exchanges:
 
     def sum(self, output: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        self._own.append((False, output.numel() // self._num_rows, output.dtype))
         dist.all_reduce(output)
+        self._own.append((False, output.numel() // self._num_rows, output.dtype))
         return output
 
     def gather(self, output: Tensor) -> Tensor:
         """The outputs of all ranks, side by side."""
-        self._own.append((True, output.numel() // self._num_rows, output.dtype))
         parts = [torch.empty_like(output) for _ in range(self.shard.size)]
         dist.all_gather(parts, output.contiguous())
+        self._own.append((True, output.numel() // self._num_rows, output.dtype))
         return torch.cat(parts, -1)
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether it is known what is left: a pass has begun and not ended, and another one was whole."""
+        return self.is_running and bool(self._known)
 
     def finish(self, device: torch.device) -> None:
         """Take part in what is left of a pass."""

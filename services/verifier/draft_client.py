@@ -141,7 +141,7 @@ class RemoteDrafter:
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
-        self._method = ""
+        self._method, self.needs_samples = "", False  # of the drafter that was connected last
         self._peers = peers or Peers()
         self._identity = self._peers.identity
         self._channel = self._peers.open_sync_channel(address)
@@ -152,12 +152,6 @@ class RemoteDrafter:
     def connected(self) -> bool:
         """Whether the stream is open."""
         return self._stream is not None
-
-    @property
-    def needs_samples(self) -> bool:
-        """Whether the drafter, if it is connected, needs the target's samples at the nodes of its trees."""
-        stream = self._stream
-        return stream is not None and stream.info.needs_samples
 
     def status(self, num_sessions: int) -> DraftClientStatus:
         """What the verifier announces of this connection. num_sessions: those that are assigned to it."""
@@ -212,7 +206,9 @@ class RemoteDrafter:
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
         missing = [i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"]
         self._num_unprepared = 0 if any(context.has_tree for context in sent) else self._num_unprepared + 1
-        if self._num_unprepared < MAX_UNPREPARED:
+        if self._num_unprepared >= MAX_UNPREPARED:
+            self._wait.pause()
+        else:
             lengths = {context.session: len(context.tokens) for context in contexts if context.budget.wants_tree}
             pending.is_timed = self._wait.waits(lengths, {contexts[i].session for i in missing})
             for i in () if pending.is_timed else missing:
@@ -323,7 +319,7 @@ class RemoteDrafter:
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._num_unprepared = MAX_UNPREPARED  # another drafter, perhaps
-        self._stream, self._method = stream, info.method
+        self._stream, self._method, self.needs_samples = stream, info.method, info.needs_samples
         self._refused.clear()
         try:
             for message in call:
@@ -336,9 +332,14 @@ class RemoteDrafter:
                 self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
-        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
+        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals.
+
+        A reply counts as one failure of the drafter if any of its prepared trees is invalid. The others are kept.
+        """
         prepared = [each for each in reply.prepared if self._is_valid(each)]
         with self._changed:
+            if len(prepared) < len(reply.prepared):
+                self.breaker.failed()
             for each in prepared:
                 if each.session in self._prepared_for:
                     self._prepared.put(each)
@@ -355,16 +356,13 @@ class RemoteDrafter:
             self._changed.notify()
 
     def _is_valid(self, prepared: PreparedTree) -> bool:
-        """Whether a prepared tree may be kept. An invalid one counts as a failure of the drafter."""
+        """Whether a prepared tree may be kept."""
         stream = self._stream
-        if stream is None:
-            return False
+        assert stream is not None, "replies come from an open stream"
         try:
             prepared.tree.validate(stream.info.model.vocab_size, PreparedTree.MAX_NODES)
         except InvalidTree as error:
             log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
-            with self._changed:
-                self.breaker.failed()
             return False
         return True
 
@@ -385,8 +383,9 @@ class RemoteDrafter:
 class CircuitBreaker:
     """Stops requests to a drafter whose trees do not arrive, or are invalid.
 
-    It opens after `max_failures` failed requests in a row. After `reset_s` seconds one request may try again: an answer
-    closes the circuit, a failure opens it for twice as long as before, up to MAX_BACKOFF_S.
+    It opens after `max_failures` failures in a row: lost requests, and replies with invalid trees. After `reset_s` seconds
+    one request may try again: an answer closes the circuit, a failure opens it for twice as long as before, up to
+    MAX_BACKOFF_S.
     """
 
     def __init__(self, max_failures: int, reset_s: float) -> None:

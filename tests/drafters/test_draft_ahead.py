@@ -17,7 +17,7 @@ from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import Trial
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
 from eyas.errors import ConfigError
@@ -344,7 +344,7 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
-    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, AheadTrial())
+    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, Trial())
     assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
 
@@ -446,18 +446,6 @@ def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_tar
     work(drafter)
     (prepared,) = drafter.take_prepared()
     assert len(prepared.tree) > BUDGET.max_nodes + 1
-
-
-def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(20, ranking_temperature=1)
-    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=64), AHEAD)
-    last_of(drafter, [session("a", 15)])
-    assert drafter.draft_ahead()
-    last_of(drafter, [other := session("b", 16)])
-    work(drafter)
-    assert [prepared.session for prepared in drafter.take_prepared()][-1:] == ["b"]
-    (found,) = last_of(drafter, [going_on(other, [47])])
-    assert found.num_drafted
 
 
 def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:

@@ -25,7 +25,7 @@ from eyas.tree import DraftTree
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.drafters import weightless
-from tests.drafters.weightless import HIDDEN, METHODS, commits, drafter_of
+from tests.drafters.weightless import HIDDEN, METHODS, NUM_HEADS, commits, drafter_of
 from tests.launches import META, Launches
 
 # Of a round of one session: trees by kind of noise, and sampled chains.
@@ -34,24 +34,24 @@ ROUNDS = {
     "eagle2": (198, 199, 215, 145),
     "eagle3": (179, 180, 196, 132),
     "peagle": (146, 147, 163, 91),
-    "dspark": (179, 180, 196, 138),
-    "dspark-rnn": (251, 252, 268, 210),
-    "dflash": (146, 147, 163, 91),
-    "dflash2": (307, 308, 324, 266),
+    "dspark": (176, 177, 193, 135),
+    "dspark-rnn": (248, 249, 265, 207),
+    "dflash": (143, 144, 160, 88),
+    "dflash2": (250, 251, 267, 209),
     "medusa": (84, 85, 93, 19),
     "medusa-dynamic": (66, 67, 75, 19),
     "hydra": (113, 114, 122, 48),
-    "sps": (343, 344, 360, 296),
+    "sps": (266, 267, 283, 219),
 }
 # Of a commit's new rows.
 EXTENSIONS = {
     "eagle1": 25, "eagle2": 25, "eagle3": 26, "peagle": 62, "dspark": 30, "dspark-rnn": 30, "dflash": 30, "dflash2": 30,
-    "medusa": 3, "medusa-dynamic": 3, "hydra": 3, "sps": 41,
+    "medusa": 3, "medusa-dynamic": 3, "hydra": 3, "sps": 30,
 }  # fmt: skip
 # Of a pass over rows of trees that grow ahead.
 ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28, "peagle": 70}
 # Of a pass of blocks behind nodes of trees that are verified.
-BLOCKS_AHEAD = {"dspark": 64, "dspark-rnn": 64, "dflash": 64}
+BLOCKS_AHEAD = {"dspark": 61, "dspark-rnn": 61, "dflash": 61}
 
 
 @cache
@@ -85,18 +85,20 @@ def test_a_round_of_trees_launches_few_kernels(method: str) -> None:
         assert found.num <= most, found.by_name
 
 
-def test_a_head_of_8_bits_reads_half_of_its_weights() -> None:
-    """In as many launches."""
-    head = copy.deepcopy(weightless.eagle_head("eagle3"))
-    quantise_head(head, META)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "sps"])
+def test_a_head_of_8_bits_reads_half_of_its_weights(method: str) -> None:
+    """In as many launches, but for Medusa: its heads share products otherwise."""
+    make = "eagle_head" if "eagle" in method else "multi_head" if method.startswith(("medusa", "hydra")) else "block_head"
+    head: Any = copy.deepcopy(getattr(weightless, make)(method.removesuffix("-dynamic")))
+    head.quantise(META) if make == "multi_head" else quantise_head(head, META)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weightless, "eagle_head", lambda method: head)
-        narrow = drafter_of("eagle3")
+        patch.setattr(weightless, make, lambda method: head)
+        narrow = drafter_of(method)
     assert narrow._graphs is not None
     with torch.inference_mode(), Launches() as found:
         narrow._graphs.rounds["plain"].stages(1).run(None)
-    whole = draft_round("eagle3", "plain")
-    assert found.num == whole.num
+    whole = draft_round(method, "plain")
+    assert found.num <= whole.num + (4 * NUM_HEADS if "medusa" in method else 0), found.by_name
     assert found.product_bytes < 0.52 * whole.product_bytes
 
 

@@ -74,6 +74,30 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
         assert torch.equal(in_tree[node], prefill(runner, PROMPT + path, slots[200:], (3,)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_threads", "reason"),
+    [
+        ("bfloat16", 1, "dtype is bfloat16; set it to float32 or auto"),
+        ("float32", 3, "torch has 3 threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"),
+        ("float32", 1, ""),
+    ],
+)
+def test_a_mode_without_batches_says_why(
+    dtype: str,
+    num_threads: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    target = load_family(tmp_path, "llama-3", dtype)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    assert runner_of(target).keeps_batches == (not reason)
+    slow = f"deterministic mode runs each sequence by itself, in passes of {ROWS} rows, which is slow: {reason}"
+    assert caplog.messages[-1:] == [slow] * bool(reason)
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
 def test_the_cpu_keeps_batches_and_bits(name: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

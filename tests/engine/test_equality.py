@@ -12,7 +12,7 @@ import torch
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
-from eyas.drafters.on_demand import AheadTrial
+from eyas.drafters.on_demand import Trial
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
@@ -124,7 +124,7 @@ def test_adaptive_trees_drafted_ahead_change_no_token(name: str, tiny_target: st
     """What both choose depends on time, and no token does."""
     ahead = case_of(name, tiny_target, tiny_head).drafter(TREE)
     assert isinstance(ahead, DraftAheadDrafter)
-    drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), AheadTrial()))
+    drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), Trial()))
     engine = make_engine(drafter, tiny_target, tiny_head, name, draft_budget="adaptive")
     requests = [
         Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=40))

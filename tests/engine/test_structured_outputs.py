@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from eyas import grammar
 from eyas.config import TreeConfig
@@ -145,6 +146,31 @@ def test_every_method_equals_plain_constrained_decoding(name: str, target: str, 
             chunk for request in requests for chunk in chunks[request.id] if chunk.verify_step and chunk.verify_step.drafted
         ]
         assert drafted, f"trees of {kind} requests were verified"
+
+
+def test_a_step_in_parts_follows_each_grammar_once(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for all sequences at once. Two threads on one grammar would spoil its state."""
+    engine, running, twice, masks = make_engine(target, RandomDrafter(48)), set[int](), list[int](), FollowedOutput.masks
+    forward = engine._runner.forward
+
+    def forward_one(segments: Any) -> Any:
+        if len(segments) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(segments)
+
+    def slow_masks(output: FollowedOutput, *args: Any) -> Any:
+        twice.extend({id(output)} & running)
+        running.add(id(output))
+        time.sleep(0.01)
+        try:
+            return masks(output, *args)
+        finally:
+            running.discard(id(output))
+
+    monkeypatch.setattr(engine._runner, "forward", forward_one)
+    monkeypatch.setattr(FollowedOutput, "masks", slow_masks)
+    assert tokens_of(run(engine, requests_at(0.0))) == plain_outputs(target, 0.0)
+    assert not twice
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
     plain_rotary = []
     monkeypatch.setattr(fused.ResidualStream, "signed", lambda stream, cos, sin: (plain_rotary.append(cos), (cos, sin))[1])
     monkeypatch.setattr(fused, "rotate_and_store", layer_kernels.rotate_and_store)
+    monkeypatch.setattr(fused, "_expert_kernels", lambda _: import_module("eyas.models.cuda.expert_kernels"))
     assert_equal_to_unfused(target)
     assert plain_rotary
 
@@ -383,6 +385,22 @@ def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> 
     for delta_norm in (None, inner):
         found = layer_kernels.add_norm(hidden, delta, norm, delta_norm)
         torch.testing.assert_close(found, fused.add_norm(hidden, delta.clone(), norm, delta_norm), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-3", "rope-yarn", "gemma-3", "gemma-4-e2b"])
+def test_the_kernel_of_rotary_tables_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Also far from the start, with a factor, and where kinds of layers have tables of their own."""
+    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    kind, settings = FAMILIES[name]
+    module = load_target(write_model(tmp_path, config_of(kind, **settings))).model.get_decoder().rotary_emb
+    positions, x = torch.tensor([[0, 5, 5, 131_071]]), torch.zeros(1, 4, 32)
+    kinds = dict.fromkeys(settings.get("layer_types", ()) if name.startswith("gemma") else [None])
+    for each in (*kinds,):
+        options = () if each is None else (each,)
+        expected = module(x, positions, *options)
+        torch.testing.assert_close(
+            layer_kernels.rotary_tables(module, x, positions, *options), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -18,14 +18,19 @@ from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.fused import is_batch_invariant
+from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, Float8Linear, linear, quantise_head
+from eyas.models.heads.medusa import load_medusa
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
 from tests.models.test_fused import assert_equal_to_unfused, is_fused, use_torch
 from tests.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.tiny_block import tiny_block_head
+from tests.tiny_medusa_hydra import tiny_heads
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
 
@@ -189,11 +194,58 @@ def test_a_head_of_8_bits_drafts_as_its_numbers(kind: Any, num_layers: int, tiny
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_of_8_bits_leaves_the_output_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra-prefix"])
+def test_stacked_heads_of_8_bits_guess_as_their_numbers(kind: str, tiny_target: str) -> None:
+    """Blocks, output layers and the prefix layer; no weight is kept twice."""
+    folder, states = tiny_heads(kind, tiny_target), torch.randn(5, 32)
+    load: Any = load_medusa if kind == "medusa" else load_hydra
+    plain, narrow = load(folder, tiny_target), load(folder, tiny_target, quantization="fp8")
+    held = sum(tensor.numel() for tensor in narrow.parameters() if tensor.dtype == torch.float8_e4m3fn)
+    kept = {"embedding"} if kind != "medusa" else set()
+    assert held == sum(t.numel() for name, t in plain.named_parameters() if t.dim() > 1 and name not in kept) - (
+        sum(bias.numel() for bias in plain.biases) if kind == "medusa" else 0
+    )
+    for layer in [layer for layer in narrow.modules() if isinstance(layer, Float8Linear)]:
+        layer.forward = linear(layer.weight.float() * layer.scales[:, None], layer.bias).forward  # type: ignore[method-assign]
+    rounded, ours = narrow, load(folder, tiny_target, quantization="fp8")
+    with torch.inference_mode():
+        if kind == "medusa":
+            found = [head.logits(states, 3) for head in (ours, rounded, plain)]
+        else:
+            inputs = torch.randn(5, 4 * 32)
+            found = [head.logits(inputs, 2) for head in (ours, rounded, plain)]
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    assert 0 < (found[0] - found[2]).abs().max() < 0.2 * found[2].abs().max()
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "dflash2", "dspark-rnn"])
+def test_block_heads_of_8_bits_draft_as_their_numbers(kind: str, tiny_target: str) -> None:
+    folder = tiny_block_head(kind, tiny_target)
+    ours, rounded = (serve(load_block_head(folder, tiny_target), "fp8") for _ in range(2))
+    layers = [layer for layer in rounded.modules() if isinstance(layer, Float8Linear)]
+    assert not [layer for layer in ours.modules() if isinstance(layer, torch.nn.Linear)]
+    for layer in layers:
+        layer.forward = linear(layer.weight.float() * layer.scales[:, None], layer.bias).forward  # type: ignore[method-assign]
+    size, rows = ours.config.block_size, torch.arange(ours.config.block_size)
+    before = torch.arange(ours.config.num_drafted)
+    found = []
+    with torch.inference_mode():
+        for head in (ours, rounded):
+            states = head.drafted_rows(head.run(rows, rows, lambda layer, own: own.query).view(1, size, -1))[0]
+            found.append(head.step(head.backbone_logits(states), states, before, head.initial_state(len(before)))[0])
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "dflash", "dflash2", "medusa", "hydra"])
+def test_a_head_of_8_bits_leaves_the_output_unchanged(method: str, tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
     write_spelling_tokenizer(target)
     prompts, sampling = [{"prompt_token_ids": [5, 9, 11]}, {"prompt_token_ids": [7, 8]}], SamplingParams(20, 0.8, seed=3)
-    head = {"method": "eagle3", "model": str(write_head(tmp_path / "head")), "quantization": "fp8"}
+    if method == "eagle3":
+        folder = str(write_head(tmp_path / "head"))
+    else:
+        folder = tiny_heads(method, str(target)) if method in ("medusa", "hydra") else tiny_block_head(method, str(target))
+    head = {"method": method, "model": folder, "quantization": "fp8"}
     outputs = []
     for config in (None, head):
         with LLM(str(target), speculative_config=config, validate_head="off", max_kv_tokens=256) as llm:

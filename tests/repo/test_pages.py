@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -14,7 +14,7 @@ from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
 from eyas.models.cuda.backend import WORKSPACES, PassSizes, graph_bytes, launched_bytes
-from eyas.models.cuda.metadata import Tiling
+from eyas.models.cuda.metadata import FIXED_PART, Tiling
 from tests.repo.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"
@@ -194,9 +194,13 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
     assert len(rows) == 3
     sizes, tiling = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3), Tiling(4, 8, 132)
-    reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, tiling)
+    reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling)
     reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
     assert f"subtracts {reserved / 2**30:.1f} GiB" in page
+    for length, text in ((131072, "is up to {:.1f} GiB"), (32768, "{:.1f} GiB with\n`engine.max_model_len: 32768`")):
+        fixed = replace(tiling, longest=length, fixed_part=FIXED_PART)
+        whole = graph_bytes(sizes, 1024, 32, fixed) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, fixed)
+        assert text.format((whole + WORKSPACES + 4 * 32 * length) / 2**30) in page
     for free, cache, tokens in rows:
         assert float(cache) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
         assert int(tokens.replace(",", "")) == pytest.approx(float(cache) * 2**30 / slot, rel=0.02)

@@ -16,6 +16,7 @@ from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
+from eyas.train.trainer import Trainer
 from tests.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import read_by, settings
 
@@ -69,20 +70,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def heads(target: str) -> dict[str, str]:
     """A trained head of each method that drafts DEPTHS tokens."""
     folder, found = Path(target).parent, {}
-    for method, block_size, rate in (("dspark", DEPTHS, 0.01), ("dflash", DEPTHS + 1, 0.01), ("peagle", 2, 0.005)):
-        config = settings(
-            folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=4,
-            optimizer__learning_rate=rate, data__max_length=TOKENS, **read_by(
-                method, loss__num_anchors=16, loss__chunk_rows=0, loss__num_depths=DEPTHS, head__markov_rank=16,
-                head__block_size=block_size,
-            ),
-        )  # fmt: skip
-        trainer = build_trainer(config)
-        for _ in range(STEPS):
-            trainer.step()
+    for method in ("dspark", "dflash", "peagle"):
+        trainer = trained(target, method)
         trainer.trainee.write(folder / method / "head")  # type: ignore[operator]
         found[method] = str(folder / method / "head")
     return found
+
+
+def trained(target: str, method: str, **changes: int) -> Trainer:
+    folder, block_size = Path(target).parent, {"dspark": DEPTHS, "dflash": DEPTHS + 1}.get(method, 2)
+    config = settings(
+        folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=4,
+        optimizer__learning_rate=0.005 if method == "peagle" else 0.01, data__max_length=TOKENS, **read_by(
+            method, loss__num_anchors=16, loss__chunk_rows=0, loss__num_depths=DEPTHS, head__markov_rank=16,
+            head__block_size=block_size,
+        ), **changes,
+    )  # fmt: skip
+    trainer = build_trainer(config)
+    for _ in range(STEPS):
+        trainer.step()
+    return trainer
 
 
 def tau(target: str, method: str, head: str, temperature: float, **options: object) -> float:
@@ -126,6 +133,14 @@ def test_greedy_chains_of_a_learned_law_are_accepted(method: str, target: str, h
 def test_likeliest_chains_accept_powers_of_the_law(method: str, target: str, heads: dict[str, str]) -> None:
     """Each proposed token is the target's draw with the probability SURE, at any depth."""
     assert tau(target, method, heads[method], 1.0) == pytest.approx(SAMPLED, abs=0.12)
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash"])
+def test_blocks_ahead_of_a_learned_law_are_accepted(method: str, target: str) -> None:
+    """Behind paths without features. A head that is not conditional proposes behind the likeliest next token alone."""
+    trainer = trained(target, method, loss__num_ahead_anchors=16, loss__max_ahead_length=4)
+    found = [float(trainer.step()["tau_ahead"]) for _ in range(10)]
+    assert sum(found) / len(found) == pytest.approx(GREEDY if method == "dspark" else SAMPLED, abs=0.15)
 
 
 def test_a_conditional_head_with_the_noise_foresees_draws(target: str, heads: dict[str, str]) -> None:

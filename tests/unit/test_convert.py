@@ -229,3 +229,11 @@ def test_a_slice_travels_without_its_neighbours() -> None:
 def test_a_tensor_that_makes_no_sense_is_refused(value: TensorBytes) -> None:
     with pytest.raises(InvalidRequest):
         tensor_from_bytes(value)
+
+
+def test_prepared_trees_of_an_older_drafter_are_no_trees() -> None:
+    """Field 6 held them as messages of type Tree. These parse as no prepared tree: an empty one counts as a failure."""
+    old = draft_pb2.Tree(session="a", epoch=1, committed_length=5, tokens=[7, 8], parents=[0, 0], log_probs=[0.0, -0.5])
+    data = old.SerializeToString()
+    message = draft_pb2.SpeculateResponse.FromString(bytes((6 << 3 | 2, len(data))) + data)
+    assert convert.draft_response_from_proto(message) == DraftResponse(0)

@@ -39,12 +39,13 @@ from eyas.models.cuda.metadata import (
     tight_shape,
 )
 from eyas.models.fused import is_batch_invariant
-from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.models.numerics import keeps_logits
 from eyas.models.target import TargetModel, TargetOutput
 
-MAX_HEAD_WIDTH = 256
-MAX_HEADS_PER_KV = 64
+MAX_HEAD_WIDTH = 512
+NARROW_HEAD = 256  # wider ones must have 16 bits, and fewer of them may share keys
+MAX_HEADS_PER_KV, MAX_WIDE_HEADS_PER_KV = 64, 32
 MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; no graph holds a pass with more
 CHECKED_PROMPT = 70  # tokens; more than a block of keys
 # Of matrix products (32 MiB on Hopper), for the streams of launched and captured passes.
@@ -214,15 +215,22 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 def why_no_kernel(target: TargetModel) -> str:
     """Why the kernel cannot serve a target; empty if it can."""
-    return why_no_kernel_for(max(width for _, width in target.kv_shapes), target.heads_per_kv)
+    num_heads = target.heads_per_kv * target.kv_shapes[0][0]
+    layouts = {(width, num_heads // num_kv) for num_kv, width in target.kv_shapes}
+    return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 
-def why_no_kernel_for(head_width: int, heads_per_kv: int) -> str:
+def why_no_kernel_for(head_width: int, heads_per_kv: int, dtype: torch.dtype) -> str:
     """Why the kernel cannot serve heads of this layout; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if head_width > MAX_HEAD_WIDTH:
         return f"heads are {head_width} wide, the kernel takes {MAX_HEAD_WIDTH} at most"
+    if head_width > NARROW_HEAD and dtype == torch.float32:
+        return f"heads are {head_width} wide, the kernel takes {NARROW_HEAD} at most in float32"
+    if head_width > NARROW_HEAD and heads_per_kv > MAX_WIDE_HEADS_PER_KV:
+        most = MAX_WIDE_HEADS_PER_KV
+        return f"{heads_per_kv} query heads {head_width} wide share a key-value head, the kernel takes {most} at most"
     if heads_per_kv > MAX_HEADS_PER_KV:
         return f"{heads_per_kv} query heads share a key-value head, the kernel takes {MAX_HEADS_PER_KV} at most"
     return ""
@@ -290,12 +298,14 @@ class PassSizes:
     @classmethod
     def of(cls, target: TargetModel) -> PassSizes:
         """The widths of a loaded target."""
-        config, (kv_heads, width) = target.config, target.kv_shapes[0]
+        config, shapes = target.config, target.kv_shapes
+        width = max(width for _, width in shapes)
+        kv_heads = -(-max(heads * width for heads, width in shapes) // width)
         hidden = int(config.hidden_size)
         dense = int(getattr(config, "intermediate_size", None) or 4 * hidden)
         experts = int(getattr(config, "moe_intermediate_size", None) or dense) if target.is_mixture_of_experts else 0
         mlp = max(dense, experts * int(getattr(config, "num_experts_per_tok", None) or 1))
-        heads, num_aux = target.heads_per_kv * kv_heads, len(target.aux_hidden_state_layers)
+        heads, num_aux = target.heads_per_kv * shapes[0][0], len(target.aux_hidden_state_layers)
         own_logits = keeps_logits(target.model)
         return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, target.dtype.itemsize, num_aux, own_logits)
 
@@ -306,12 +316,12 @@ class PassSizes:
     def layers(self, rows: int, results: int) -> int:
         """Most bytes inside the layers: of attention or of the MLP, and of hidden states around them.
 
-        results: partial results of each row's attention, 1 if keys are not cut.
+        results: partial results of attention for all rows together; 0 if keys are not cut.
         """
-        partials = results * self.heads * (self.head_width + 1) * 4 if results > 1 else 0
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_width * self.itemsize + partials
-        mlp = 3 * self.mlp * self.itemsize
-        return rows * max(attention, mlp) + self.states(rows)
+        attention = rows * (2 * self.heads + 2 * self.kv_heads) * self.head_width * self.itemsize
+        partials = results * self.heads * (self.head_width + 1) * 4
+        mlp = rows * 3 * self.mlp * self.itemsize
+        return max(attention + partials, mlp) + self.states(rows)
 
     def states(self, rows: int) -> int:
         """Bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""
@@ -334,26 +344,45 @@ def graph_bytes(sizes: PassSizes, max_rows: int, max_segments: int, tiling: Tili
     """
     buckets = row_buckets(min(max_rows, MAX_GRAPH_ROWS))
     shapes = [bucket_shape(rows, max_segments, tiling) for rows in buckets]
-    inner = max(sizes.layers(shape.rows, shape.num_results) for shape in shapes)
+    inner = max(sizes.layers(shape.rows, num_partials(shape)) for shape in shapes)
     copied = sizes.logits(buckets[-2]) if len(buckets) > 1 and not sizes.keeps_logits else 0
     words = 4 * max(map(max_words, shapes))
     return output_bytes(sizes, buckets[-1]) + inner + copied + words + len(buckets) * GRAPH_NODES
 
 
-def launched_bytes(sizes: PassSizes, max_rows: int, max_logits: int, tiling: Tiling) -> int:
-    """Bytes of the largest pass that no graph holds."""
-    shape = tiling.shape(max_rows, max_logits, max(-(-max_rows // tiling.most_rows), 1), tiling.most_rows)
-    return sizes.layers(max_rows, shape.num_results) + sizes.logits(max_logits)
+def num_partials(shape: MetadataShape) -> int:
+    """Partial results of attention that a pass keeps until they are combined."""
+    return shape.part_rows or (shape.rows * shape.num_results if shape.num_results > 1 else 0)
 
 
-def reserved_bytes(target: TargetModel, plan: BackendPlan, max_verify_tokens: int) -> int:
+def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: int, tiling: Tiling) -> int:
+    """Bytes of the largest pass that no graph holds, and of what its draws copy.
+
+    max_drawn: rows at which tokens are drawn. max_prompt: rows of prompts; `prompt_logprobs` asks for their logits. Then the
+    logits of drawn rows are copied, in memory that layers have left.
+    """
+    if tiling.fixed_part:  # each row may lie at the end of a longest context
+        partials = min(max_rows, max_drawn + max_prompt) * -(-tiling.longest // tiling.fixed_part)
+    else:
+        partials = num_partials(
+            tiling.shape(max_rows, max_drawn, max(-(-max_rows // tiling.most_rows), 1), tiling.most_rows)
+        )
+    copied = sizes.logits(min(max_rows, max_drawn)) if max_prompt else 0
+    behind_layers = max(sizes.layers(max_rows, partials), sizes.states(max_rows) + copied)
+    return behind_layers + sizes.logits(min(max_rows, max_drawn + max_prompt))
+
+
+def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig) -> int:
     """Bytes to leave free beside the KV cache, for graphs and for the largest pass; 0 on the CPU."""
     if target.device.type != "cuda":
         return 0
     limits, sizes = plan.limits, PassSizes.of(target)
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
-    max_logits = min(limits.rows, max_verify_tokens + limits.segments)
-    total = launched_bytes(sizes, limits.rows, max_logits, tiling) + WORKSPACES
+    if plan.batch_invariant:
+        longest = min(engine.max_model_len or target.max_model_len, target.max_model_len)
+        tiling = replace(tiling, longest=longest, fixed_part=FIXED_PART)
+    max_drawn = engine.max_verify_tokens + limits.segments
+    total = launched_bytes(sizes, limits.rows, max_drawn, engine.max_prefill_tokens, tiling) + WORKSPACES
     if plan.kind is not BackendKind.PLAIN:
         total += limits.prefix * torch.int32.itemsize
     if plan.kind is BackendKind.GRAPHS:

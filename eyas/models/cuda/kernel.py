@@ -19,8 +19,10 @@ from torch import Tensor
 from eyas.models.cuda.metadata import LONG_PART
 from eyas.models.inputs import PackedInputs
 
-# Registers that a thread may take in float32: ptxas, left to choose, takes so few that values spill to memory.
-FLOAT32_REGISTERS = 255
+# Registers that a thread may take in float32 and with wide heads: ptxas, left to choose, takes too few, and values spill.
+MOST_REGISTERS = 255
+# The widest heads whose results for 64 rows fit into registers.
+NARROW_HEAD = 256
 # Blocks on their way: one of keys is multiplied, the next is loaded, and the slots of the one behind that.
 NUM_STAGES = 3
 # Numbers of a program of `_combine` from which on it has 8 warps: with 4, sm_100 spills registers.
@@ -52,13 +54,14 @@ def attend(
     if not is_whole:
         partials = query.new_empty((shape.num_results, rows, num_heads, width), dtype=torch.float32)
         sums = query.new_empty((shape.num_results, rows, num_heads), dtype=torch.float32)
-    _attend_parts[(shape.tiles, num_kv, shape.splits)](
+    pieces, constants = _constants(query, num_kv, shape.tile_rows, window, softcap)
+    _attend_parts[(shape.tiles, num_kv * pieces, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
         BLOCK_N=_keys_per_block(query) // (2 if _would_spill(query, keys) else 1),
-        **_constants(query, num_kv, shape.tile_rows, window, softcap),
+        **constants,
     )
     if is_whole:
         return out
@@ -83,44 +86,58 @@ def _attend_by_position(
     meta = packed.metadata
     assert meta is not None
     (_, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
-    block_d = _block_width(width)
     partials = query.new_empty((shape.part_rows, num_heads, width), dtype=torch.float32)
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # without fused operations, which the compiler would choose by what is around them
-    _attend_fixed_parts[(shape.tiles, num_kv)](
+    pieces, constants = _constants(query, num_kv, shape.tile_rows, window, softcap)
+    _attend_fixed_parts[(shape.tiles, num_kv * pieces)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions),
         float(scaling),
         BLOCK_N=max(16, _keys_per_block(query) // 2),  # with more, sm_100 spills
         enable_fp_fusion=False,
-        **_constants(query, num_kv, shape.tile_rows, window, softcap),
+        **constants,
     )
-    _combine_in_order[(shape.tiles, num_heads)](
+    block_r = triton.next_power_of_2(shape.tile_rows)
+    block_d = min(_block_width(width), NARROW_HEAD)
+    _combine_in_order[(shape.tiles, num_heads, triton.cdiv(width, block_d))](
         *(partials, sums, out, meta.tiles),
-        NUM_HEADS=num_heads, WIDTH=width, BLOCK_R=triton.next_power_of_2(shape.tile_rows), BLOCK_D=block_d,
-        enable_fp_fusion=False,
+        NUM_HEADS=num_heads, WIDTH=width, BLOCK_R=block_r, BLOCK_D=block_d,
+        enable_fp_fusion=False, num_warps=max(4, block_r * block_d // 2048),
     )  # fmt: skip
     return out
 
 
 def _constants(
     query: Tensor, num_kv: int, tile_rows: int, window: int | None, softcap: float | None
-) -> dict[str, int | float | None]:
-    """What both kernels of parts are compiled for, by the shape and type of query [R, H, D]."""
+) -> tuple[int, dict[str, int | float | None]]:
+    """Pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query [R, H, D]."""
     width, group = query.shape[2], query.shape[1] // num_kv
-    return {
+    is_wide = _block_width(width) > NARROW_HEAD
+    rows = min(tile_rows, max(1, _product_rows(query) // group))
+    pieces = -(-tile_rows // rows)
+    return pieces, {
+        "PIECES": pieces,
+        "ROWS": rows,
         "NUM_KV": num_kv,
         "GROUP": group,
         "WIDTH": width,
         "WINDOW": window or 0,
         "SOFTCAP": float(softcap or 0),
-        "BLOCK_M": max(16, triton.next_power_of_2(tile_rows * group)),
+        "BLOCK_M": max(16, triton.next_power_of_2(rows * group)),
         "BLOCK_D": _block_width(width),
         "num_warps": 4 if _row_bytes(query) <= 256 else 8,
         "num_stages": NUM_STAGES,
-        "maxnreg": FLOAT32_REGISTERS if query.dtype == torch.float32 else None,
+        "maxnreg": MOST_REGISTERS if query.dtype == torch.float32 or is_wide else None,
     }
+
+
+def _product_rows(query: Tensor) -> int:
+    """Rows of query heads that a program holds in registers. Tiles with more are cut into pieces, each read by a program."""
+    if query.dtype == torch.float32:
+        return 16
+    return 64 if _block_width(query.shape[2]) <= NARROW_HEAD else 32
 
 
 def _block_width(width: int) -> int:
@@ -156,12 +173,17 @@ def _would_spill(query: Tensor, keys: Tensor) -> bool:
 def _attend_parts(
     query, keys, values, partials, sums, words, masks, tiles, slots, positions, key_positions, scaling, rows,
     splits, even_splits,
+    PIECES: tl.constexpr, ROWS: tl.constexpr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    tile, head, split = tiles + 10 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, split = tiles + 10 * tl.program_id(0), tl.program_id(1) // PIECES, tl.program_id(2)
+    skipped = tl.program_id(1) % PIECES * ROWS
     first, count, own, stride = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), masks + tl.load(tile + 6)
+    first, count = first + skipped, tl.minimum(count - skipped, ROWS)
+    if count <= 0:
+        return
+    length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), masks + tl.load(tile + 6) + skipped * stride
     m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
@@ -248,17 +270,22 @@ def _combine(
 @triton.jit(do_not_specialize_on_alignment=["words", "masks", "tiles", "slots", "positions"])
 def _attend_fixed_parts(
     query, keys, values, partials, sums, words, masks, tiles, slots, positions, scaling,
+    PIECES: tl.constexpr, ROWS: tl.constexpr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its own path,
     so that blocks there are taken once for each row, and rows without that path keep what they have."""
-    tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
+    tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1) // PIECES
+    skipped = tl.program_id(1) % PIECES * ROWS
     first, count, own, lanes = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    first, count = first + skipped, tl.minimum(count - skipped, ROWS)
+    lanes = tl.minimum(lanes, tl.maximum(count, 1))
     length, prefix = tl.load(tile + 4), words + tl.load(tile + 5)
-    paths, depths = masks + tl.load(tile + 6), tl.load(tile + 7)
-    begin, end, place = tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 10)
-    if begin >= end:
+    depths = tl.load(tile + 7)
+    paths = masks + tl.load(tile + 6) + skipped * depths
+    begin, end, place = tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 10) + skipped
+    if (begin >= end) | (count <= 0):
         return
     m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, row = m // GROUP < count, first + m // GROUP
@@ -306,7 +333,7 @@ def _combine_in_order(
     first, count, place, parts = tl.load(tile), tl.load(tile + 1), tl.load(tile + 10), tl.load(tile + 11)
     if parts < 0:
         return
-    r, d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    r, d = tl.arange(0, BLOCK_R), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     live, kept = r < count, (r < count)[:, None] & (d < WIDTH)[None, :]
     top, total = tl.full([BLOCK_R], float("-inf"), tl.float32), tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)

@@ -6,7 +6,7 @@ shapes only, so a graph can capture them. Legend as in eyas.models.fused; N is t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -42,15 +42,28 @@ def add_norm(
     return state, normed
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
     """Root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
     width, normed = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(width)
     with on_device_of(x):
         _norm[(x.numel() // width,)](
-            *(x, normed, weight, eps), WIDTH=width, ADDS_ONE=False, BLOCK=block, num_warps=min(16, max(1, block // 512))
+            *(x, normed, weight, eps), WIDTH=width, ADDS_ONE=adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512))
         )
     return normed
+
+
+def rotary_tables(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, R, D] at positions [1, R] in the type of x, as transformers' module has them: one launch."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    frequencies, rows = getattr(module, f"{prefix}inv_freq"), position_ids.shape[-1]
+    cos, sin = torch.empty((2, 1, rows, 2 * len(frequencies)), dtype=x.dtype, device=x.device)
+    with on_device_of(x):
+        _rotary_tables[(rows,)](
+            *(position_ids.contiguous(), frequencies, cos, sin, float(getattr(module, f"{prefix}attention_scaling"))),
+            HALF=len(frequencies), BLOCK=triton.next_power_of_2(len(frequencies)), num_warps=1,
+        )  # fmt: skip
+    return cos, sin
 
 
 def pair_inputs(
@@ -111,6 +124,20 @@ def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
     return out
 
 
+def convolve(rows: Tensor, base: Tensor, deltas: Tensor, side: int, block_rows: int) -> Tensor:
+    """Causal convolutions over blocks of rows [R, C], as `BlockConvolution`: one launch.
+
+    base: [taps, C]. deltas: of both sides, [R, 2, taps, groups]; `side` chooses.
+    """
+    (num_rows, width), (_, _, taps, groups), out = rows.shape, deltas.shape, torch.empty_like(rows)
+    with on_device_of(rows):
+        _convolve[(num_rows, triton.cdiv(width, GATE_BLOCK))](
+            *(rows.contiguous(), base, deltas.contiguous(), out), SIDE=side, BLOCK_ROWS=block_rows, TAPS=taps, WIDTH=width,
+            GROUPS=groups, BLOCK=GATE_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -139,6 +166,25 @@ def linear(
             num_warps=4, num_stages=4 if x.dtype != torch.float32 else 2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _convolve(
+    rows, base, deltas, out,
+    SIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept, acc = d < WIDTH, tl.zeros([BLOCK], tl.float32)
+    dtype = out.dtype.element_ty
+    for tap in tl.static_range(TAPS):
+        there = kept & (row % BLOCK_ROWS >= tap)  # else it is of another block
+        x = tl.load(rows + (row - tap) * WIDTH + d, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(base + tap * WIDTH + d, mask=kept, other=0.0).to(tl.float32)
+        delta = tl.load(deltas + ((row * 2 + SIDE) * TAPS + tap) * GROUPS + d // (WIDTH // GROUPS), mask=kept, other=0.0)
+        weight = (weight + delta.to(tl.float32)).to(dtype).to(tl.float32)
+        acc += (x * weight).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + d, acc.to(dtype), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
@@ -174,12 +220,12 @@ def _add_norm(
     at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
     x, y = tl.load(hidden + at, mask=kept, other=0.0), tl.load(delta + at, mask=kept, other=0.0)
     if HAS_INNER:
-        y = _normed(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
+        y = normed_row(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
     x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
     if HAS_FACTOR:
         x = (x.to(tl.float32) * tl.load(factor).to(tl.float32)).to(x.dtype)
     tl.store(state + at, x, mask=kept)
-    tl.store(normed + at, _normed(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
+    tl.store(normed + at, normed_row(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
 
 
 @triton.jit
@@ -187,7 +233,19 @@ def _norm(x, normed, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, B
     d = tl.arange(0, BLOCK)
     at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
     row, weights = tl.load(x + at, mask=kept, other=0.0), tl.load(weight + d, mask=kept, other=0.0)
-    tl.store(normed + at, _normed(row, weights, eps, WIDTH, ADDS_ONE), mask=kept)
+    tl.store(normed + at, normed_row(row, weights, eps, WIDTH, ADDS_ONE), mask=kept)
+
+
+@triton.jit
+def _rotary_tables(positions, frequencies, cos, sin, scaling, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, kept = row * 2 * HALF + d, d < HALF
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + d, mask=kept, other=0.0).to(tl.float32)
+    c, s = (tl.cos(angle) * scaling).to(cos.dtype.element_ty), (tl.sin(angle) * scaling).to(sin.dtype.element_ty)
+    tl.store(cos + at, c, mask=kept)
+    tl.store(cos + at + HALF, c, mask=kept)
+    tl.store(sin + at, s, mask=kept)
+    tl.store(sin + at + HALF, s, mask=kept)
 
 
 @triton.jit
@@ -204,12 +262,12 @@ def _pair_inputs(
     x_weight = tl.load(state_norm + d, mask=kept, other=0.0)
     y_weight = tl.load(token_norm + d, mask=kept, other=0.0)
     tl.store(taken + row * WIDTH + d, x, mask=kept)
-    tl.store(inputs + row * 2 * WIDTH + d, _normed(y, y_weight, eps, WIDTH, False), mask=kept)
-    tl.store(inputs + row * 2 * WIDTH + WIDTH + d, _normed(x, x_weight, eps, WIDTH, False), mask=kept)
+    tl.store(inputs + row * 2 * WIDTH + d, normed_row(y, y_weight, eps, WIDTH, False), mask=kept)
+    tl.store(inputs + row * 2 * WIDTH + WIDTH + d, normed_row(x, x_weight, eps, WIDTH, False), mask=kept)
 
 
 @triton.jit
-def _normed(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
+def normed_row(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
     """One row divided by its root mean square, times its weight."""
     y = x.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)

@@ -56,10 +56,12 @@ from eyas.models.heads.block_layers import (
 )
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.layers import LinearFuser, Projected, rms_norm
+from eyas.models.heads.layers import LinearFuser, Projected, quantise_head, rms_norm
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]
+# Of the context and of blocks.
+Both = tuple[Tensor, Tensor]
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -206,12 +208,45 @@ class BlockHead(nn.Module):
             documents: number of the document that each position belongs to, int64 [N, T]; blocks see their own only.
             positions: for RoPE, int64 [N, T]; by default those within the sequence.
         """
-        c, (count, length) = self.config, tokens.shape
-        places = torch.arange(length, device=tokens.device).expand(count, -1) if positions is None else positions
+        c, places = self.config, _places(tokens, positions)
         ahead = torch.arange(c.block_size, device=tokens.device)
-        at = (places.gather(1, anchors)[:, :, None] + ahead).clamp(max=self.max_model_len - 1)
-        features, flat = self.fuse(states).flatten(0, 1), places.flatten()
-        masks = {w: block_masks(anchors, length, c.block_size, w, c.causal_windows, documents) for w in set(c.windows)}
+        at = places.gather(1, anchors)[:, :, None] + ahead
+        masks = {
+            w: block_masks(anchors, tokens.shape[1], c.block_size, w, c.causal_windows, documents) for w in set(c.windows)
+        }
+        return self.drafted_rows(self._train(states, places, self.block_tokens(tokens.gather(1, anchors)), at, masks))
+
+    def behind_paths(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
+        lengths: Tensor,
+        max_length: int,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` for blocks behind paths of tokens below the anchors, whose features are missing, [N, A, G, H].
+
+        So blocks are run ahead, behind nodes of a tree that is being verified. All their rows are masks; those that propose
+        tokens begin behind the next token of the target, which is not known yet.
+
+        Args:
+            lengths: of the paths, int64 [N, A], at most `max_length`; 0 for the anchor alone. Other arguments: as above.
+        """
+        c, places = self.config, _places(tokens, positions)
+        ends, window_rows = anchors + lengths, torch.arange(-max_length, c.block_size + 1, device=tokens.device)
+        known = (ends[:, :, None] + window_rows[: max_length + 1]).clamp(min=0)
+        own = tokens.gather(1, known.flatten(1)).view(known.shape)
+        masks = own.new_full((*own.shape[:2], c.block_size), c.mask_token_id)
+        at = (places.gather(1, ends)[:, :, None] + window_rows).clamp(min=0)
+        seen = {w: path_masks(anchors, lengths, max_length, tokens.shape[1], c, w, documents) for w in set(c.windows)}
+        rows = self._train(states, places, torch.cat([own, masks], -1), at, seen)
+        return rows[:, :, -c.num_drafted :]
+
+    def _train(self, states: Tensor, places: Tensor, tokens: Tensor, at: Tensor, masks: Mapping[int | None, Both]) -> Tensor:
+        """Normed states [N, A, R, H] of the rows of blocks: tokens and positions [N, A, R]. masks: by window."""
+        features, flat, count = self.fuse(states).flatten(0, 1), places.flatten(), len(places)
         attend = attend_blocks_apart if features.device.type == "cpu" else attend_blocks
 
         def attention(layer: int, rows: Projected) -> Tensor:
@@ -219,10 +254,10 @@ class BlockHead(nn.Module):
             query, *own, known_key, known_value = (
                 x.view(count, -1, *x.shape[1:]) for x in (rows.query, rows.key, rows.value, context.key, context.value)
             )
-            return attend(query, (known_key, own[0]), (known_value, own[1]), masks[c.windows[layer]]).flatten(0, 1)
+            return attend(query, (known_key, own[0]), (known_value, own[1]), masks[self.config.windows[layer]]).flatten(0, 1)
 
-        rows = self.run(self.block_tokens(tokens.gather(1, anchors)).flatten(), at.flatten(), attention)
-        return self.drafted_rows(rows.view(count, anchors.shape[1], c.block_size, -1))
+        rows = self.run(tokens.flatten(), at.clamp(max=self.max_model_len - 1).flatten(), attention)
+        return rows.view(*tokens.shape, -1)
 
     def _layer(self, layer: int) -> BlockLayer:
         return cast(BlockLayer, self.layers[layer])
@@ -241,8 +276,8 @@ def block_masks(
     window: int | None = None,
     is_causal: bool = False,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool [B, B].
+) -> Both:
+    """What the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool [1, 1, B, B].
 
     A row sees the context before its anchor and its own block; with a window only what is less than `window` tokens before
     it and, if `is_causal`, no later row. anchors: positions int64 [N, A]. documents: see `BlockHead.forward`.
@@ -258,22 +293,56 @@ def block_masks(
     if window is not None:
         seen = seen & ((starts + place.repeat(anchors.shape[1]))[:, :, None] - context < window)
         own = (behind < window) & (behind >= 0 if is_causal else True)
-    return seen, own
+    return seen, own[None, None]
 
 
-# Of the context and of blocks.
-Both = tuple[Tensor, Tensor]
+def path_masks(
+    anchors: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    length: int,
+    c: BlockHeadConfig,
+    window: int | None = None,
+    documents: Tensor | None = None,
+) -> Both:
+    """`block_masks` for `BlockHead.behind_paths`: bool [N, A * R, T] and [N, A, R, R], R = max_length + 1 + B.
+
+    Paths stand at the end of their rows, and rows before an anchor see themselves alone:
+
+        max_length 2, path a    rows  (pad) x0 a | m m m    x0 sees x0; a sees x0 and a; masks see x0, a and each other
+    """
+    place = torch.arange(-max_length, c.block_size + 1, device=anchors.device)
+    is_mask, is_known = place > 0, place >= -lengths[:, :, None]
+    behind = place[:, None] - place
+    own = is_known[:, :, :, None] & is_known[:, :, None] & ((behind >= 0) | is_mask[:, None])
+    seen = is_known.flatten(1)[:, :, None] & (
+        torch.arange(length, device=anchors.device) < anchors.repeat_interleave(len(place), 1)[:, :, None]
+    )
+    if documents is not None:
+        rows = documents.gather(1, anchors).repeat_interleave(len(place), 1)
+        seen = seen & (documents[:, None, :] == rows[:, :, None])
+    if window is not None:
+        at = ((anchors + lengths)[:, :, None] + place).flatten(1)
+        seen = seen & (at[:, :, None] - torch.arange(length, device=anchors.device) < window)
+        own = own & (behind < window) & (behind >= 0 if c.causal_windows else True)
+    return seen, own | torch.eye(len(place), dtype=torch.bool, device=anchors.device)
+
+
+def _places(tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Positions of tokens [N, T], by default those within their sequences."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1) if positions is None else positions
 
 
 def attend_blocks(query: Tensor, keys: Both, values: Both, masks: Both) -> Tensor:
     """Attention [N, A * B, heads, d] of block rows to the context and their own block.
 
-    query [N, A * B, heads, d]; keys and values [N, T, J, d] and [N, A * B, J, d]; masks: from `block_masks`.
+    query [N, A * B, heads, d]; keys and values [N, T, J, d] and [N, A * B, J, d]; masks: from `block_masks` or `path_masks`.
     """
     seen, own = masks
-    blocks = torch.arange(query.shape[1], device=query.device) // len(own)
-    rows = (blocks[:, None] == blocks) & own.repeat(2 * (len(blocks) // len(own),))
-    mask = torch.cat([seen, rows.expand(len(query), -1, -1)], -1)
+    size, num_rows = own.shape[-1], query.shape[1]
+    blocks = torch.arange(num_rows, device=query.device) // size
+    within = own.expand(-1, num_rows // size, -1, -1).flatten(1, 2).repeat(1, 1, num_rows // size)
+    mask = torch.cat([seen, ((blocks[:, None] == blocks) & within).expand(len(query), -1, -1)], -1)
     q, k, v = (x.transpose(1, 2) for x in (query, torch.cat(keys, 1), torch.cat(values, 1)))
     return F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True).transpose(1, 2)
 
@@ -284,13 +353,13 @@ def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) ->
     Letters of shapes: n windows, a blocks, b and c rows of a block, j key-value heads, g query heads of each, t context,
     d width.
     """
-    (count, rows, heads, width), num_kv, size = query.shape, keys[0].shape[2], len(masks[1])
+    (count, rows, heads, width), num_kv, size = query.shape, keys[0].shape[2], masks[1].shape[-1]
     grouped = (query * width**-0.5).view(count, rows // size, size, num_kv, heads // num_kv, width)
     own_keys, own_values = (x.view(count, rows // size, size, num_kv, width) for x in (keys[1], values[1]))
     before = torch.einsum("nabjgd,ntjd->njgabt", grouped, keys[0]).float()
     within = torch.einsum("nabjgd,nacjd->njgabc", grouped, own_keys).float()
     before = before.masked_fill(~masks[0].view(count, 1, 1, rows // size, size, -1), -torch.inf)
-    within = within.masked_fill(~masks[1], -torch.inf)
+    within = within.masked_fill(~masks[1][:, None, None], -torch.inf)
     weights = torch.softmax(torch.cat([before, within], -1), -1).to(values[0].dtype)
     length = keys[0].shape[1]
     out = torch.einsum("njgabt,ntjd->nabjgd", weights[..., :length], values[0])
@@ -352,15 +421,19 @@ def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32")
     return head.to(getattr(torch, dtype))
 
 
-def serve(head: BlockHead) -> BlockHead:
+def serve(head: BlockHead, quantization: str = "") -> BlockHead:
     """Freeze a head and lay out its weights for fast passes. It cannot be trained or saved any more.
 
-    On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases.
+    On the CPU in float32 its layers are prepared for kernels, too, but for convolutions and biases. quantization: as
+    `drafting.quantization`. Raises ConfigError as `quantise_head`.
     """
-    optimize_for_cpu(head.requires_grad_(False).eval())
+    c, weight = head.requires_grad_(False).eval().config, head.embed_tokens.weight
     for number in range(len(head.layers)):
         head._layer(number).self_attn.serve()
-    c, weight = head.config, head.embed_tokens.weight
+    if quantization:
+        quantise_head(head, weight.device)
+        return head
+    optimize_for_cpu(head)
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
         head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)
     return head

@@ -111,7 +111,9 @@ class BlockMLP(nn.Module):
         self.down_proj = empty_linear(c.intermediate, c.hidden)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))  # type: ignore[no-any-return]
+        gates, ups = self.gate_proj(rows), self.up_proj(rows)
+        kernels = layer_kernels_for(rows)
+        return self.down_proj(kernels.gate(gates, "silu", ups) if kernels else F.silu(gates) * ups)  # type: ignore[no-any-return]
 
 
 class BlockConvolution(nn.Module):
@@ -128,16 +130,19 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = empty_linear(c.hidden, 2 * c.conv_kernel * c.hidden // c.conv_group)
 
     def before(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolved rows [R, H], and the deltas for `after`, [R, taps, H]."""
-        deltas = self.kernel_projection(rows).view(len(rows), 2, self._taps, -1).repeat_interleave(self._group, -1)
-        return self._convolve(rows, self.base_kernel[0] + deltas[:, 0]), deltas[:, 1]
+        """Convolved rows [R, H], and the deltas of both sides [R, 2, taps, groups]."""
+        deltas = self.kernel_projection(rows).view(len(rows), 2, self._taps, -1)
+        return self._convolve(rows, deltas, 0), deltas
 
     def after(self, rows: Tensor, deltas: Tensor) -> Tensor:
         """Convolved rows [R, H] of a sublayer's output."""
-        return self._convolve(rows, self.base_kernel[1] + deltas)
+        return self._convolve(rows, deltas, 1)
 
-    def _convolve(self, rows: Tensor, kernel: Tensor) -> Tensor:
-        """rows [R, H], kernel [R, taps, H]."""
+    def _convolve(self, rows: Tensor, deltas: Tensor, side: int) -> Tensor:
+        """rows [R, H]. side: 0 before the sublayer, 1 behind it."""
+        if kernels := layer_kernels_for(rows):
+            return kernels.convolve(rows, self.base_kernel[side], deltas, side, self._block)  # type: ignore[no-any-return]
+        kernel = self.base_kernel[side] + deltas[:, side].repeat_interleave(self._group, -1)  # [R, taps, H]
         blocks = F.pad(rows.view(-1, self._block, rows.shape[1]), (0, 0, self._taps - 1, 0))
         shifted = blocks.unfold(1, self._taps, 1).flip(-1).flatten(0, 1)  # [R, H, taps], tap 0 first
         return (shifted * kernel.transpose(1, 2)).sum(-1)

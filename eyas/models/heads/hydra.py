@@ -5,8 +5,9 @@ Legend: R rows, M heads, n residual blocks of each, H target hidden, d head widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from eyas.models.heads.layers import (
     Shapes,
     frozen,
     layer_shapes,
+    linear,
+    quantise_head,
     read_layer_sizes,
     rms_norm,
     rotary_table,
@@ -68,6 +71,13 @@ class HydraHead(nn.Module):
         self.register_buffer("draft_ids", draft_ids)
         self.draft_ids: Tensor
 
+    def quantise(self, device: torch.device) -> None:
+        """Round the weights of all products to 8 bits. Raises ConfigError as `quantise_head`."""
+        quantise_head(self, device)  # those of the prefix layer
+        for head in self.heads:
+            assert isinstance(head, HydraMLP)
+            head.quantise(device)
+
     def logits(self, inputs: Tensor, head: int) -> Tensor:
         """Draft logits float32 [..., D] of one head; inputs [..., (head + 2) * H]: the state, then the embeddings."""
         return self.heads[head](inputs).float()  # type: ignore[no-any-return]
@@ -83,13 +93,29 @@ class HydraMLP(nn.Module):
         self.biases = nn.ParameterList(frozen(bias) for _, bias in blocks)
         self.output = frozen(output)
         self.bias = None if bias is None else frozen(bias)
+        self.narrow: nn.ModuleList | None = None  # blocks and output layer with weights of 8 bits
+
+    def quantise(self, device: torch.device) -> None:
+        """Round all weights to 8 bits. Raises ConfigError as `quantise_head`."""
+        blocks = [linear(weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        quantise_head(narrow := nn.ModuleList([*blocks, linear(self.output, self.bias)]), device)
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.narrow, self.output = narrow, frozen(self.output[:0].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        residual, gate = F.linear(x, self.weights[0], self.biases[0]).chunk(2, -1)
+        first, *others, output = self._products()
+        residual, gate = first(x).chunk(2, -1)
         x = residual + F.silu(gate)
-        for weight, bias in zip(self.weights[1:], self.biases[1:], strict=True):
-            x = x + F.silu(F.linear(x, weight, bias))
-        return F.linear(x, self.output, self.bias)
+        for product in others:
+            x = x + F.silu(product(x))
+        return output(x)
+
+    def _products(self) -> list[Callable[[Tensor], Tensor]]:
+        """Of the blocks and of the output layer."""
+        if self.narrow is not None:
+            return list(self.narrow)
+        pairs = [*zip(self.weights, self.biases, strict=True), (self.output, self.bias)]
+        return [partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
 
 
 class PrefixLayer(nn.Module):
@@ -116,9 +142,14 @@ class PrefixLayer(nn.Module):
         return rms_norm(self.layer.finish(attended, residual), self.norm, self.sizes.rms_norm_eps)
 
 
-def load_hydra(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> HydraHead:
-    """Load heads with the target's embedding. Raises CheckpointError for another architecture, and for tensors that are
-    missing, left over or do not fit the target."""
+def load_hydra(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", quantization: str = ""
+) -> HydraHead:
+    """Load heads with the target's embedding. quantization: as `drafting.quantization`.
+
+    Raises CheckpointError for another architecture, and for tensors that are missing, left over or do not fit the target;
+    and ConfigError as `quantise_head`.
+    """
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     sizes = read_target_config(target_folder)
@@ -138,7 +169,10 @@ def load_hydra(path_or_id: str, target: str, dtype: str = "float32", device: str
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target_folder) if prefix_sizes else None
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
-    return HydraHead(heads, embedding.to(getattr(torch, dtype)), ids, prefix).to(torch.device(device))
+    head = HydraHead(heads, embedding.to(getattr(torch, dtype)), ids, prefix).to(torch.device(device))
+    if quantization:
+        head.quantise(torch.device(device))
+    return head
 
 
 @dataclass(frozen=True)

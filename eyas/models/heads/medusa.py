@@ -23,7 +23,7 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
 )
-from eyas.models.heads.layers import frozen, take_draft_ids
+from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -40,19 +40,48 @@ class MedusaHead(nn.Module):
         self.outputs = frozen(outputs)
         self.register_buffer("draft_ids", draft_ids)
         self.draft_ids: Tensor
+        self.narrow: nn.ModuleList | None = None  # by head, its blocks and its output layer with weights of 8 bits
+
+    def quantise(self, device: torch.device) -> None:
+        """Round all weights to 8 bits. Heads then take products of their own. Raises ConfigError as `quantise_head`."""
+        outputs = [linear(output) for output in self.outputs]
+        layers = list(zip(self.weights, self.biases, strict=True))
+        blocks = [nn.ModuleList(linear(w[head], b[head, 0]) for w, b in layers) for head in range(self.num_heads)]
+        quantise_head(own := nn.ModuleList(outputs), device)
+        quantise_head(narrow := nn.ModuleList(blocks), device)
+        for head, parts in enumerate(blocks):
+            parts.append(own[min(head, len(own) - 1)])
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.narrow, self.outputs = narrow, frozen(self.outputs[:0].clone())
 
     def logits(self, states: Tensor, count: int) -> Tensor:
         """Draft logits float32 [S, count, D] of the first `count` heads; states [S, H]."""
+        if self.narrow is not None:
+            return torch.stack([self._narrow_logits(states, number) for number in range(count)], 1)
         x = states.expand(count, -1, -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].transpose(1, 2)))
         outputs = self.outputs[:count].expand(count, -1, -1)
         return torch.bmm(x, outputs.transpose(1, 2)).transpose(0, 1).float()
 
+    def _narrow_logits(self, states: Tensor, number: int) -> Tensor:
+        """Draft logits float32 [S, D] of a head with weights of 8 bits."""
+        assert self.narrow is not None
+        parts = self.narrow[number]
+        assert isinstance(parts, nn.ModuleList)
+        for block in parts[:-1]:
+            states = states + F.silu(block(states))
+        return parts[-1](states).float()  # type: ignore[no-any-return]
 
-def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> MedusaHead:
-    """Load as many heads as the file holds. Raises CheckpointError for tensors that are missing, left over or do not fit
-    the target."""
+
+def load_medusa(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", quantization: str = ""
+) -> MedusaHead:
+    """Load as many heads as the file holds. quantization: as `drafting.quantization`.
+
+    Raises CheckpointError for tensors that are missing, left over or do not fit the target, and ConfigError as
+    `quantise_head`.
+    """
     check_device(dtype, device)
     folder = resolve(path_or_id)
     sizes = read_target_config(resolve(target))
@@ -76,7 +105,10 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     biases = [torch.stack([cast.get(f"{block}.bias", no_bias)[None] for block in blocks]) for blocks in names]
     scale = get_setting(float, config, "logit_scale", folder / "config.json", 1.0)
     outputs = torch.stack([cast[f"lm_heads.{head}.weight"] for head in range(num_outputs)]) * scale
-    return MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
+    head = MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
+    if quantization:
+        head.quantise(torch.device(device))
+    return head
 
 
 def _block_shapes(heads: int, layers: int, part: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -198,6 +198,17 @@ def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(free, free, 1))
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_what_a_drafter_without_drafts_costs_is_looked_up_seldom(batch: int) -> None:
+    """A choice of no trees holds for a while, for one sequence and for several."""
+    budget = trained_budget(0.1)
+    for _ in range(16):
+        budget._recent.observe(DraftTree.root_only(1), NODES)
+    plans = [budget._planned(batch, NODES, 0) for _ in range(20)]
+    assert plans[0].size.nodes == 1
+    assert [plan.age for plan in plans[1:]] == list(range(19))
+
+
 LIKELY = DraftTree((1, 2, 3, 4, 5), (0, 0, 1, 2, 0), (0.0, -0.02, -0.05, -0.06, -4.5))
 UNLIKELY = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -3.5, -3.6))
 

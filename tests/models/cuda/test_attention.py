@@ -156,14 +156,28 @@ def test_a_shared_prefix_is_read_for_several_segments(
     check(shared, segments, heads, window, softcap)
 
 
+@pytest.mark.parametrize("max_rows", [8, 64])
+@pytest.mark.parametrize(("fixed_part", "window"), [(0, None), (0, 33), (64, None), (64, 33)])
+def test_tiles_with_more_rows_than_a_program_are_cut(fixed_part: int, window: int | None, max_rows: int) -> None:
+    """Tiles are planned for layers with fewer query heads for each key-value head, 2 here, and hold 4 or 32 rows."""
+    tiling = Tiling(2, 2, 6, max_rows=max_rows, fixed_part=fixed_part)
+
+    def planned_for_others(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+        return pack_with_metadata(segments, tight_shape(segments, tiling), scratch, DEVICE)
+
+    segments = make_pass([(True, 11, 60), (False, 30, 50), (True, 1, 0), (False, 1, 9)])
+    check(planned_for_others, segments, Heads(8, 1, 16), window)
+
+
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interpreter cannot multiply bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(2, 1, 128), Heads(1, 1, 256)])
-def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> None:
+@pytest.mark.parametrize("packing", [tightly, by_position])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(2, 1, 128), Heads(1, 1, 256), Heads(8, 1, 512)])
+def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads, packing: Packing) -> None:
     tolerance = 4 * torch.finfo(dtype).eps
-    check(tightly, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
+    check(packing, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("packing", [plainly, tightly, by_position])

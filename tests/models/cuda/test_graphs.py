@@ -16,7 +16,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel
+from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
 from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, build_words
 from eyas.models.inputs import Segment
@@ -179,8 +179,14 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel,
 
 def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not why_no_kernel(target)
-    monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
-    assert "512 wide" in why_no_kernel(target)
+    for shapes, reason in (
+        ([(2, 8), (2, 520)], "heads are 520 wide, the kernel takes 512 at most"),
+        ([(2, 8), (1, 512)], "heads are 512 wide, the kernel takes 256 at most in float32"),
+    ):
+        monkeypatch.setitem(target.__dict__, "kv_shapes", shapes)
+        assert why_no_kernel(target) == reason
+    assert not why_no_kernel_for(512, 32, torch.bfloat16)
+    assert "33 query heads 512 wide" in why_no_kernel_for(512, 33, torch.bfloat16)
 
 
 def test_padded_passes_do_not_change_the_output(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, Unavailable
 from eyas.models import target as target_module
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import (
@@ -140,6 +141,49 @@ def sum_if_it_fits(exchanges: Exchanges, output: torch.Tensor) -> torch.Tensor:
     if exchanges._num_rows > FITTING_ROWS and len(exchanges._own) == 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
     return _sum(exchanges, output)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_an_exchange_without_memory_is_made_up_for(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it: memory may be missing for what a rank gathers into, before it takes part."""
+    calls, exchanges, rows = list[str](), Exchanges(Shard(0, 2)), torch.zeros(4, dtype=torch.int64)
+    monkeypatch.setattr(dist, "all_reduce", lambda given: calls.append(f"sum of {given.numel()}"))
+    monkeypatch.setattr(dist, "all_gather", lambda parts, given: calls.append(f"gather {given.numel()}"))
+    exchanges.start(rows)
+    exchanges.sum(torch.zeros(4, 3))
+    exchanges.gather(torch.zeros(4, 2))
+    assert not exchanges.can_finish
+    exchanges.end()
+    whole = calls.copy()
+    exchanges.start(rows)
+    calls.clear()
+    if gathers:
+        exchanges.sum(torch.zeros(4, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", no_memory)
+        patch.setattr(dist, "all_reduce", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            (exchanges.gather if gathers else exchanges.sum)(torch.zeros(4, 2 if gathers else 3))
+    assert exchanges.can_finish
+    exchanges.finish(torch.device("cpu"))
+    assert calls == whole
+
+
+def no_memory(*args: object, **named: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_ranks_that_cannot_end_a_pass_fail_at_once(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first pass it is not known what is left, and zeros take memory too. Rank 0 would wait for ever."""
+    runner, exchanges = ModelRunner.__new__(ModelRunner), Exchanges(Shard(1, 2))
+    model, device = SimpleNamespace(exchanges=exchanges), torch.device("cpu")
+    runner.target = SimpleNamespace(model=model, device=device, shared_vocabulary=None)  # type: ignore[assignment]
+    exchanges._known = [(False, 3, torch.float32)] if is_known else []
+    exchanges.start(torch.zeros(4))
+    monkeypatch.setattr(torch, "zeros", no_memory)
+    with pytest.raises(Unavailable, match="no memory to end a pass" if is_known else "no memory beside its layers"):
+        runner._finish_exchanges([], "a reason")
 
 
 def be_a_short_rank(folder: str, info: RankInfo) -> None:

@@ -1,9 +1,12 @@
 """Features leave the verifier's device in one copy, however many sessions a message has."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from eyas import tensors
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.request import NoiseKey
 from eyas.tensors import tensor_from_bytes, to_host
@@ -51,3 +54,32 @@ def test_a_copy_to_the_host_is_pinned_on_cuda() -> None:
     found = to_host(values)
     assert torch.equal(found, values.cpu())
     assert found.is_pinned() == (device == "cuda")
+
+
+def test_copies_go_on_where_no_memory_is_pinned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on locked memory must not end a step."""
+
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nand advice")
+
+    def unpinned(*args: Any, pin_memory: bool = False, **given: Any) -> Tensor:
+        return refuse() if pin_memory else empty(*args, **given)
+
+    empty, values = torch.empty, torch.randn(3, 5)
+    monkeypatch.setattr(Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    assert tensors._pinned(values) is values
+    found = tensors._pinned_like(values)
+    assert (found.shape, found.dtype, found.is_pinned()) == (values.shape, values.dtype, False)
+    warning = "copies to and from the GPU are slower, as no memory is pinned: CUDA error: out of memory"
+    assert caplog.messages == [warning] * 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.equal(to_host(values.to(device)), values)
+    assert torch.equal(tensors.upload(values.numpy(), device).cpu(), values)
+
+
+def test_a_copy_to_the_host_outlives_later_ones() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    first, second = (to_host(torch.full((1000, 1000), value, device=device)) for value in (1.0, 2.0))
+    assert (first == 1).all()
+    assert (second == 2).all()

@@ -97,6 +97,22 @@ def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyP
             remote.close()
 
 
+def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
+    """Valid ones beside them are kept; as many such replies as max_failures open the circuit."""
+    with serving(ToyDrafter()) as address:
+        config = DraftClientConfig(draft_timeout_s=10.0, breaker_max_failures=3)
+        with closing(RemoteDrafter(address, DrafterNeeds(features=True), config)) as remote:
+            eventually(lambda: remote.connected)
+            remote.request([context(name, TOKENS[:5]) for name in "abcdefgh"])()
+            valid, invalid = (TreeArrays.of(DraftTree.chain((14, token))) for token in (15, VOCAB))
+            trees = [PreparedTree(name, 0, 5, valid if name == "h" else invalid) for name in "abcdefgh"]
+            for number in range(3):
+                assert remote.breaker.state == "closed", f"after {number} replies"
+                remote._receive(DraftResponse(0, prepared=tuple(trees)))
+                assert list(remote._prepared._trees) == ["h"]
+            assert remote.breaker.state == "open"
+
+
 @pytest.mark.parametrize(
     ("change", "taken"),
     [({}, True), ({"epoch": 1}, False), ({"start_position": 4}, False), ({"proposal": "sampled"}, False)],

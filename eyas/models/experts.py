@@ -1,0 +1,110 @@
+"""Experts of a fused layer: what routes rows to them and their weights, as the kernels of CUDA take them.
+
+transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, with quantised weights, and with
+weights that are split over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from eyas.models.fused import RMSNorm
+
+# Modules in the place of an MLP, with a router named `gate`.
+EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+
+
+@dataclass(frozen=True)
+class ExpertNorms:
+    """Norms of a layer of Gemma 4 with experts beside its MLP. router_scale, router_factor: of the router's own input, whose
+    norm has the epsilon of the others. outputs: of the experts and of the MLP."""
+
+    router_scale: Tensor
+    router_factor: float
+    inputs: RMSNorm
+    outputs: tuple[RMSNorm, RMSNorm]
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Weights of a layer's router [E, C] and experts: gate_up [E, 2 I, C], down [E, C, I].
+
+    scales: of each expert's share, [E]. normalises: whether the shares of the chosen experts add up to 1. rounds_weights:
+    whether they are rounded to the type of rows.
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    activation: str
+    normalises: bool = True
+    rounds_weights: bool = False
+    scales: Tensor | None = None
+    norms: ExpertNorms | None = None
+
+    @classmethod
+    def of_block(cls, block: Any, activation: str | None) -> RoutedExperts | None:
+        """The experts of Mixtral or Qwen3-MoE; None if kernels cannot run them."""
+        router, experts = block.gate, block.experts
+        if activation is None or not _are_plain(experts, router.weight, block, router):
+            return None
+        is_qwen = type(block).__name__ == EXPERT_BLOCKS[1]
+        return cls(
+            router.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(), int(router.top_k), activation,
+            bool(router.norm_topk_prob) if is_qwen else True, is_qwen,
+        )  # fmt: skip
+
+    @classmethod
+    def of_layer(cls, layer: Any, activation: str, norm_of: Callable[[Any], RMSNorm]) -> RoutedExperts | None:
+        """The experts of a layer of Gemma 4; None if kernels cannot run them."""
+        router, experts = layer.router, layer.experts
+        if not _are_plain(experts, getattr(router.proj, "weight", None), router, router.proj):
+            return None
+        outputs = norm_of(layer.post_feedforward_layernorm_2), norm_of(layer.post_feedforward_layernorm_1)
+        norms = ExpertNorms(
+            router.scale.detach(), float(router.scalar_root_size), norm_of(layer.pre_feedforward_layernorm_2), outputs
+        )
+        return cls(
+            router.proj.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(),
+            int(router.config.top_k_experts), activation, scales=router.per_expert_scale.detach(), norms=norms,
+        )  # fmt: skip
+
+    def run(self, rows: Tensor, kernels: Any) -> Tensor:
+        """What the experts give for rows [..., C]. kernels: the module with those of CUDA."""
+        x = rows.reshape(-1, rows.shape[-1])
+        weights, chosen = kernels.route(F.linear(x, self.router), self)
+        out: Tensor = kernels.combine(kernels.expert_outputs(x, chosen, self), weights)
+        return out.view_as(rows)
+
+    def run_beside(self, state: Tensor, dense: Tensor, kernels: Any) -> Tensor:
+        """What MLP and experts of a layer of Gemma 4 give together. dense: the output of its MLP, like state [..., C]."""
+        assert self.norms is not None
+        rows = state.reshape(-1, state.shape[-1])
+        to_router, to_experts = kernels.expert_inputs(rows, self.norms)
+        weights, chosen = kernels.route(F.linear(to_router, self.router), self)
+        outputs = kernels.expert_outputs(to_experts, chosen, self)
+        out: Tensor = kernels.combine(outputs, weights, dense.reshape(rows.shape), self.norms.outputs)
+        return out.view_as(state)
+
+
+def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
+    """What MLP and experts of a layer of Gemma 4 give together, by transformers' modules. dense: the output of its MLP."""
+    rows = state.reshape(-1, state.shape[-1])
+    _, weights, chosen = layer.router(rows)
+    routed = layer.experts(layer.pre_feedforward_layernorm_2(rows), chosen, weights).view_as(state)
+    sparse: Tensor = layer.post_feedforward_layernorm_2(routed)
+    return sparse.add_(layer.post_feedforward_layernorm_1(dense))
+
+
+def _are_plain(experts: Any, router_weight: Any, *modules: Any) -> bool:
+    """Whether all weights are plain, and calling the modules does nothing more, such as a sum over ranks."""
+    weights = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    is_plain = all(type(weight) is nn.Parameter for weight in weights)
+    return is_plain and not any(module._forward_hooks or module._forward_pre_hooks for module in (experts, *modules))

@@ -1,0 +1,93 @@
+"""The kernels of experts equal their definition, for experts with many pairs and with none, and rows do not affect others.
+
+Where there is no GPU they run in triton's interpreter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyas.models.experts import RoutedExperts
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from eyas.models.cuda import expert_kernels
+from tests.interpreter import fixed_products
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def experts_of(num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype, activation: str) -> RoutedExperts:
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(DEVICE, dtype)
+
+    gate_up, down = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
+    return RoutedExperts(weight(num_experts, hidden), gate_up, down, top_k, activation)
+
+
+def by_definition(x: Tensor, chosen: Tensor, routed: RoutedExperts) -> Tensor:
+    """One pair of a row and an expert at a time."""
+    out = x.new_empty(*chosen.shape, x.shape[1])
+    for row, ids in enumerate(chosen.tolist()):
+        for k, expert in enumerate(ids):
+            gates, ups = F.linear(x[row].float(), routed.gate_up[expert].float()).to(x.dtype).chunk(2)
+            gates = F.silu(gates) if routed.activation == "silu" else F.gelu(gates, approximate="tanh")
+            out[row, k] = F.linear((gates * ups).float(), routed.down[expert].float()).to(x.dtype)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("activation", "hidden", "inner"), [("silu", 48, 40), ("gelu_tanh", 72, 96)])
+def test_grouped_products_equal_those_of_single_pairs(dtype: torch.dtype, activation: str, hidden: int, inner: int) -> None:
+    """70 rows: one expert has all of them, in three tiles, one has a few, and one has none."""
+    routed = experts_of(6, 2, hidden, inner, dtype, activation)
+    rows = torch.arange(70, device=DEVICE)
+    x = torch.randn(70, hidden, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    chosen = torch.stack([torch.full_like(rows, 3), torch.tensor([0, 1, 4, 5], device=DEVICE)[rows % 4]], 1).int()
+    found = expert_kernels.expert_outputs(x, chosen, routed)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, by_definition(x, chosen, routed), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("normalises", "rounds", "has_scales"), [(True, False, False), (False, True, False), (True, False, True)]
+)
+def test_routing_equals_plain_operations(normalises: bool, rounds: bool, has_scales: bool) -> None:
+    dtype = torch.float16 if rounds else torch.float32
+    routed = experts_of(5, 3, 16, 16, dtype, "silu")
+    scales = torch.linspace(0.5, 2, 5, device=DEVICE) if has_scales else None
+    routed = replace(routed, normalises=normalises, rounds_weights=rounds, scales=scales)
+    logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    weights, chosen = expert_kernels.route(logits, routed)
+    expected, ids = torch.topk(torch.softmax(logits.float(), -1), 3)
+    if normalises:
+        expected = expected / expected.sum(-1, keepdim=True)
+    if scales is not None:
+        expected = expected * scales[ids]
+    assert chosen.tolist() == ids.tolist()
+    torch.testing.assert_close(weights, expected.to(weights.dtype), rtol=1e-3 if rounds else 1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_equal_shares_take_the_first_and_nan_an_expert() -> None:
+    logits = torch.zeros(2, 5, device=DEVICE)
+    logits[1] = float("nan")
+    _, chosen = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
+    assert chosen[0].tolist() == [0, 1, 2]
+    assert all(0 <= expert < 5 for expert in chosen[1].tolist())
+
+
+def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        fixed_products(monkeypatch)
+    routed = experts_of(4, 2, 48, 40, torch.float32, "silu")
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    _, chosen = expert_kernels.route(F.linear(x, routed.router), routed)
+    whole = expert_kernels.expert_outputs(x, chosen, routed)
+    alone = [expert_kernels.expert_outputs(x[n : n + 1], chosen[n : n + 1], routed) for n in range(3)]
+    assert torch.equal(whole[:3], torch.cat(alone))
