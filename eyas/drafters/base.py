@@ -217,6 +217,11 @@ class LocalDrafter(ABC):
         return []
 
     @property
+    def takes_prepared(self) -> bool:
+        """Whether commits with `has_tree` keep their budgets: it knows the tree that it has sent, and goes on from there."""
+        return False
+
+    @property
     def busy_s(self) -> float:
         """Seconds for which the device still computes what `draft_ahead` began, as far as known; a request need not wait."""
         return 0.0

@@ -1,6 +1,7 @@
 """Two drafters at once: both get every commit, and their trees are merged into one by score.
 
-A side that looks tokens up also continues the other side's tree, below its best leaves.
+A side that looks tokens up also continues the other side's tree, below its best leaves. While the target verifies, it
+continues the merged tree in the same way. What it finds is sent before the commit, if it claims to yield enough.
 
 Either side may drop a session by itself. ResyncRequired then asks for the commits that this side lacks; the other side gets
 only what it does not have yet. The merge works on arrays of all nodes of all sessions, without a loop over nodes.
@@ -9,6 +10,7 @@ Legend: K nodes, S sessions, T trees, D depth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -19,6 +21,7 @@ import torch
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import (
+    BOOKKEEPING,
     Draft,
     DraftContext,
     DrafterNeeds,
@@ -28,14 +31,17 @@ from eyas.drafters.base import (
     PathMasks,
     compile_growth,
     within,
+    without_banned,
 )
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.tensors import Ints, runs_compiled
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 
-# Leaves of a side's tree below which the other side looks.
+# Leaves of a tree below which a side looks.
 MAX_CONTINUED = 8
+# Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
+MIN_CLAIM = 5.0
 
 
 @dataclass
@@ -45,6 +51,7 @@ class _CombinedSession(Session):
     context: its latest commit. lengths, drafts: committed length and last answer of each side. tree: the last merged one.
     continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
     places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
+    prepared: what was sent before the next commit.
     """
 
     context: DraftContext = field(init=False)
@@ -53,6 +60,7 @@ class _CombinedSession(Session):
     continued: list[DraftTree | None] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
+    prepared: TreeArrays | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -83,31 +91,43 @@ class _CombinedSession(Session):
         draft = self.drafts[side] if self.lengths[side] == self.context.committed_length else None
         return draft if isinstance(draft, DraftTree) else None
 
-    def missing(self, side: int, needs: DrafterNeeds) -> DraftContext:
+    def missing(self, side: int, needs: DrafterNeeds, takes_prepared: bool) -> DraftContext:
         """The part of the commit that a side lacks; the side has at least what lies before the commit.
+
+        takes_prepared: see LocalDrafter. Other sides draft nothing for a session that has its tree.
 
         Samples are those at the side's nodes, if the last merged tree was verified and the side's tree is part of it.
         """
         context, length, features = self.context, self.lengths[side], None
+        budget = BOOKKEEPING if context.has_tree and not takes_prepared else context.budget
         samples: tuple[int, ...] = ()
         if needs.features and context.features is not None:
             features = context.features[max(length - 1, 0) - max(context.start_position - 1, 0) :]
         if self.tree and len(context.samples) == len(self.tree) and length == context.start_position:
             samples = tuple(context.samples[place] for place in self.places[side])
         tokens = context.tokens[length - context.start_position :]
-        return changed(context, start_position=length, tokens=tokens, features=features, samples=samples)
+        return changed(context, start_position=length, tokens=tokens, features=features, samples=samples, budget=budget)
 
 
 class CombinedDrafter(LocalDrafter):
     """Two drafters whose trees are merged."""
 
-    def __init__(self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig) -> None:
-        """At most one of the drafters needs features."""
+    def __init__(
+        self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig, prepares: bool = False
+    ) -> None:
+        """At most one of the drafters needs features. prepares: whether `draft_ahead` looks up what follows the trees."""
         self._sides = (first, second)
         self._side_needs = first.needs, second.needs
         self._tree = tree
         self._config = config
         self._sessions = SessionLedger(_CombinedSession)
+        self._looks = [k for k in range(2) if prepares and self._sides[k].continues_paths]  # sides that look ahead
+        self._due: dict[str, None] = {}  # sessions whose trees are verified, and what follows these is not prepared
+        self._changed: dict[str, None] = {}  # sessions with prepared trees that are not sent
+
+    @property
+    def takes_prepared(self) -> bool:
+        return True
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -140,10 +160,20 @@ class CombinedDrafter(LocalDrafter):
         for session in sessions:
             session.committed_length = min(session.lengths)
         self._evict({context.session for context in contexts})
-        self._merge([session for session in sessions if session.is_complete])
+        complete = [session for session in sessions if session.is_complete]
+        self._merge([session for session in complete if not session.context.has_tree])
+        for session in complete:
+            context = session.context
+            _take_over(session)
+            session.prepared = None
+            if self._looks and session.tree and session.tree.num_drafted and context.proposal == "deterministic":
+                self._due[context.session] = None
         return [_answer(session) for session in followed]
 
     def release(self, sessions: Sequence[str]) -> None:
+        for name in sessions:
+            self._due.pop(name, None)
+            self._changed.pop(name, None)
         self._sessions.release(sessions)
         for side in self._sides:
             side.release(sessions)
@@ -154,13 +184,56 @@ class CombinedDrafter(LocalDrafter):
 
     def draft_ahead(self) -> bool:
         more = [side.draft_ahead() for side in self._sides]
-        return any(more)
+        if self._due:
+            name = next(iter(self._due))
+            del self._due[name]
+            self._prepare(name)
+        return any(more) or bool(self._due)
+
+    def take_prepared(self) -> list[PreparedTree]:
+        """Trees of the sides, merged with what was looked up below the trees under verification."""
+        found = {tree.session: tree for side in self._sides for tree in side.take_prepared()}
+        changed_names, self._changed = self._changed, {}
+        for name in changed_names:
+            session = self._sessions.get(name)
+            if session is None or session.prepared is None:
+                continue
+            own, other = PreparedTree(name, session.epoch, session.committed_length, session.prepared), found.get(name)
+            if other and (other.epoch, other.committed_length) == (own.epoch, own.committed_length):
+                trees = [[own.tree.tree(), other.tree.tree()]]
+                whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
+                merged = TreeArrays.of(merge_trees([int(own.tree.tokens[0])], trees, [whole], 0.0)[0])
+                own, session.prepared = replace(own, tree=merged), merged
+            if other is None or other.committed_length <= own.committed_length:
+                found[name] = own
+        return list(found.values())
+
+    def _prepare(self, name: str) -> None:
+        """Look up what follows the likeliest leaves of the tree that is verified, and keep what claims enough."""
+        session = self._sessions.get(name)
+        if session is None or session.tree is None or not session.is_complete:
+            return
+        tree, parts = session.tree, list[tuple[int, DraftTree]]()
+        leaves = _best_leaves(tree, len(tree))
+        paths = [tuple([tree.tokens[node] for node in tree.path(leaf)[1:]]) for leaf in leaves]
+        size, steps = self._tree.num_draft_tokens + 1, self._tree.num_steps + 1  # with the token that the target draws there
+        contexts = [changed(session.context, budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
+        for k in self._looks:
+            for leaf, below in zip(leaves, self._sides[k].continue_paths(contexts, paths), strict=True):
+                if _claim_below_best(below) >= MIN_CLAIM:
+                    parts.append((leaf, below))
+        if parts:
+            kept = sorted({node for leaf, _ in parts for node in tree.path(leaf)})
+            places = {node: place for place, node in enumerate(kept)}
+            whole = _attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
+            session.prepared, self._changed[name] = TreeArrays.of(whole), None
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
         side = self._sides[k]
         behind = [session for session in sessions if session.lengths[k] < session.context.committed_length]
-        drafts = side.propose([session.missing(k, self._side_needs[k]) for session in behind]) if behind else []
+        contexts = [session.missing(k, self._side_needs[k], side.takes_prepared) for session in behind]
+        drafts = side.propose(contexts) if behind else []
         for session, draft in zip(behind, drafts, strict=True):
             length = draft.committed_length if isinstance(draft, ResyncRequired) else session.context.committed_length
             session.lengths[k], session.drafts[k] = length, draft
@@ -220,8 +293,30 @@ def _answer(session: _CombinedSession | ResyncRequired) -> Draft:
     if isinstance(session, ResyncRequired):
         return session
     if session.is_complete:
-        return session.tree
+        return session.tree or DraftTree.root_only(session.context.tokens[-1])
     return ResyncRequired(session.context.session, session.epoch, session.committed_length)
+
+
+def _take_over(session: _CombinedSession) -> None:
+    """Keep as a session's tree the part of its prepared tree that the verifier has for the commit, if it does."""
+    context = session.context
+    if context.has_tree:
+        budget, session.places = context.budget, [[], []]
+        taken = session.prepared.below(context.tokens, budget.max_nodes, budget.max_depth) if session.prepared else None
+        session.tree = without_banned(taken, context) if taken else None
+
+
+def _claim_below_best(tree: DraftTree) -> float:
+    """The tokens that a tree below the best child of the root claims to yield, if the target draws this child."""
+    best = max(tree.families.get(0, ()), key=tree.log_probs.__getitem__, default=None)
+    if best is None:
+        return 0.0
+    below, claimed = {best}, 1.0
+    for node in range(best + 1, len(tree)):
+        if tree.parents[node] in below:
+            below.add(node)
+            claimed += math.exp(tree.log_probs[node] - tree.log_probs[best])
+    return claimed
 
 
 def _best_leaves(tree: DraftTree, max_depth: int) -> list[int]:

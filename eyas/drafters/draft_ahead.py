@@ -242,6 +242,10 @@ class DraftAheadDrafter(LocalDrafter):
                 self._ahead.collect()
             return more
 
+    @property
+    def takes_prepared(self) -> bool:
+        return True
+
     def take_prepared(self) -> list[PreparedTree]:
         return self._ahead.take_prepared()
 

@@ -301,7 +301,8 @@ def _combine(name: str) -> Method:
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
     first, second = (side.build(_resolved(side, parts if side.head else replace(parts, head=""))) for side in sides)
     deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
-    return CombinedDrafter(first, second, _resolved(deepest, parts).tree, parts.methods.combined)
+    tree = _resolved(deepest, parts).tree
+    return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)
 
 
 def _resolved(method: Method, parts: DrafterParts) -> DrafterParts:

@@ -23,7 +23,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import CostModel, DraftCosts, FixedDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget, PrunedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
@@ -135,15 +135,25 @@ def assemble_engine(
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
-    if drafter is None or not is_adaptive(engine, target.device):
-        return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget(), clock)
+    budget = _draft_budget(drafter, runner, engine, tree, clock)
+    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
+
+
+def _draft_budget(
+    drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock
+) -> DraftBudget:
+    """The budget that `engine.draft_budget` names, and what it has to know of costs."""
+    prunes = engine.draft_budget == "pruned"
+    if drafter is None or not (prunes or is_adaptive(engine, runner.target.device)):
+        return FixedDraftBudget()
     verify = measure_verify(runner, engine, tree, clock)
+    if prunes:
+        return PrunedDraftBudget(verify)
     context_token_s = measure_context(runner, engine, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    budget = AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
-    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
+    return AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
 
 
 def is_adaptive(engine: EngineConfig, device: torch.device) -> bool:
@@ -319,7 +329,9 @@ def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: i
     if max(table) < largest:
         reason = "as they take too long or too much memory"
         log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)
-    return CostModel(sorted(table), [table[size] for size in sorted(table)], rate)
+    # a pause of the machine makes a size look too slow; no larger one that was faster may count as slow as that
+    seconds = [min(own for larger, own in table.items() if larger >= size) for size in sorted(table)]
+    return CostModel(sorted(table), seconds, rate)
 
 
 def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:

@@ -141,7 +141,7 @@ class RemoteDrafter:
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
-        self._method = ""
+        self._method, self.needs_samples = "", False  # of the drafter that was connected last
         self._peers = peers or Peers()
         self._identity = self._peers.identity
         self._channel = self._peers.open_sync_channel(address)
@@ -319,7 +319,7 @@ class RemoteDrafter:
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._num_unprepared = MAX_UNPREPARED  # another drafter, perhaps
-        self._stream, self._method = stream, info.method
+        self._stream, self._method, self.needs_samples = stream, info.method, info.needs_samples
         self._refused.clear()
         try:
             for message in call:

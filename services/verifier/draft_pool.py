@@ -52,7 +52,7 @@ class DraftPool:
         peers: Peers | None = None,
     ) -> None:
         """needs, proposal, target, peers: see RemoteDrafter."""
-        self.needs = needs
+        self._needs, self._without_samples = needs, replace(needs, samples=False)
         self.can_sample = proposal == "sampled"
         self._timeout_s = config.draft_timeout_s
         self._connect = partial(RemoteDrafter, needs=needs, config=config, proposal=proposal, target=target, peers=peers)
@@ -61,6 +61,12 @@ class DraftPool:
         self._assignments: dict[str, _Assignment] = {}
         self._histories: dict[str, _History] = {}
         self._traceparent: Callable[[str], str] | None = None
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """See Drafter. Samples are needed only while a connected drafter needs them: trees with them stay whole."""
+        is_needed = any(drafter.needs_samples for drafter in list(self._drafters.values()))
+        return self._needs if is_needed else self._without_samples
 
     def assign(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session; dials it if it is new.

@@ -78,3 +78,15 @@ def test_what_a_context_costs_is_measured_at_start(tiny_target: str) -> None:
     engine = assemble_engine(load_target(tiny_target), None, config, TreeConfig(), RandomDrafter(48), clock=VirtualClock())
     expected = DeviceCosts.read("llama-3.1-8b@h200").passes["verify"].us_per_context_token
     assert 1e6 * engine._budget._context_token_s == pytest.approx(expected)  # type: ignore[attr-defined]
+
+
+def test_a_pause_at_one_size_makes_no_larger_one_dearer() -> None:
+    clock = VirtualClock()
+
+    def rounds(num_rows: int) -> Iterator[partial[None]]:
+        while True:
+            yield partial(clock.sleep, 1e-4 * num_rows + (0.03 if num_rows == 4 else 0.0))
+
+    table = _measure(rounds, 64, 0.1, clock)
+    assert [table.seconds(size) for size in (1, 16, 64)] == pytest.approx([1e-4, 16e-4, 64e-4])
+    assert table.seconds(4) <= table.seconds(16)

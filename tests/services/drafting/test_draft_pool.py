@@ -11,7 +11,7 @@ from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DrafterNeeds
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.tree import DraftTree
-from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
+from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
 PATIENT = DraftClientConfig(draft_timeout_s=10.0)
@@ -127,3 +127,21 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
             assert pool.can_draft("c"), "paired with the good one"
         finally:
             gate.set()
+
+
+def test_samples_are_needed_only_for_drafters_that_need_them() -> None:
+    """Trees whose samples a drafter needs are not pruned; most drafters need none."""
+    needs = replace(NEEDS, samples=True)
+    sampling = replace(INFO, needs_samples=True)
+    with (
+        serving(ToyDrafter()) as first,
+        serving(ToyDrafter(), sampling) as second,
+        closing(DraftPool(PATIENT, needs)) as pool,
+    ):
+        assert pool.needs == NEEDS
+        pool.assign("a", first)
+        eventually(lambda: pool.can_draft("a"))
+        assert pool.needs == NEEDS
+        pool.assign("b", second)
+        eventually(lambda: pool.can_draft("b"))
+        assert pool.needs == needs

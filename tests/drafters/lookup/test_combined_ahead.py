@@ -1,0 +1,75 @@
+"""A combined drafter prepares trees by lookups below the leaves of its last tree, and goes on from those that were used."""
+
+from dataclasses import replace
+
+from eyas.config import CombinedConfig, PromptLookupConfig, SuffixConfig, TreeConfig
+from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.drafters.combined import CombinedDrafter
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.suffix import SuffixDrafter
+from eyas.tree import DraftTree, PreparedTree
+from tests.drafters.lookup.corpora import commit
+
+TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=1)
+BUDGET = TreeBudget(8, 7)
+TEXT = tuple(10 + i % 23 for i in range(400))  # goes on as it began
+
+
+def combined(prepares: bool = True) -> CombinedDrafter:
+    sides = PromptLookupDrafter(TREE, PromptLookupConfig()), SuffixDrafter(TREE, SuffixConfig())
+    return CombinedDrafter(*sides, TREE, CombinedConfig(), prepares)
+
+
+def prepared(drafter: CombinedDrafter) -> list[PreparedTree]:
+    while drafter.draft_ahead():
+        pass
+    return drafter.take_prepared()
+
+
+def test_what_follows_a_tree_is_prepared_and_used_on_and_on() -> None:
+    drafter = combined()
+    (tree,) = drafter.propose([commit("a", TEXT[:200], budget=BUDGET)])
+    assert isinstance(tree, DraftTree)
+    assert tree.tokens == TEXT[199:207]
+    length = 200
+    for _ in range(5):  # all of a tree and the token behind it are accepted
+        (found,) = prepared(drafter)
+        assert (found.session, found.epoch, found.committed_length) == ("a", 0, length)
+        following = commit("a", TEXT[: length + 8], length, budget=BUDGET)
+        below = found.tree.below(following.tokens, BUDGET.max_nodes, BUDGET.max_depth)
+        assert below is not None
+        assert below.tokens == TEXT[length + 7 : length + 7 + len(below)]
+        assert len(below) > 4
+        assert isinstance(drafter.propose([replace(following, has_tree=True)])[0], DraftTree)
+        length += 8
+        # only what was verified is accepted
+        length_of_tree = below.num_drafted
+        following = commit("a", TEXT[: length + length_of_tree + 1], length, budget=BUDGET)
+        assert prepared(drafter)
+        (tree,) = drafter.propose([following])
+        length = following.committed_length
+        assert isinstance(tree, DraftTree)
+        assert tree.tokens == TEXT[length - 1 : length + 7]
+
+
+def test_a_session_that_used_a_prepared_tree_drafts_as_any_other() -> None:
+    drafter, other = combined(), combined(prepares=False)
+    for each in (drafter, other):
+        each.propose([commit("a", TEXT[:200], budget=BUDGET)])
+    assert prepared(drafter)
+    assert prepared(other) == []
+    drafter.propose([replace(commit("a", TEXT[:208], 200, budget=BUDGET), has_tree=True)])
+    other.propose([commit("a", TEXT[:208], 200, budget=BUDGET)])
+    following = commit("a", (*TEXT[:208], 5, *TEXT[:3]), 208, budget=BUDGET)
+    assert drafter.propose([following]) == other.propose([following])
+
+
+def test_nothing_is_prepared_for_sessions_that_ended_or_went_on() -> None:
+    drafter = combined()
+    drafter.propose([commit("a", TEXT[:200], budget=BUDGET), commit("b", TEXT[:200], budget=BUDGET)])
+    drafter.release(["a"])
+    drafter.propose([commit("b", TEXT[:201], 200, budget=TreeBudget(1, 0))])
+    assert prepared(drafter) == []
+    (found,) = drafter.propose([replace(commit("a", TEXT[:208], 200, budget=BUDGET), has_tree=True)])
+    assert isinstance(found, ResyncRequired)
+    assert found.committed_length == 0

@@ -1,0 +1,126 @@
+"""A combined drafter sends what follows its trees before the commits: looked up, and from a side that drafts ahead."""
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
+from eyas.drafters.combined import CombinedDrafter
+from eyas.drafters.on_demand import OnDemand
+from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
+from eyas.services.verifier.draft_client import RemoteDrafter
+from eyas.tree import DraftTree, PreparedTree
+from tests import reference
+from tests.services.drafting.toy_drafting import eventually, serving
+from tests.tiny import build_engine, fixed_config
+from tests.tiny_block import tiny_block_head
+
+TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=3)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
+
+
+class Watched(LocalDrafter):
+    """Another drafter, whose prepared trees are counted. is_idle: whether there is nothing left to prepare."""
+
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self.drafter = drafter
+        self.num_prepared, self.is_idle, self._has_more = 0, True, False
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self.drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self.is_idle = False
+        return self.drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self.drafter.release(sessions)
+
+    def draft_ahead(self) -> bool:
+        self._has_more = self.drafter.draft_ahead()
+        return self._has_more
+
+    def take_prepared(self) -> list[PreparedTree]:
+        found = self.drafter.take_prepared()
+        self.num_prepared += len(found)
+        self.is_idle = not self._has_more
+        return found
+
+
+class PatientVerifier(RemoteDrafter):
+    """Commits when the drafter has nothing left to prepare, as if verify passes took long."""
+
+    drafter: Watched
+    num_received = 0
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        end = time.monotonic() + 1.0  # what a session that ended has prepared may never arrive
+        while not (self.drafter.is_idle and self.num_received == self.drafter.num_prepared) and time.monotonic() < end:
+            time.sleep(0.0005)
+        return super().request(contexts)
+
+    def _receive(self, reply: DraftResponse) -> None:
+        super()._receive(reply)
+        self.num_received += len(reply.prepared)
+
+
+@pytest.mark.parametrize("budget", ["fixed", "pruned"])
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "lookahead"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_combined_trees_sent_ahead_change_no_token(
+    mode: Literal["never", "always"],
+    method: str,
+    budget: str,
+    tiny_target: str,
+    tiny_head: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """mode: of the side with a head. Lookups below the leaves are sent in any case."""
+    taken, take = list[str](), PreparedTrees.take
+
+    def counted(trees: PreparedTrees, context: DraftContext) -> DraftTree | None:
+        tree = take(trees, context)
+        taken.extend([context.session] if tree else [])
+        return tree
+
+    monkeypatch.setattr(PreparedTrees, "take", counted)
+    monkeypatch.setattr(PreparedTrees, "MIN_DRAFTED", 1)
+    monkeypatch.setattr("eyas.drafters.combined.MIN_CLAIM", 0.5)
+    monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
+    monkeypatch.setattr(OnDemand, "explores", lambda *args: False)
+    heads = {"dspark": lambda: tiny_block_head(method, tiny_target), "eagle3": lambda: tiny_head, "lookahead": lambda: ""}
+    head, name = heads[method](), f"{method}+prompt_lookup"
+    drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode=mode))
+    built = build_drafter(name, tiny_target, head, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    assert isinstance(built, CombinedDrafter)
+    drafter, fuser = Watched(built), build_fuser(name, head, tiny_target, "float32", "cpu")
+    needs = built.needs
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size)
+    samplings = [SamplingParams(24, t, seed=50, ignore_eos=True) for t in (0.0, 0.0, 0.4, 1.0)]
+    prompts = [tuple([9, 8, 7, 9 + i] * 6) for i in range(len(samplings))]
+    requests = [Request(f"{i}", own, sampling) for i, (own, sampling) in enumerate(zip(prompts, samplings, strict=True))]
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    config = DraftClientConfig(draft_timeout_s=30.0)
+    with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
+        remote.drafter = drafter
+        eventually(lambda: remote.connected)
+        engine_config = fixed_config(max_kv_tokens=1024, draft_budget=budget)
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", engine_config, TREE, remote)
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+        engine.check()
+        assert remote.num_lost == 0
+    assert taken or method == "lookahead"
+    for request in requests:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
