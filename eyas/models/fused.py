@@ -11,7 +11,6 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -277,7 +276,7 @@ class FusedLayer:
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        routed, expert_kernels = self._routed, _expert_kernels(kernels)
+        routed, expert_kernels = self._routed, _expert_kernels() if kernels and self._routed else None
         if self.experts is None:
             out = self._down(self._gated(normed, gated))
         else:
@@ -320,8 +319,10 @@ def _layer_kernels() -> Any:
     return layer_kernels
 
 
-def _expert_kernels(layer_kernels: Any) -> Any:
-    return None if layer_kernels is None else importlib.import_module("eyas.models.cuda.expert_kernels")
+def _expert_kernels() -> Any:
+    from eyas.models.cuda import expert_kernels
+
+    return expert_kernels
 
 
 def fuse_layers(model: Any) -> bool:

@@ -97,7 +97,7 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
         (["--max-tokens", "1"], "max_tokens is 1"),
         (["--batch", "0"], "batch, rows and groups"),
         (["--dtype", "float8"], "dtype is 'float8'; it must be one of auto, float32"),
-        (["--draft-budget", "on"], "draft_budget is 'on'; it must be one of auto, fixed, adaptive"),
+        (["--draft-budget", "on"], "draft_budget is 'on'; it must be one of auto, fixed, pruned, adaptive"),
         pytest.param(["--device", "cuda"], "device 'cuda' cannot be used here", marks=NO_CUDA),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),

@@ -181,7 +181,7 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
     engine = assemble_engine(load_target(tiny_target), None, config, TREE, RandomDrafter(48))
     assert isinstance(engine._budget, AdaptiveDraftBudget)
     assert run(engine) == expected
-    with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, adaptive"):
+    with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, pruned, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
 
 
