@@ -263,10 +263,8 @@ class FusedLayer:
         kernels = None if packed.metadata is None or hidden_states.device.type == "cpu" else _layer_kernels()
         normed = stream.normed if hidden_states is stream.hidden else None
         if normed is None:
-            norm = self.input_norm
-            normed = (
-                kernels.rms_norm(hidden_states, norm.weight, norm.eps, norm.adds_one) if kernels else norm(hidden_states)
-            )
+            norm, x = self.input_norm, hidden_states
+            normed = kernels.rms_norm(x, norm.weight, norm.eps, norm.adds_one) if kernels else norm(x)
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
