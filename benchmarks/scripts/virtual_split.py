@@ -105,6 +105,8 @@ class VirtualDraftService:
         sent: list[Commit[torch.Tensor]] = [replace(c, has_tree=c.session in local) for c in contexts]
         lengths = {context.session: len(context.tokens) for context in contexts}
         has_prepared = self._num_unprepared < MAX_UNPREPARED
+        if not has_prepared:
+            self._wait.pause()
         is_timed = has_prepared and self._wait.waits(lengths, missing)
         if has_prepared and not is_timed:  # as the client of draft services does
             local |= {c.session: DraftTree.root_only(c.tokens[-1]) for c in contexts if c.session in missing}

@@ -329,8 +329,7 @@ class StepWait:
             self._tokens.add(lengths[session])
             if self._running[session]:
                 self._demanded.add(lengths[session])
-        is_single = len(lengths) == 1
-        waits = bool(missing) and (is_single or self._trial.is_on) and self._is_due(len(missing), len(lengths))
+        waits = bool(missing) and (len(lengths) == 1 or (self._trial.is_on and self._is_due(len(missing), len(lengths))))
         self._began, self._running = now, {session: waits and session in missing for session in lengths}
         self._block = self._trial.stamp("")
         return waits
@@ -345,7 +344,7 @@ class StepWait:
 
     def _is_due(self, num_missing: int, num_sessions: int) -> bool:
         """Whether trees yield more than all sequences lose while they wait, or that has to be measured."""
-        if num_sessions == 1 or not self._wait_s.weight or not self._demanded.weight:
+        if not self._wait_s.weight or not self._demanded.weight:
             return True
         lost = num_sessions * self._tokens.value * self._wait_s.value / max(self._interval_s.value, 1e-9)
         if num_missing * (self._demanded.value - 1) >= lost:

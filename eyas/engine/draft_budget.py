@@ -35,6 +35,7 @@ from eyas.engine.draft_costs import (
     StepTimes,
     SurvivalModel,
     TreeSize,
+    cut_trees,
 )
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
@@ -153,11 +154,7 @@ class AdaptiveDraftBudget:
             largest = max(range(len(trees)), key=lambda number: trees[number].num_drafted)
             first = sum(tree.num_drafted for tree in trees[:largest])
             is_kept[first : first + trees[largest].num_drafted] = True
-        parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
-        return [
-            tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
-            for tree, part in zip(trees, parts, strict=True)
-        ]
+        return cut_trees(trees, is_kept)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
         if not batch:

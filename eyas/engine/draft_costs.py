@@ -407,6 +407,15 @@ class RecentTrees:
         return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)
 
 
+def cut_trees(trees: Seq[DraftTree], is_kept: npt.NDArray[np.bool_]) -> list[DraftTree]:
+    """Trees with some of their nodes: roots, and what is kept of the drafted nodes of all trees, one after the other."""
+    parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
+    return [
+        tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
+        for tree, part in zip(trees, parts, strict=True)
+    ]
+
+
 class PrunedDraftBudget(FixedDraftBudget):
     """Trees of the largest size, without the nodes that cost more than they yield.
 
@@ -437,11 +446,7 @@ class PrunedDraftBudget(FixedDraftBudget):
         gained = np.cumsum(np.append(0.0, nodes[order])) - self._num_tokens / self._seconds * seconds
         is_kept = np.zeros(len(nodes), np.bool_)
         is_kept[order[: int(np.argmax(gained))]] = True
-        parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
-        return [
-            tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
-            for tree, part in zip(trees, parts, strict=True)
-        ]
+        return cut_trees(trees, is_kept)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
         wait_s, verify_s, between_s, host_s = times

@@ -235,11 +235,11 @@ class BlockHead(nn.Module):
             lengths: of the paths, int64 [N, A], at most `max_length`; 0 for the anchor alone. Other arguments: as above.
         """
         c, places = self.config, _places(tokens, positions)
-        ends, window_rows = anchors + lengths, torch.arange(-max_length, c.block_size + 1, device=tokens.device)
-        known = (ends[:, :, None] + window_rows[: max_length + 1]).clamp(min=0)
+        ends, offsets = anchors + lengths, torch.arange(-max_length, c.block_size + 1, device=tokens.device)
+        known = (ends[:, :, None] + offsets[: max_length + 1]).clamp(min=0)
         own = tokens.gather(1, known.flatten(1)).view(known.shape)
         masks = own.new_full((*own.shape[:2], c.block_size), c.mask_token_id)
-        at = (places.gather(1, ends)[:, :, None] + window_rows).clamp(min=0)
+        at = (places.gather(1, ends)[:, :, None] + offsets).clamp(min=0)
         seen = {w: path_masks(anchors, lengths, max_length, tokens.shape[1], c, w, documents) for w in set(c.windows)}
         rows = self._train(states, places, torch.cat([own, masks], -1), at, seen)
         return rows[:, :, -c.num_drafted :]
@@ -283,17 +283,11 @@ def block_masks(
     it and, if `is_causal`, no later row. anchors: positions int64 [N, A]. documents: see `BlockHead.forward`.
     """
     place = torch.arange(block_size, device=anchors.device)
-    context = torch.arange(length, device=anchors.device)
-    starts = anchors.repeat_interleave(block_size, 1)
-    seen = context < starts[:, :, None]
-    if documents is not None:
-        seen = seen & (documents[:, None, :] == documents.gather(1, starts)[:, :, None])
     behind = place[:, None] - place
     own = torch.ones_like(behind, dtype=torch.bool)
     if window is not None:
-        seen = seen & ((starts + place.repeat(anchors.shape[1]))[:, :, None] - context < window)
         own = (behind < window) & (behind >= 0 if is_causal else True)
-    return seen, own[None, None]
+    return _seen_context(anchors, anchors[:, :, None] + place, length, window, documents), own[None, None]
 
 
 def path_masks(
@@ -315,17 +309,20 @@ def path_masks(
     is_mask, is_known = place > 0, place >= -lengths[:, :, None]
     behind = place[:, None] - place
     own = is_known[:, :, :, None] & is_known[:, :, None] & ((behind >= 0) | is_mask[:, None])
-    seen = is_known.flatten(1)[:, :, None] & (
-        torch.arange(length, device=anchors.device) < anchors.repeat_interleave(len(place), 1)[:, :, None]
-    )
-    if documents is not None:
-        rows = documents.gather(1, anchors).repeat_interleave(len(place), 1)
-        seen = seen & (documents[:, None, :] == rows[:, :, None])
     if window is not None:
-        at = ((anchors + lengths)[:, :, None] + place).flatten(1)
-        seen = seen & (at[:, :, None] - torch.arange(length, device=anchors.device) < window)
         own = own & (behind < window) & (behind >= 0 if c.causal_windows else True)
-    return seen, own | torch.eye(len(place), dtype=torch.bool, device=anchors.device)
+    seen = _seen_context(anchors, (anchors + lengths)[:, :, None] + place, length, window, documents)
+    own = own | torch.eye(len(place), dtype=torch.bool, device=anchors.device)
+    return seen & is_known.flatten(1)[:, :, None], own
+
+
+def _seen_context(anchors: Tensor, at: Tensor, length: int, window: int | None, documents: Tensor | None) -> Tensor:
+    """What rows at places [N, A, R] see of the context before their anchors [N, A], bool [N, A * R, T]."""
+    context, starts = torch.arange(length, device=anchors.device), anchors.repeat_interleave(at.shape[2], 1)
+    seen = context < starts[:, :, None]
+    if documents is not None:
+        seen = seen & (documents[:, None, :] == documents.gather(1, starts)[:, :, None])
+    return seen if window is None else seen & (at.flatten(1)[:, :, None] - context < window)
 
 
 def _places(tokens: Tensor, positions: Tensor | None) -> Tensor:

@@ -1,7 +1,5 @@
 """A combined drafter sends what follows its trees before the commits: looked up, and from a side that drafts ahead."""
 
-import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Literal
@@ -9,67 +7,21 @@ from typing import Literal
 import pytest
 
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
+from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.on_demand import OnDemand
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.request import Request, SamplingParams
-from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
-from eyas.services.verifier.draft_client import RemoteDrafter
-from eyas.tree import DraftTree, PreparedTree
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.tree import DraftTree
 from tests import reference
+from tests.services.drafting.test_prepared_trees import PatientVerifier, WatchedDrafter
 from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import build_engine, fixed_config
 from tests.tiny_block import tiny_block_head
 
 TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=3)
 AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
-
-
-class Watched(LocalDrafter):
-    """Another drafter, whose prepared trees are counted. is_idle: whether there is nothing left to prepare."""
-
-    def __init__(self, drafter: LocalDrafter) -> None:
-        self.drafter = drafter
-        self.num_prepared, self.is_idle, self._has_more = 0, True, False
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self.drafter.needs
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self.is_idle = False
-        return self.drafter.propose(contexts)
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self.drafter.release(sessions)
-
-    def draft_ahead(self) -> bool:
-        self._has_more = self.drafter.draft_ahead()
-        return self._has_more
-
-    def take_prepared(self) -> list[PreparedTree]:
-        found = self.drafter.take_prepared()
-        self.num_prepared += len(found)
-        self.is_idle = not self._has_more
-        return found
-
-
-class PatientVerifier(RemoteDrafter):
-    """Commits when the drafter has nothing left to prepare, as if verify passes took long."""
-
-    drafter: Watched
-    num_received = 0
-
-    def request(self, contexts: Sequence[DraftContext]) -> Pending:
-        end = time.monotonic() + 1.0  # what a session that ended has prepared may never arrive
-        while not (self.drafter.is_idle and self.num_received == self.drafter.num_prepared) and time.monotonic() < end:
-            time.sleep(0.0005)
-        return super().request(contexts)
-
-    def _receive(self, reply: DraftResponse) -> None:
-        super()._receive(reply)
-        self.num_received += len(reply.prepared)
 
 
 @pytest.mark.parametrize("budget", ["fixed", "pruned"])
@@ -101,7 +53,7 @@ def test_combined_trees_sent_ahead_change_no_token(
     drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode=mode))
     built = build_drafter(name, tiny_target, head, "float32", "cpu", TREE, drafting, has_idle_time=True)
     assert isinstance(built, CombinedDrafter)
-    drafter, fuser = Watched(built), build_fuser(name, head, tiny_target, "float32", "cpu")
+    drafter, fuser = WatchedDrafter(built), build_fuser(name, head, tiny_target, "float32", "cpu")
     needs = built.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(24, t, seed=50, ignore_eos=True) for t in (0.0, 0.0, 0.4, 1.0)]

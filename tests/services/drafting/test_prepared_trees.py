@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import OnDemand, StepWait
 from eyas.drafters.registry import build_drafter, build_fuser
@@ -146,23 +146,32 @@ def test_alone_waits_for_a_tree_that_a_batch_decodes_without() -> None:
             assert all(tree != DraftTree.root_only(tree.tokens[0]) for tree in remote.request(batch)()), "long without any"  # type: ignore[union-attr]
 
 
-class WatchedDrafter(DraftAheadDrafter):
-    """Counts the trees that it prepares. is_idle: whether there is nothing left to prepare."""
+class WatchedDrafter(LocalDrafter):
+    """Another drafter, whose prepared trees are counted. is_idle: whether there is nothing left to prepare."""
 
-    num_prepared, is_idle, has_more = 0, True, False
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self.drafter = drafter
+        self.num_prepared, self.is_idle, self._has_more = 0, True, False
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self.drafter.needs
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.is_idle = False
-        return super().propose(contexts)
+        return self.drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self.drafter.release(sessions)
 
     def draft_ahead(self) -> bool:
-        self.has_more = super().draft_ahead()
-        return self.has_more
+        self._has_more = self.drafter.draft_ahead()
+        return self._has_more
 
     def take_prepared(self) -> list[PreparedTree]:
-        found = super().take_prepared()
+        found = self.drafter.take_prepared()
         self.num_prepared += len(found)
-        self.is_idle = not self.has_more
+        self.is_idle = not self._has_more
         return found
 
 
@@ -210,7 +219,10 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     built = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting)
     assert isinstance(built, DraftAheadDrafter)
     inner = built._drafter
-    drafter, fuser = WatchedDrafter(inner, AHEAD), build_fuser(method, head, tiny_target, "float32", "cpu")  # type: ignore[arg-type]
+    drafter, fuser = (
+        WatchedDrafter(DraftAheadDrafter(inner, AHEAD)),
+        build_fuser(method, head, tiny_target, "float32", "cpu"),
+    )
     needs = inner.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0, 1.0)]
