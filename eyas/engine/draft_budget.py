@@ -275,10 +275,9 @@ class AdaptiveDraftBudget:
             return {}
         else:
             self._draft.relax()
-            self._plan = None
             if not self._could_pay(len(decoding), num_plain, full):
-                return {}
-            self._is_trial, self._catch_up_s = True, 0.0
+                return {}  # the plan stays, as it takes longer to make than all else here
+            self._plan, self._is_trial, self._catch_up_s = None, True, 0.0
         self._scouts = self._next_scouts(decoding, full)
         self._num_left = -(-self.TRIAL_TREES // len(self._scouts))
         return dict.fromkeys(self._scouts, full)

@@ -1,6 +1,7 @@
 """The size of draft trees under made-up costs: it follows what nodes cost and what they yield."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,16 @@ RETRY_SHARE = AdaptiveDraftBudget.RETRY_SHARE
 def test_free_rows_give_whole_trees_and_costly_rows_none(row: float, expected: int) -> None:
     simulation = Simulation(row=row)
     assert set(simulation.sizes(simulation.budget(), 200)) == {expected}
+
+
+def test_sizes_are_not_compared_anew_in_each_step_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(1.0, 0.25, 0.2, batch=1)
+    budget = simulation.budget()
+    assert usual(simulation.sizes(budget, 200)) > 1
+    nodes = Mock(wraps=budget._recent.nodes)
+    monkeypatch.setattr(budget._recent, "nodes", nodes)
+    assert usual(simulation.resized(64).sizes(budget, 2000)) == 1
+    assert nodes.call_count < 2 * 2000 / AdaptiveDraftBudget.MAX_PLAIN_STEPS
 
 
 @pytest.mark.parametrize("remote", [True, False], ids=["remote", "local"])
