@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile, poisson, read_trace
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.errors import ConfigError
@@ -185,9 +185,9 @@ def plan(
     acceptance = load_profile(profile, temperature).with_host(host_scale, wire_ms)
     if curves:
         planning.draw_curves(acceptance, curves)
-    arrivals = planning.read_trace(trace) if trace else None
+    arrivals = read_trace(trace) if trace else None
     if rate:
-        arrivals = planning.poisson(rate, seconds, prompt_tokens, output_tokens)
+        arrivals = poisson(rate, seconds, prompt_tokens, output_tokens)
     verifying, drafting = DeviceCosts.read(verifier), DeviceCosts.read(drafter)
     settings = planning.FleetSettings(
         verifier=verifying,

@@ -9,18 +9,17 @@ How many tokens a step accepts is drawn from an acceptance profile, which `eyas 
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
 
 from eyas.bench.report import Table, number
-from eyas.bench.settings import AcceptanceProfile, mean_tokens
+from eyas.bench.settings import AcceptanceProfile, Arrival, mean_tokens
 from eyas.config import DraftAheadConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.config.loader import above_zero, at_least, one_of
@@ -38,22 +37,14 @@ CURVE_BATCHES, CURVE_DELAYS, CURVE_COSTS = (1, 8, 64), (0.0, 0.03, 0.1), (0.01, 
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request: when it comes in seconds, and its sizes in tokens."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True)
 class FleetSettings:
     """What is simulated.
 
     verifier, drafter: what their passes cost. local: what those of the drafter cost on the verifier's device.
     mode: see PlannedMode. num_verifiers, num_drafters: verifier i is served by drafter i modulo their number.
     concurrency: sequences that every verifier always has, if there are no arrivals. max_num_seqs: most in a step.
-    delay_s: of each way between verifier and drafter. seconds: simulated time.
+    delay_s: of each way between verifier and drafter. seconds: simulated time. waits: whether steps wait for missing trees
+    that are worth it.
     verifier_price, drafter_price: dollars an hour of each, 0 if unknown.
     """
 
@@ -70,6 +61,7 @@ class FleetSettings:
     prompt_tokens: int = 512
     output_tokens: int = 256
     delay_s: float = 0.0
+    waits: bool = True
     seconds: float = 60.0
     verifier_price: float = 0.0
     drafter_price: float = 0.0
@@ -330,7 +322,7 @@ class FleetSimulation:
             if not is_hit or drawn >= prepared:
                 (hits if is_hit else misses).append(sequence)
         has_some = prepared and len(wanting) > len(hits) + len(misses) > 0
-        if has_some and not self._pays(verifier, hits, misses, now):
+        if has_some and not (s.waits and self._pays(verifier, hits, misses, now)):
             for sequence in (*hits, *misses):
                 sequence.tree = NO_DRAFTS
             return 0, 0
@@ -354,7 +346,7 @@ class FleetSimulation:
         free = max(now - verifier.asked_at - (drafter.answered_s - verifier.answered_s), 0.0)
         if now >= self._begin_s:
             drafter.busy_s += min(free, needed) / -(-s.num_verifiers // s.num_drafters)
-        level_s = s.drafter.seconds("draft_level", num_sessions * s.profile.ahead_top_k)
+        level_s = s.profile.ahead_level_s(s.drafter, num_sessions)
         return min(free / needed, 1.0) if needed else 1.0, free / level_s if level_s else MAX_AHEAD_LEVELS
 
     def _draft(self, drafter: _Drafter, request: _Asked | None, now: float) -> None:
@@ -399,21 +391,14 @@ def percentiles(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(ordered[min(len(ordered) * p // 100, len(ordered) - 1)] if ordered else 0.0 for p in PERCENTILES)
 
 
-def poisson(rate: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Arrival]:
-    """Arrivals at `rate` a second on average; sizes are those given."""
-    above_zero(rate=rate)
-    source = random.Random(seed)
-    moments = accumulate(source.expovariate(rate) for _ in count())
-    return [Arrival(moment, prompt_tokens, output_tokens) for moment in takewhile(lambda moment: moment < seconds, moments)]
-
-
-def read_trace(file: Path) -> list[Arrival]:
-    """Arrivals from JSON Lines with at_s, prompt_tokens and output_tokens. Raises ConfigError."""
-    try:
-        return [Arrival(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, TypeError) as error:
-        reason = f"cannot read arrivals from {file}: {error!r}; give at_s, prompt_tokens and output_tokens"
-        raise ConfigError(reason) from error
+def simulate(settings: FleetSettings, arrivals: Sequence[Arrival] | None = None) -> FleetResult:
+    """Run a fleet. Drafting ahead, the better of steps that wait for missing trees and of such that never do: verifiers
+    find it by a trial."""
+    found = FleetSimulation(settings, arrivals).run()
+    if settings.mode == "ahead":
+        never = FleetSimulation(replace(settings, waits=False), arrivals).run()
+        found = max(found, never, key=lambda result: result.tokens_per_s)
+    return found
 
 
 def every_mode(
@@ -429,14 +414,14 @@ def every_mode(
             num_drafters, found = best_ratio(own, arrivals)
             results[f"{mode}, {own.num_verifiers} : {num_drafters}"] = found
         else:
-            results[mode] = FleetSimulation(own, arrivals).run()
+            results[mode] = simulate(own, arrivals)
     return results
 
 
 def best_ratio(settings: FleetSettings, arrivals: Sequence[Arrival] | None = None) -> tuple[int, FleetResult]:
     """The number of drafters with the least dollars per token, of powers of two up to one per verifier; and its result."""
     sizes = sorted({min(2**power, settings.num_verifiers) for power in range(settings.num_verifiers.bit_length() + 1)})
-    found = {size: FleetSimulation(replace(settings, num_drafters=size), arrivals).run() for size in sizes}
+    found = {size: simulate(replace(settings, num_drafters=size), arrivals) for size in sizes}
     best = min(found, key=lambda size: found[size].dollars or float("inf"))
     return best, found[best]
 
@@ -483,13 +468,13 @@ def draw_curves(profile: AcceptanceProfile, path: Path) -> None:
         base = FleetSettings(
             verifier, local, local, profile, "local", concurrency=batch, max_num_seqs=batch, seconds=1000 * pass_s
         )
-        beside = FleetSimulation(base).run().tokens_per_s
+        beside = simulate(base).tokens_per_s
         for delay in CURVE_DELAYS:
             rates = []
             for c in CURVE_COSTS:
                 apart = replace(base, drafter=local.scaled(c * pass_s / level_s), delay_s=delay * pass_s)
                 modes: tuple[PlannedMode, ...] = ("serial", "ahead") if profile.hit else ("serial",)
-                rates.append(max(FleetSimulation(replace(apart, mode=mode)).run().tokens_per_s for mode in modes) / beside)
+                rates.append(max(simulate(replace(apart, mode=mode)).tokens_per_s for mode in modes) / beside)
             axes.plot(CURVE_COSTS, rates, marker="o", markersize=3, label=f"delay {delay:g}")
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_title(f"batch {batch}", fontsize=9)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count, takewhile
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -233,8 +235,12 @@ class AcceptanceProfile:
         if self.one_pass:
             rows = num_sessions * (self.num_nodes + self.ahead_top_k * self.num_levels)
             return costs.seconds("draft_extend", num_sessions) + costs.seconds("draft_round", rows)
-        levels_s = self.num_levels * costs.seconds("draft_level", num_sessions * self.ahead_top_k)
-        return costs.seconds("draft_round", num_sessions) + levels_s
+        return costs.seconds("draft_round", num_sessions) + self.num_levels * self.ahead_level_s(costs, num_sessions)
+
+    def ahead_level_s(self, costs: DeviceCosts, num_sessions: int) -> float:
+        """Seconds of a pass that grows trees in advance. Sessions share its rows, which are no more than are free."""
+        rows = min(num_sessions * self.ahead_top_k, max(costs.free_rows("draft_level"), num_sessions))
+        return costs.seconds("draft_level", rows)
 
     def with_host(self, scale: float, wire_ms: float | None = None) -> AcceptanceProfile:
         """The same acceptance on hosts whose times are multiplied: 0 for none. wire_ms: of another wire, as it is."""
@@ -256,3 +262,29 @@ def load_profile(file: Path, temperature: float) -> AcceptanceProfile:
         return AcceptanceProfile(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"cannot read a profile for temperature {temperature:g} from {file}: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes in seconds, and its sizes in tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def poisson(rate: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Arrival]:
+    """Arrivals at `rate` a second on average; sizes are those given."""
+    above_zero(rate=rate)
+    source = random.Random(seed)
+    moments = accumulate(source.expovariate(rate) for _ in count())
+    return [Arrival(moment, prompt_tokens, output_tokens) for moment in takewhile(lambda moment: moment < seconds, moments)]
+
+
+def read_trace(file: Path) -> list[Arrival]:
+    """Arrivals from JSON Lines with at_s, prompt_tokens and output_tokens. Raises ConfigError."""
+    try:
+        return [Arrival(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, TypeError) as error:
+        reason = f"cannot read arrivals from {file}: {error!r}; give at_s, prompt_tokens and output_tokens"
+        raise ConfigError(reason) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from eyas.bench.plan import FleetSettings, FleetSimulation
+from eyas.bench.plan import FleetSettings, simulate
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
 from eyas.bench.settings import AcceptanceProfile, MethodsSettings
@@ -414,7 +414,7 @@ def _planned(found: SplitResults) -> Table:
             concurrency=r.batch, max_num_seqs=r.batch,
             prompt_tokens=found.prompt_tokens, output_tokens=num_tokens, delay_s=delay_s, seconds=NUM_PLANNED * found.pass_s,
         )  # fmt: skip
-        planned = FleetSimulation(fleet).run().tokens_per_s / r.verifiers
+        planned = simulate(fleet).tokens_per_s / r.verifiers
         rows.append((*_cell(r), number(r.rate), number(planned), f"{planned / r.rate - 1:+.1%}"))
     note = "Tokens per second, measured and by `eyas plan`, which knows the acceptance and host work of the first setting."
     columns = (*COLUMNS, "measured", "planned", "difference")

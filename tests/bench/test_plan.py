@@ -10,19 +10,17 @@ from typer.testing import CliRunner
 
 from eyas.bench.plan import (
     MAX_PREPARED_SESSIONS,
-    Arrival,
     FleetResult,
     FleetSettings,
     FleetSimulation,
     best_ratio,
     draw_curves,
     every_mode,
-    poisson,
-    read_trace,
+    simulate,
 )
-from eyas.bench.settings import AcceptanceProfile, load_profile
+from eyas.bench.settings import AcceptanceProfile, Arrival, load_profile, poisson, read_trace
 from eyas.cli import app
-from eyas.config.device_costs import DeviceCosts, flat
+from eyas.config.device_costs import DeviceCosts, PassCosts, flat
 from eyas.drafters.trees_ahead import MAX_PREPARED_NODES, MIN_PREPARED_NODES
 from eyas.errors import ConfigError
 
@@ -165,6 +163,31 @@ def test_a_batch_waits_for_trees_only_where_that_yields_more() -> None:
     assert many.tokens_per_s == pytest.approx(16 * (0.94 * 4 + 0.06) / PASS_S, rel=0.03)
     alone = run("ahead", level_ms=12.0, profile=dear)
     assert alone.tokens_per_s == pytest.approx((0.94 * 4 + 0.06 * 2) / (1 + 0.06 * 1.1) / PASS_S, rel=0.03)
+
+
+def test_sessions_share_the_rows_that_take_a_pass_no_longer() -> None:
+    """16 sessions would have 256 rows in a pass. As 40 take as long as one, trees of many grow as deep as those of one."""
+    level = PassCosts((1, 40, 400), (10.0, 10.0, 100.0))
+    drafter = DeviceCosts("d", "m", "made up", {"draft_round": level, "draft_level": level})
+    profile = replace(READY, hit_rate=1.0, prepared=1.0)
+    alone, many = (run("ahead", drafter=drafter, profile=profile, concurrency=count) for count in (1, 16))
+    assert many.tokens_per_s == pytest.approx(16 * alone.tokens_per_s, rel=0.02)
+
+
+def test_the_rows_that_are_free_follow_from_a_table() -> None:
+    assert PassCosts((1, 40, 400), (10.0, 10.0, 100.0)).free_rows == pytest.approx(44)
+    assert PassCosts((1, 40), (10.0, 10.0)).free_rows == PassCosts((1,), (10.0,)).free_rows == math.inf
+    assert PassCosts((1, 10), (10.0, 20.0)).free_rows == pytest.approx(1.9)
+    assert DeviceCosts("d", "m", "made up", {}).free_rows("draft_level") == math.inf
+
+
+def test_the_better_of_steps_that_wait_and_of_such_that_do_not_is_planned() -> None:
+    settings = fleet("ahead", level_ms=2.0, profile=replace(READY, hit_rate=0.8, prepared=0.8, wire_ms=0.0), concurrency=4)
+    both = [FleetSimulation(replace(settings, waits=waits)).run().tokens_per_s for waits in (True, False)]
+    assert both[0] != both[1]
+    assert simulate(settings).tokens_per_s == max(both)
+    serial = replace(settings, mode="serial")
+    assert simulate(serial) == FleetSimulation(serial).run()
 
 
 def test_trees_that_grow_on_are_shorter_with_a_slower_drafter() -> None:
