@@ -288,12 +288,12 @@ class RowLimit:
             self._seconds[size] = min(known, seconds) + longer
 
     def best(self, worth: npt.NDArray[np.float64]) -> int:
-        """Most rows of the next pass. worth: of all rows that it could run."""
+        """Most rows of the next pass. worth: of all rows that it could run, the largest first."""
         seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
         num_known = int(np.isfinite(seconds).sum())
         if not num_known:
             return self.SIZES[0]
-        gains, found, best_rate = np.append(0.0, np.cumsum(-np.sort(-worth))), 0, 0.0
+        gains, found, best_rate = np.append(0.0, np.cumsum(worth)), 0, 0.0
         for number, size in enumerate(self.SIZES[: num_known + 1]):
             rate = float(gains[min(size, len(worth))]) / float(seconds[min(number, num_known - 1)])
             if rate > self.MIN_GAIN * best_rate:
