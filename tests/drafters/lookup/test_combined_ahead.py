@@ -120,7 +120,7 @@ def test_what_a_side_sends_later_keeps_what_was_looked_up() -> None:
             assert grown.num_drafted == number + 1
 
 
-def test_prepared_trees_hold_no_path_twice_and_at_most_their_limit() -> None:
+def test_prepared_trees_hold_no_path_twice_and_are_bounded() -> None:
     """Both sides find the same here. A verifier takes a larger tree as a failure of its drafter."""
     drafter = combined()
     drafter.propose([commit("a", TEXT[:200], budget=BUDGET)])
