@@ -287,8 +287,8 @@ class FusedLayer:
         """The MLP, the experts, or both. kernels: of experts; None leaves these to transformers' modules."""
         routed = self._routed if kernels else None
         if self.experts is not None:
-            return routed.run(normed, kernels) if routed else self.experts(normed)  # type: ignore[no-any-return]
-        dense = self._down(self._gated(normed, gated))
+            return routed.run(normed, kernels) if routed else self.experts(normed)
+        dense: Tensor = self._down(self._gated(normed, gated))
         if self._mixture is None:
             return dense
         return routed.run_beside(state, dense, kernels) if routed else with_experts(self._mixture, state, dense)
