@@ -51,7 +51,8 @@ class _CombinedSession(Session):
     context: its latest commit. lengths, drafts: committed length and last answer of each side. tree: the last merged one.
     continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
     places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
-    prepared: what was sent before the next commit.
+    looked_up, drafted_ahead: for the next commit, what lookups have found and the last tree of a side that drafts ahead.
+    prepared: the two as one, which the verifier has.
     """
 
     context: DraftContext = field(init=False)
@@ -60,6 +61,8 @@ class _CombinedSession(Session):
     continued: list[DraftTree | None] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
+    looked_up: TreeArrays | None = None
+    drafted_ahead: TreeArrays | None = None
     prepared: TreeArrays | None = None
 
     @property
@@ -163,11 +166,12 @@ class CombinedDrafter(LocalDrafter):
         complete = [session for session in sessions if session.is_complete]
         self._merge([session for session in complete if not session.context.has_tree])
         for session in complete:
-            context = session.context
             _take_over(session)
-            session.prepared = None
-            if self._looks and session.tree and session.tree.num_drafted and context.proposal == "deterministic":
-                self._due[context.session] = None
+            is_verified = session.tree and session.tree.num_drafted and session.context.proposal == "deterministic"
+            if self._looks and is_verified:
+                self._due[session.context.session] = None
+        for session in sessions:
+            session.looked_up = session.drafted_ahead = session.prepared = None
         return [_answer(session) for session in followed]
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -193,19 +197,17 @@ class CombinedDrafter(LocalDrafter):
     def take_prepared(self) -> list[PreparedTree]:
         """Trees of the sides, merged with what was looked up below the trees under verification."""
         found = {tree.session: tree for side in self._sides for tree in side.take_prepared()}
-        changed_names, self._changed = self._changed, {}
-        for name in changed_names:
-            session = self._sessions.get(name)
-            if session is None or session.prepared is None:
+        names, self._changed = [*dict.fromkeys((*self._changed, *found))], {}
+        for name in names:
+            session, other = self._sessions.get(name), found.get(name)
+            if session is None:
                 continue
-            own, other = PreparedTree(name, session.epoch, session.committed_length, session.prepared), found.get(name)
-            if other and (other.epoch, other.committed_length) == (own.epoch, own.committed_length):
-                trees = [[own.tree.tree(), other.tree.tree()]]
-                whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
-                merged = TreeArrays.of(merge_trees([int(own.tree.tokens[0])], trees, [whole], 0.0)[0])
-                own, session.prepared = replace(own, tree=merged), merged
-            if other is None or other.committed_length <= own.committed_length:
-                found[name] = own
+            if other and (other.epoch, other.committed_length) == (session.epoch, session.committed_length):
+                session.drafted_ahead = other.tree
+            parts = [part for part in (session.looked_up, session.drafted_ahead) if part is not None]
+            if parts:
+                session.prepared = _joined(parts) if session.looked_up else parts[0]
+                found[name] = PreparedTree(name, session.epoch, session.committed_length, session.prepared)
         return list(found.values())
 
     def _prepare(self, name: str) -> None:
@@ -226,7 +228,7 @@ class CombinedDrafter(LocalDrafter):
             kept = sorted({node for leaf, _ in parts for node in tree.path(leaf)})
             places = {node: place for place, node in enumerate(kept)}
             whole = _attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
-            session.prepared, self._changed[name] = TreeArrays.of(whole), None
+            session.looked_up, self._changed[name] = TreeArrays.of(whole), None
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
@@ -304,6 +306,12 @@ def _take_over(session: _CombinedSession) -> None:
         budget, session.places = context.budget, [[], []]
         taken = session.prepared.below(context.tokens, budget.max_nodes, budget.max_depth) if session.prepared else None
         session.tree = without_banned(taken, context) if taken else None
+
+
+def _joined(parts: Sequence[TreeArrays]) -> TreeArrays:
+    """The best nodes of trees with the same root, as many as a prepared tree may have."""
+    whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
+    return TreeArrays.of(merge_trees([int(parts[0].tokens[0])], [[part.tree() for part in parts]], [whole], 0.0)[0])
 
 
 def _claim_below_best(tree: DraftTree) -> float:

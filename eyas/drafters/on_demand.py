@@ -69,7 +69,8 @@ class OnDemand:
     clock: seconds. max_tokens: that a step can yield. wait_s: from a commit to its tree on demand. away_s: from there to
     the next commit. step_s: from a commit whose tree was there to the next one; away_s less this is a round trip. grow_s: to
     make a tree from what has run ahead. tokens, interval_s: of all steps. claimed, yielded: tokens of trees that were
-    ready. gain: tokens that a tree on demand yielded beyond what one that was ready would have.
+    ready. gained: tokens that a tree on demand yielded beyond what one that was ready would have. shares: of the gain that
+    true features could bring there.
     """
 
     clock: Callable[[], float]
@@ -82,7 +83,8 @@ class OnDemand:
     interval_s: Average = field(default_factory=Average)
     claimed: Average = field(default_factory=Average)
     yielded: Average = field(default_factory=Average)
-    gain: Average = field(default_factory=Average)
+    gained: Average = field(default_factory=Average)
+    shares: Average = field(default_factory=Average)
     num_asked: int = 0
 
     def committed(self, sent: SentTree, num_tokens: int, now: float) -> None:
@@ -98,7 +100,8 @@ class OnDemand:
         elif not sent.has_tree:
             self.wait_s.add(sent.answered - sent.asked)
             if sent.claim and (share := self._share(sent.claim)):
-                self.gain.add((num_tokens - self._calibrated(sent.claim)) / share)
+                self.gained.add(num_tokens - self._calibrated(sent.claim))
+                self.shares.add(share)
 
     @property
     def rate(self) -> float:
@@ -119,14 +122,17 @@ class OnDemand:
 
     @property
     def known_gain(self) -> float:
-        """`gain`, beginning with a guess that counts as NUM_FIRST measurements."""
-        guess, weight = FIRST_GAIN * self.tokens.value, self.gain.weight
-        return (NUM_FIRST * guess + weight * self.gain.value) / (NUM_FIRST + weight)
+        """`gained` for a whole share, beginning with a guess that counts as NUM_FIRST measurements.
+
+        It is a ratio of sums. A mean of ratios would rest on the measurement with the smallest share.
+        """
+        guess, weight = FIRST_GAIN * self.tokens.value, self.gained.weight
+        return (NUM_FIRST * guess + weight * self.gained.value) / (NUM_FIRST + weight * self.shares.value)
 
     def explores(self) -> bool:
         """Whether to make the next tree on demand although one is ready. Counts the calls."""
         self.num_asked += 1
-        return self.num_asked % (EXPLORATION if self.gain.weight >= NUM_FIRST else FIRST_EXPLORATION) == 0
+        return self.num_asked % (EXPLORATION if self.gained.weight >= NUM_FIRST else FIRST_EXPLORATION) == 0
 
     @property
     def is_worth_growing(self) -> bool:
@@ -282,12 +288,12 @@ class RowLimit:
             self._seconds[size] = min(known, seconds) + longer
 
     def best(self, worth: npt.NDArray[np.float64]) -> int:
-        """Most rows of the next pass. worth: of all rows that it could run."""
+        """Most rows of the next pass. worth: of all rows that it could run, the largest first."""
         seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
         num_known = int(np.isfinite(seconds).sum())
         if not num_known:
             return self.SIZES[0]
-        gains, found, best_rate = np.append(0.0, np.cumsum(-np.sort(-worth))), 0, 0.0
+        gains, found, best_rate = np.append(0.0, np.cumsum(worth)), 0, 0.0
         for number, size in enumerate(self.SIZES[: num_known + 1]):
             rate = float(gains[min(size, len(worth))]) / float(seconds[min(number, num_known - 1)])
             if rate > self.MIN_GAIN * best_rate:

@@ -355,9 +355,10 @@ class AheadTrees:
         useful = {name: self._trees[name].useful(*limits) for name in names}
         counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
         worth = np.concatenate([worth for _, worth in useful.values()])
-        if len(worth) > (limit := max(self._sizes.best(np.exp(worth)) - num_taken, MIN_USEFUL)):
+        order = np.argsort(-worth, kind="stable")
+        if len(worth) > (limit := max(self._sizes.best(np.exp(worth[order])) - num_taken, MIN_USEFUL)):
             kept = np.zeros(len(worth), np.bool_)
-            kept[best_places(worth, limit)] = True
+            kept[order[:limit]] = True
             ends = np.cumsum(list(counts.values()))
             counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
         for name, (chosen, _) in useful.items():

@@ -274,15 +274,7 @@ class FusedLayer:
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        routed, expert_kernels = self._routed, _expert_kernels() if kernels and self._routed else None
-        if self.experts is None:
-            out = self._down(self._gated(normed, gated))
-        else:
-            out = self.experts(normed) if routed is None or not expert_kernels else routed.run(normed, expert_kernels)
-        if self._mixture is not None and routed is not None and expert_kernels:
-            out = routed.run_beside(state, out, expert_kernels)
-        elif self._mixture is not None:
-            out = with_experts(self._mixture, state, out)
+        out = self._mlp(state, normed, gated, _expert_kernels(kernels) if self._routed else None)
         delta_norm = self._down_norm
         if self._input is not None:
             state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
@@ -290,6 +282,16 @@ class FusedLayer:
             delta_norm = self._input.norm
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
+
+    def _mlp(self, state: Tensor, normed: Tensor, gated: Callable[..., Tensor], kernels: Any) -> Tensor:
+        """The MLP, the experts, or both. kernels: of experts; None leaves these to transformers' modules."""
+        routed = self._routed if kernels else None
+        if self.experts is not None:
+            return routed.run(normed, kernels) if routed else self.experts(normed)
+        dense: Tensor = self._down(self._gated(normed, gated))
+        if self._mixture is None:
+            return dense
+        return routed.run_beside(state, dense, kernels) if routed else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Activated gates times values [1, R, I]; both are freed before the next product."""
@@ -317,10 +319,8 @@ def _layer_kernels() -> Any:
     return layer_kernels
 
 
-def _expert_kernels() -> Any:
-    from eyas.models.cuda import expert_kernels
-
-    return expert_kernels
+def _expert_kernels(layer_kernels: Any) -> Any:
+    return layer_kernels and importlib.import_module("eyas.models.cuda.expert_kernels")
 
 
 def fuse_layers(model: Any) -> bool:

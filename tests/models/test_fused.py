@@ -359,6 +359,7 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
 @pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2", *GEMMA_4])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    monkeypatch.setattr("eyas.models.target.optimize_for_cpu", lambda model: None)  # weights stay plain, as on a GPU
     if name in GEMMA_4:
         target = gemma_4(name, tmp_path)
     else:
@@ -370,9 +371,13 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
     plain_rotary = []
     monkeypatch.setattr(fused.ResidualStream, "signed", lambda stream, cos, sin: (plain_rotary.append(cos), (cos, sin))[1])
     monkeypatch.setattr(fused, "rotate_and_store", layer_kernels.rotate_and_store)
-    monkeypatch.setattr(fused, "_expert_kernels", lambda _: import_module("eyas.models.cuda.expert_kernels"))
+    expert_kernels, by_kernels = import_module("eyas.models.cuda.expert_kernels"), list[Any]()
+    monkeypatch.setattr(fused, "_expert_kernels", lambda _: expert_kernels)
+    combine = expert_kernels.combine
+    monkeypatch.setattr(expert_kernels, "combine", lambda *args: (by_kernels.append(args), combine(*args))[1])
     assert_equal_to_unfused(target)
     assert plain_rotary
+    assert bool(by_kernels) == target.is_mixture_of_experts
 
 
 @pytest.mark.parametrize("adds_one", [False, True])

@@ -282,7 +282,8 @@ class FixedProducts(TorchFunctionMode):
 class PassSizes:
     """Widths of a target, or of one rank's part of it. itemsize: bytes of a hidden number. num_aux: collected layers.
 
-    keeps_logits: whether smaller graphs write logits straight to the output that all share.
+    keeps_logits: whether smaller graphs write logits straight to the output that all share. pairs: numbers inside and behind
+    the experts of a row, side by side; 0 without experts.
     """
 
     vocab: int
@@ -294,6 +295,7 @@ class PassSizes:
     itemsize: int
     num_aux: int = 0
     keeps_logits: bool = False
+    pairs: int = 0
 
     @classmethod
     def of(cls, target: TargetModel) -> PassSizes:
@@ -304,24 +306,30 @@ class PassSizes:
         hidden = int(config.hidden_size)
         dense = int(getattr(config, "intermediate_size", None) or 4 * hidden)
         experts = int(getattr(config, "moe_intermediate_size", None) or dense) if target.is_mixture_of_experts else 0
-        mlp = max(dense, experts * int(getattr(config, "num_experts_per_tok", None) or 1))
+        top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1)
+        mlp, pairs = max(dense, experts * top_k), top_k * (experts + hidden) if experts else 0
         heads, num_aux = target.heads_per_kv * shapes[0][0], len(target.aux_hidden_state_layers)
         own_logits = keeps_logits(target.model)
-        return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, target.dtype.itemsize, num_aux, own_logits)
+        itemsize = target.dtype.itemsize
+        return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, itemsize, num_aux, own_logits, pairs)
 
     def logits(self, rows: int) -> int:
         """Bytes of logits [N, V], float32."""
         return rows * self.vocab * 4
 
     def layers(self, rows: int, results: int) -> int:
-        """Most bytes inside the layers: of attention or of the MLP, and of hidden states around them.
+        """Most bytes inside the layers: of attention, of the MLP or of experts, and of hidden states around them.
+
+        Beside the pairs of experts are their inputs and outputs, and queries, keys and values that attention has left.
 
         results: partial results of attention for all rows together; 0 if keys are not cut.
         """
         attention = rows * (2 * self.heads + 2 * self.kv_heads) * self.head_width * self.itemsize
         partials = results * self.heads * (self.head_width + 1) * 4
         mlp = rows * 3 * self.mlp * self.itemsize
-        return max(attention + partials, mlp) + self.states(rows)
+        left = (3 * self.heads + 2 * self.kv_heads) * self.head_width + 5 * self.hidden
+        experts = rows * (self.pairs + left) * self.itemsize if self.pairs else 0
+        return max(attention + partials, mlp, experts) + self.states(rows)
 
     def states(self, rows: int) -> int:
         """Bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""

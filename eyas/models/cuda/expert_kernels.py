@@ -149,17 +149,18 @@ def _order(chosen, order, offsets, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(offsets, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, its first pair and the place behind the expert's last one. Tiles behind all have no expert."""
-    e = tl.arange(0, BLOCK_E)
+def _tile_of(offsets, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a program's tile, the places of its pairs, and which of these are its own. Tiles behind all others have
+    no expert."""
+    tile, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     start = tl.load(offsets + e, mask=e < NUM_EXPERTS, other=0)
     end = tl.load(offsets + e + 1, mask=e < NUM_EXPERTS, other=0)
     tiles = tl.cdiv(end - start, BLOCK_M)
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
     own = e == expert
-    first = tl.sum(tl.where(own, start + (tile - ends + tiles) * BLOCK_M, 0), 0)
-    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+    place = tl.sum(tl.where(own, start + (tile - ends + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
+    return expert, place, place < tl.sum(tl.where(own, end, 0), 0)
 
 
 @triton.jit
@@ -169,11 +170,10 @@ def _gate_up(
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gates and values of an expert's rows, and their product: pairs in order [P, I]."""
-    expert, first, last = _tile_of(offsets, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    expert, place, live = _tile_of(offsets, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
-    place, column = first + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live, k = place < last, tl.arange(0, BLOCK_K)
+    column, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     row = (tl.load(order + place, mask=live, other=0) // TOP_K).to(tl.int64)
     x += row[:, None] * HIDDEN + k[None, :]
     weight += expert.to(tl.int64) * 2 * INNER * HIDDEN + column[:, None] * HIDDEN + k[None, :]
@@ -201,11 +201,10 @@ def _down(
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The second product of an expert's rows, each to the place of its pair [P, C]."""
-    expert, first, last = _tile_of(offsets, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    expert, place, live = _tile_of(offsets, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
-    place, column = first + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live, k = place < last, tl.arange(0, BLOCK_K)
+    column, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     x += place.to(tl.int64)[:, None] * INNER + k[None, :]
     weight += expert.to(tl.int64) * HIDDEN * INNER + column[:, None] * INNER + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -1,13 +1,15 @@
 """A combined drafter prepares trees by lookups below the leaves of its last tree, and goes on from those that were used."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from eyas.config import CombinedConfig, PromptLookupConfig, SuffixConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.combined import CombinedDrafter
+from eyas.drafters.base import Draft, DraftContext
+from eyas.drafters.combined import CombinedDrafter, _joined
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.suffix import SuffixDrafter
-from eyas.tree import DraftTree, PreparedTree
+from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.lookup.corpora import commit
 
 TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=1)
@@ -73,3 +75,57 @@ def test_nothing_is_prepared_for_sessions_that_ended_or_went_on() -> None:
     (found,) = drafter.propose([replace(commit("a", TEXT[:208], 200, budget=BUDGET), has_tree=True)])
     assert isinstance(found, ResyncRequired)
     assert found.committed_length == 0
+
+
+class Preparing(SuffixDrafter):
+    """A side that also drafts ahead: each step sends a longer chain for each session, of tokens that no lookup finds."""
+
+    def __init__(self) -> None:
+        super().__init__(TREE, SuffixConfig())
+        self._last: dict[str, DraftContext] = {}
+        self._num_steps = 0
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._last |= {context.session: context for context in contexts}
+        self._num_steps = 0
+        return super().propose(contexts)
+
+    def draft_ahead(self) -> bool:
+        self._num_steps += 1
+        return self._num_steps < 4
+
+    def take_prepared(self) -> list[PreparedTree]:
+        chains = {name: (context.tokens[-1], *range(40, 41 + self._num_steps)) for name, context in self._last.items()}
+        return [
+            PreparedTree(name, 0, self._last[name].committed_length, TreeArrays.of(DraftTree.chain(chain)))
+            for name, chain in chains.items()
+        ]
+
+
+def test_what_a_side_sends_later_keeps_what_was_looked_up() -> None:
+    """A later tree replaces an earlier one of its session: each holds the best of both sides."""
+    drafter = CombinedDrafter(PromptLookupDrafter(TREE, PromptLookupConfig()), Preparing(), TREE, CombinedConfig(), True)
+    drafter.propose([commit(name, TEXT[:200], budget=BUDGET) for name in "ab"])
+    sent, following = dict[str, PreparedTree](), TEXT[200:208]
+    for number in range(4):
+        drafter.draft_ahead()
+        sent |= {prepared.session: prepared for prepared in drafter.take_prepared()}
+        assert len(sent) == 2
+        for prepared in list(sent.values())[: number + 1]:  # each step looks up what follows one session's tree
+            looked_up = prepared.tree.below(following, BUDGET.max_nodes, BUDGET.max_depth)
+            grown = prepared.tree.below((40,), BUDGET.max_nodes, BUDGET.max_depth)
+            assert looked_up is not None
+            assert grown is not None
+            assert looked_up.num_drafted > 4
+            assert grown.num_drafted == number + 1
+
+
+def test_prepared_trees_hold_no_path_twice_and_are_bounded() -> None:
+    """Both sides find the same here. A verifier takes a larger tree as a failure of its drafter."""
+    drafter = combined()
+    drafter.propose([commit("a", TEXT[:200], budget=BUDGET)])
+    (found,) = prepared(drafter)
+    pairs = list(zip(found.tree.parents.tolist()[1:], found.tree.tokens.tolist()[1:], strict=True))
+    assert len(set(pairs)) == len(pairs) > 10
+    long = TreeArrays.of(DraftTree.chain(range(PreparedTree.MAX_NODES + 9)))
+    assert len(_joined([long])) == PreparedTree.MAX_NODES

@@ -1,11 +1,13 @@
 """A pruned budget drafts the largest trees, and verifies the nodes that are worth their rows."""
 
 import random
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import pytest
 
 from eyas.config import TreeConfig
+from eyas.drafters.base import DrafterNeeds
 from eyas.engine.draft_costs import CostModel, PrunedDraftBudget, StepTimes, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request, SamplingParams
@@ -13,7 +15,7 @@ from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 from tests import reference
 from tests.engine.budget.simulation import DEFAULTS, SLOTS
-from tests.engine.drafters import RandomDrafter
+from tests.engine.drafters import KnowingDrafter, RandomDrafter
 from tests.tiny import build_engine, fixed_config
 
 NODES = 16
@@ -61,18 +63,41 @@ def test_the_number_of_nodes_is_the_best_for_chains() -> None:
     assert verified_nodes(row_s) == pytest.approx(best + 1, abs=2)
 
 
+class Unsampled(RandomDrafter):
+    """Needs no samples: trees whose samples a drafter needs are not pruned."""
+
+    needs = DrafterNeeds()
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["right", "random"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_pruned_trees_change_no_token(temperature: float, tiny_target: str) -> None:
+def test_pruned_trees_change_no_token(temperature: float, is_right: bool, tiny_target: str) -> None:
     tree, sampling = TreeConfig(12, 4, 4), SamplingParams(24, temperature=temperature, seed=4, ignore_eos=True)
     config = fixed_config(max_kv_tokens=512, draft_budget="pruned")
-    engine = build_engine(tiny_target, None, "float32", "cpu", config, tree, RandomDrafter(48))
     requests = [Request(f"{i}", (9, 8, 7 + i), sampling) for i in range(3)]
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    expected = {r.id: reference.generate(tiny_target, list(r.prompt_ids), sampling) for r in requests}
+    outcomes = {request.id: [*request.prompt_ids, *expected[request.id]] for request in requests}
+    drafter = KnowingDrafter(outcomes, 48) if is_right else Unsampled(48)
+    engine = build_engine(tiny_target, None, "float32", "cpu", config, tree, drafter)
+    budget = WatchedBudget(CostModel([1, 64], [0.01, 0.64], rate=0.0))  # rows are dear on any machine
+    engine._budget, emitted = budget, {request.id: list[int]() for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.has_work:
         for chunk in engine.step():
             emitted[chunk.request_id] += chunk.token_ids
     engine.check()
-    for request in requests:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), sampling)
+    assert emitted == expected
+    assert 0 < budget.num_kept < budget.num_drafted
+
+
+class WatchedBudget(PrunedDraftBudget):
+    """Counts the nodes that came and those that are verified."""
+
+    num_drafted = num_kept = 0
+
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        kept = super().prune(trees, num_plain)
+        self.num_drafted += sum(tree.num_drafted for tree in trees)
+        self.num_kept += sum(tree.num_drafted for tree in kept)
+        return kept

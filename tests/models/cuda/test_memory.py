@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from eyas.cache.kv_cache import UNSCALED, num_slots_in
 from eyas.models.cuda.backend import KernelBackend, PassSizes, graph_bytes, launched_bytes, num_partials, output_bytes
 from eyas.models.cuda.graphs import row_buckets
 from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+from eyas.models.inputs import MetadataShape
+from eyas.models.target import TargetModel
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.drafters.weightless import llama
 from tests.launches import META, recorded
+from tests.models.cuda.test_launches import GEMMA_4_EXPERTS, SIZES, WIDE, weightless
 
 LLAMA_8B = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3, keeps_logits=True)
 H100 = Tiling(4, 8, 132)
@@ -61,11 +65,15 @@ class PeakMemory(TorchDispatchMode):
 
 def peak_of(rows: int, num_logits: int, tiling: Tiling = H100, part_rows: int = 0, num_drawn: int = 0) -> int:
     """Bytes of a pass of 8B shapes with two layers. num_drawn: logits that are copied as `drawn_rows` does."""
-    target, shape = llama(2), replace(bucket_shape(rows, 32, tiling), logits=num_logits)
-    shape = replace(shape, part_rows=part_rows or shape.part_rows)
+    shape = replace(bucket_shape(rows, 32, tiling), logits=num_logits)
+    return peak_of_pass(llama(2), tiling, replace(shape, part_rows=part_rows or shape.part_rows), num_drawn)
+
+
+def peak_of_pass(target: TargetModel, tiling: Tiling, shape: MetadataShape, num_drawn: int = 0) -> int:
+    shapes = target.kv_shapes
     kv: Any = SimpleNamespace(
-        scales=[UNSCALED] * 2,
-        **{name: [torch.empty(1000, 8, 128, dtype=torch.bfloat16, device=META)] * 2 for name in ("keys", "values")},
+        scales=[UNSCALED] * len(shapes),
+        **{name: [torch.empty(1000, *s, dtype=torch.bfloat16, device=META) for s in shapes] for name in ("keys", "values")},
     )
     words = torch.empty(max_words(shape), dtype=torch.int32, device=META)
     with recorded(lambda launch: None), torch.inference_mode(), PeakMemory() as found:
@@ -110,6 +118,22 @@ def test_arithmetic_covers_the_logits_of_prompts() -> None:
     found = peak_of(drawn + prompt, drawn + prompt, num_drawn=drawn)
     assert found <= launched_bytes(LLAMA_8B, drawn + prompt, drawn, prompt, H100) <= 4 / 3 * found
     assert found > launched_bytes(LLAMA_8B, drawn + prompt, drawn, 0, H100)
+
+
+@pytest.mark.parametrize(("family", "settings"), [
+    ("qwen3_moe", {
+        **SIZES, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    }),
+    ("gemma4_text", {**WIDE, **GEMMA_4_EXPERTS, "layer_types": ["sliding_attention", "full_attention"]}),
+])  # fmt: skip
+def test_arithmetic_covers_experts_of_the_largest_pass(family: str, settings: dict[str, Any]) -> None:
+    """Each row has the outputs of eight experts side by side. Gemma 4 lacked 156 MB."""
+    target = weightless(AutoConfig.for_model(family, **settings, num_hidden_layers=2, pad_token_id=0))
+    target.set_aux_hidden_state_layers(())
+    rows, tiling = 2432, Tiling(target.heads_per_kv, target.kv_shapes[0][0], 132)
+    shape = tiling.shape(rows, 1, -(-rows // tiling.most_rows), tiling.most_rows)
+    expected, found = launched_bytes(PassSizes.of(target), rows, 1, 0, tiling), peak_of_pass(target, tiling, shape)
+    assert found <= expected <= 4 / 3 * found, (found, expected)
 
 
 def test_the_sizes_of_a_loaded_target_are_found() -> None:
