@@ -7,10 +7,14 @@ passes. The unit of time is a verify pass of few rows.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from eyas.bench.report import Table
 from eyas.config.device_costs import GPUS, DeviceCosts, PassCosts, PassKind, roofline
@@ -247,6 +251,40 @@ def local_table(cells: Sequence[Sequence[Cell]], local_c: float) -> Table:
     return Table("Apart over drafting on the verifier's GPU", columns, tuple(rows), note)
 
 
+def draw_apart(cells: Sequence[Sequence[Cell]], file: Path) -> None:
+    """Draw the better of serial drafting and drafting ahead, over local, by batches and temperatures.
+
+    cells: as for `local_table`.
+    """
+    from matplotlib.figure import Figure
+
+    rates: dict[tuple[float, int, float], list[tuple[float, float]]] = {}
+    for own in cells:
+        local = next(cell for cell in own if cell.mode == "local")
+        apart = max(cell.speedup for cell in own if cell.mode != "local")
+        rates.setdefault((local.temperature, local.batch, own[0].delay), []).append((own[0].c, apart / local.speedup))
+    temperatures, batches = sorted({t for t, _, _ in rates}), sorted({batch for _, batch, _ in rates})
+    figure = Figure(figsize=(3.6 * len(batches), 2.8 * len(temperatures)), layout="constrained")
+    panels = figure.subplots(len(temperatures), len(batches), sharex=True, sharey=True, squeeze=False)
+    for (t, batch, delay), line in sorted(rates.items()):
+        axes = panels[temperatures.index(t), batches.index(batch)]
+        axes.plot(*zip(*sorted(line), strict=True), marker="o", markersize=3, label=f"delay {delay:g}")
+        axes.set_title(f"{batch} sequences, temperature {t:g}", fontsize=9)
+    costs_of = sorted({c for line in rates.values() for c, _ in line})
+    for axes in panels.flat:
+        axes.set_xscale("log")
+        axes.set_xticks(costs_of, [f"{c:g}" for c in costs_of])
+        axes.minorticks_off()
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_ylim(0.4, 1.15)
+    for axes in panels[-1]:
+        axes.set_xlabel("c: a level, in verify passes", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("apart over local", fontsize=9)
+    panels[0, 0].legend(fontsize=7, title="delay of each way, in passes", title_fontsize=7, loc="lower left")
+    figure.savefig(file, dpi=110)
+
+
 @dataclass(frozen=True)
 class Halves:
     """Half-batches beside whole ones, at one setting; rates with the best trees, and these trees."""
@@ -295,3 +333,16 @@ def halves_table(found: Sequence[Halves]) -> Table:
     )
     columns = ("head", "temperature", "batch", "c", "delay", "plain", "local", "whole", "halves")
     return Table("Half-batches", (*columns, "over whole", "over local"), rows, note)
+
+
+def main(
+    report: Annotated[list[Path], typer.Argument(help="JSON files of virtual_split, with --roofline.")],
+    out: Annotated[Path, typer.Option(help="Picture to draw.")] = Path("docs/pictures/split-pays.png"),
+) -> None:
+    """Draw a drafter apart beside one on the verifier's own GPU, from reports."""
+    found = [json.loads(file.read_text(encoding="utf-8"))["results"][0] for file in report]
+    draw_apart([[Cell(**cell) for cell in own] for own in itertools.chain(*found)], out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from benchmarks.scripts.virtual_rates import (
     cost_of,
     costs,
     dollar_share,
+    draw_apart,
     free,
     gpu_of,
     in_halves,
@@ -74,6 +76,17 @@ def test_the_cost_of_a_local_level_is_the_arithmetic_of_presets() -> None:
 def test_a_one_pass_head_pays_once_for_all_levels() -> None:
     times = times_of("dspark", 0.1, "l40s", has_bend=False)
     assert times.draft_s(DEEP.steps[0]) == pytest.approx(0.2 * (1 + 2 / 24))
+
+
+def test_the_picture_has_a_panel_for_each_batch_and_temperature(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'eyas[bench]'")
+    cells = [
+        [Cell("eagle3", t, batch, c, 0.03, mode, speedup=speedup) for mode, speedup in (("serial", 3.0), ("local", 4.0))]
+        for t in (0.0, 1.0) for batch in (1, 8) for c in (0.03, 0.1)
+    ]  # fmt: skip
+    draw_apart(cells, tmp_path / "apart.svg")
+    text = (tmp_path / "apart.svg").read_text(encoding="utf-8")
+    assert [f"{batch} sequences, temperature {t}" in text for t in (0, 1) for batch in (1, 8)] == [True] * 4
 
 
 def test_the_table_has_both_ratios() -> None:
