@@ -101,7 +101,8 @@ class ModelRunner:
         """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
         if isinstance(self.backend, EmulatedBackend):
             self.backend.device.synchronize()
-        return self.kv_cache.features[upload(slots, self.kv_cache.features.device)]
+        features = self.kv_cache.features
+        return features.index_select(0, upload(slots, features.device))
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:
         if self._fuser is not None and out.aux_hidden_states is not None:
