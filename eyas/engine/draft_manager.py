@@ -21,7 +21,8 @@ from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
-from eyas.tree import DraftTree, PackedTrees, TreeLimits, pack_valid_trees
+from eyas.sampling.packed_trees import PackedTrees, TreeLimits, pack_valid_trees
+from eyas.tree import DraftTree
 
 # What contexts are copied from, see `changed`.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))

@@ -29,9 +29,9 @@ from eyas.models.tensor_parallel import Exchanges
 from eyas.models.workers import TargetWorkers
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.packed_trees import PackedTrees, pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import has_numba, upload
-from eyas.tree import PackedTrees, pack_trees
 
 log = logging.getLogger(__name__)
 
