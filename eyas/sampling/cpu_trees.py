@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import int64
+from numba import int32, int64
 
 from eyas.sampling.cpu_kernels import compile_all, kernel
 
@@ -71,6 +71,44 @@ def accepted_rows(counts, tokens, above, samples):
     return rows[:found].copy(), ends
 
 
+@kernel(error_model="numpy")
+def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes):
+    """The words of a pass over trees, see eyas.models.cuda.metadata.
+
+    tokens, positions, slots: of the nodes [R]. seen: `words` of PackedTrees as int32 [R, 2 W]. lengths, prefixes: of each
+    tree's prefix, and where it begins [B]. sizes: rows with padding, rows aligned, rows of a tile, tiles, words of
+    each, padding's slot.
+    """
+    num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
+    masks, num_masks = 4 * line + tile_words * sizes[3], 0
+    for b in range(len(counts)):
+        num_masks += counts[b] * ((counts[b] + 31) // 32)
+    words = np.zeros(masks + num_masks, np.int32)
+    for row in range(len(tokens)):
+        words[row], words[line + row] = tokens[row], positions[row]
+        words[2 * line + row], words[3 * line + row] = slots[row], row
+    for row in range(len(tokens), line):
+        words[2 * line + row] = scratch
+    start, at, tile = 0, masks, 4 * line
+    for b in range(len(counts)):
+        stride = (counts[b] + 31) // 32
+        for first in range(0, counts[b], tile_rows):
+            count = min(tile_rows, counts[b] - first)
+            words[tile], words[tile + 1], words[tile + 2], words[tile + 3] = start + first, count, start, stride
+            words[tile + 4], words[tile + 5] = lengths[b], prefixes[b]
+            words[tile + 6], words[tile + 7] = at + first * stride, first + count
+            tile += tile_words
+        for row in range(start, start + counts[b]):
+            for w in range(stride):
+                words[at] = seen[row, w]
+                at += 1
+        start += counts[b]
+    for first in range(start, num_rows, tile_rows):  # padding, which sees nothing
+        words[tile], words[tile + 1] = first, min(tile_rows, num_rows - first)
+        tile += tile_words
+    return words
+
+
 @cache
 def compile_kernels() -> None:
     """Compile these kernels, once for each installation; other processes and later ones load the result."""
@@ -80,5 +118,6 @@ def compile_kernels() -> None:
             are_valid: (ids, ids, ids, words, int64),
             layout: (ids, ids),
             accepted_rows: (ids, ids, ids, ids),
+            tree_words: (ids, ids, ids, ids, int32[:, ::1], ids, ids, ids),
         }
     )
