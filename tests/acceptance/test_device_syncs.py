@@ -152,7 +152,7 @@ def test_little_stands_between_results_and_the_next_pass(
             engine.step()
     steps = " ".join(noted).split("results")[1:-1]
     between = {tuple(step.split("pass")[0].split()) for step in steps}
-    packed, features = ("upload", "_to_copy"), ("upload", "index")
+    packed, features = ("upload", "_to_copy"), ("upload", "index_select")
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
