@@ -72,6 +72,17 @@ def accepted_rows(counts, tokens, above, samples):
 
 
 @kernel(error_model="numpy")
+def ranges(firsts, counts):
+    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    numbers, at = np.empty(counts.sum(), np.int64), 0
+    for b in range(len(counts)):
+        for i in range(counts[b]):
+            numbers[at] = firsts[b] + i
+            at += 1
+    return numbers
+
+
+@kernel(error_model="numpy")
 def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes):
     """The words of a pass over trees, see eyas.models.cuda.metadata.
 
@@ -118,6 +129,7 @@ def compile_kernels() -> None:
             are_valid: (ids, ids, ids, words, int64),
             layout: (ids, ids),
             accepted_rows: (ids, ids, ids, ids),
+            ranges: (ids, ids),
             tree_words: (ids, ids, ids, ids, int32[:, ::1], ids, ids, ids),
         }
     )

@@ -103,6 +103,12 @@ def accepted_rows(trees: PackedTrees, samples: Ints) -> tuple[Ints, Ints]:
     return rows, ends
 
 
+def ranges(firsts: Ints, counts: Ints) -> Ints:
+    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    found: Ints = (kernels() or _PLAIN).ranges(firsts, counts)
+    return found
+
+
 class PlainKernels:
     """What `eyas.sampling.cpu_trees` compiles, in NumPy."""
 
@@ -153,6 +159,11 @@ class PlainKernels:
             level = firsts[passed[above[firsts]] & ~passed[firsts]]
         rows = np.flatnonzero(passed)
         return rows, np.searchsorted(rows, counts.cumsum())
+
+    @staticmethod
+    def ranges(firsts: Ints, counts: Ints) -> Ints:
+        """See `ranges`."""
+        return np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
 
 
 _PLAIN = PlainKernels()
