@@ -109,6 +109,15 @@ def ranges(firsts: Ints, counts: Ints) -> Ints:
     return found
 
 
+class NodeLayout(NamedTuple):
+    """The fields of PackedTrees that follow from the parents."""
+
+    above: Ints
+    roots: Ints
+    depths: Ints
+    words: TreeWords
+
+
 class PlainKernels:
     """What `eyas.sampling.cpu_trees` compiles, in NumPy."""
 
@@ -122,11 +131,11 @@ class PlainKernels:
         is_valid &= parents.min() >= 0 and bool((parents < np.maximum(own, 1)).all())
         if not is_valid:
             return False
-        depths = PlainKernels.layout(counts, parents)[2]
+        depths = PlainKernels.layout(counts, parents).depths
         return bool((np.maximum.reduceat(depths, firsts) <= max_depths).all())
 
     @staticmethod
-    def layout(counts: Ints, parents: Ints) -> tuple[Ints, Ints, Ints, TreeWords]:
+    def layout(counts: Ints, parents: Ints) -> NodeLayout:
         """`above`, `roots`, `depths` and `words` of PackedTrees.
 
         In each turn a node sees what the node sees that lies twice as far above it, and adds that one's depth to its own.
@@ -142,7 +151,7 @@ class PlainKernels:
         while True:
             words |= words.take(further, axis=0)
             if not (further != roots).any():
-                return above, roots, depths, words
+                return NodeLayout(above, roots, depths, words)
             depths += depths[further]
             further = further[further]
 
