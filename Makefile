@@ -50,7 +50,7 @@ $(KERNELS): $(READY) $(wildcard eyas/*/cpu_*.py)
 	@echo "Compiling kernels for this processor"
 	@rm -f eyas/*/__pycache__/cpu_*.nb[ci]
 	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.models import cpu_kernels as passes; \
-		passes.compile_kernels(); drafts.compile_kernels()"
+		from eyas.sampling import cpu_kernels as steps; passes.compile_kernels(); drafts.compile_kernels(); steps.compile_tree_kernels()"
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop

@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter, lt
-from typing import ClassVar, NamedTuple
+from operator import lt
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -292,81 +291,3 @@ class PreparedTree:
     epoch: int
     committed_length: int
     tree: TreeArrays
-
-
-class PackedTrees(NamedTuple):
-    """The nodes of several trees, one tree after the other, [R].
-
-    tokens, depths: as those of DraftTree. above, roots: packed rows of each node's parent and root. words: which nodes of
-    its own tree each node sees, as bits [R, W], the first node in the lowest bit. trees: what was packed. counts: nodes of
-    each.
-    """
-
-    trees: Sequence[DraftTree]
-    counts: Ints
-    tokens: Ints
-    above: Ints
-    roots: Ints
-    depths: Ints
-    words: npt.NDArray[np.uint64]
-
-    @property
-    def visible(self) -> Bools:
-        """The rows of each `DraftTree.ancestor_mask`, with 64 W columns for all trees, [R, 64 W]."""
-        return np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
-
-
-class TreeLimits(NamedTuple):
-    """What `DraftTree.validate` takes, of several trees: each list has an entry for each tree."""
-
-    roots: Sequence[int]
-    max_nodes: Sequence[int]
-    max_depths: Sequence[int]
-    vocab_size: int
-
-
-def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
-    """Pack at least one tree."""
-    counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
-    return _packed(trees, counts, _column(trees, "tokens", counts), _column(trees, "parents", counts))
-
-
-def pack_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> PackedTrees | None:
-    """Pack deterministic trees that may come from an untrusted drafter; None if there are none, or if one is sampled or not
-    valid. `DraftTree.validate` is the plain way, which also says what is wrong."""
-    sizes = [len(tree.tokens) for tree in trees]
-    shapes = [(len(tree.parents), len(tree.log_probs), len(tree.sources or tree.tokens), tree.sampled) for tree in trees]
-    counts = np.array(sizes, dtype=np.int64)
-    if not trees or shapes != [(size, size, size, None) for size in sizes] or not (counts > 0).all():
-        return None
-    tokens, parents, firsts = _column(trees, "tokens", counts), _column(trees, "parents", counts), counts.cumsum() - counts
-    own = np.arange(len(tokens)) - np.repeat(firsts, counts)
-    is_valid = (counts <= limits.max_nodes).all() and (tokens[firsts] == limits.roots).all()
-    is_valid &= tokens.min() >= 0 and tokens.max() < limits.vocab_size
-    is_valid &= parents.min() >= 0 and bool((parents < np.maximum(own, 1)).all())
-    packed = _packed(trees, counts, tokens, parents) if is_valid else None
-    return packed if packed and (np.maximum.reduceat(packed.depths, firsts) <= limits.max_depths).all() else None
-
-
-def _column(trees: Sequence[DraftTree], name: str, counts: Ints) -> Ints:
-    return np.fromiter(chain.from_iterable(map(attrgetter(name), trees)), np.int64, int(counts.sum()))
-
-
-def _packed(trees: Sequence[DraftTree], counts: Ints, tokens: Ints, parents: Ints) -> PackedTrees:
-    """In each turn a node sees what the node sees that lies twice as far above it, and adds that one's depth to its own.
-
-    Example of a chain of four: node 3 sees itself; then also node 2; then also what node 1 sees, that is 1 and 0.
-    """
-    roots = np.repeat(counts.cumsum() - counts, counts)
-    rows = np.arange(len(roots))
-    own = rows - roots
-    above = further = parents + roots
-    words = np.zeros((len(rows), -(-int(counts.max()) // 64)), dtype="<u8")
-    words[rows, own >> 6] = np.left_shift(np.uint64(1), (own & 63).astype(np.uint64))
-    depths = np.minimum(own, 1)
-    while True:
-        words |= words.take(further, axis=0)
-        if not (further != roots).any():
-            return PackedTrees(trees, counts, tokens, above, roots, depths, words)
-        depths += depths[further]
-        further = further[further]

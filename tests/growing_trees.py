@@ -9,7 +9,8 @@ import numpy as np
 
 from eyas.models.inputs import TreeSegments
 from eyas.request import NoiseKey
-from eyas.tree import DraftTree, pack_trees
+from eyas.sampling.packed_trees import pack_trees
+from eyas.tree import DraftTree
 
 Out = TypeVar("Out")
 

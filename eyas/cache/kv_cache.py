@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import TableId, TableRows
 from eyas.errors import ConfigError
+from eyas.sampling.packed_trees import ranges
 from eyas.tensors import Floats, Ints
 
 # More is of little use on a CPU, whose memory is shared with other processes.
@@ -178,10 +179,12 @@ class SlotMemory:
             return None
         found = self._rows.place(tables, prefixes)
         new = [prefix[count:] for prefix, count in zip(prefixes, found.kept, strict=True)]
-        counts = np.array(list(map(len, new)))
-        starts = np.array(found.rows) * self._row_length
-        # of each new slot: where its table goes on, and its number among the new ones of its table
-        at = np.repeat(starts + found.kept - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
+        if len(new) == 1:
+            start = found.rows[0] * self._row_length
+            first = start + found.kept[0]
+            return TableWrites(np.array([start]), np.arange(first, first + len(new[0])), new[0])
+        starts: Ints = np.array(found.rows, dtype=np.int64) * self._row_length
+        at = ranges(starts + found.kept, np.array(list(map(len, new)), dtype=np.int64))
         return TableWrites(starts, at, np.concatenate(new))
 
     def forget(self) -> None:

@@ -21,7 +21,8 @@ from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
-from eyas.tree import DraftTree, PackedTrees, TreeLimits, pack_valid_trees
+from eyas.sampling.packed_trees import PackedTrees, TreeLimits, pack_valid_trees
+from eyas.tree import DraftTree
 
 # What contexts are copied from, see `changed`.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
@@ -208,16 +209,16 @@ class DraftManager:
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:
-        if draft is None:
-            return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
+        if isinstance(draft, DraftTree):
+            is_valid = self.packed is not None or self._is_valid(draft, context)
+            tree = draft if is_valid and context.budget.wants_tree else None
+            return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
         if isinstance(draft, ResyncRequired):
             if 0 <= draft.committed_length <= sequence.num_draftable:
                 return DraftReply(sequence, None, draft.committed_length, sequence.epoch)
             self._rejected.append(context.session)
             return DraftReply(sequence, None, 0, sequence.epoch + 1)
-        is_valid = self.packed is not None or self._is_valid(draft, context)
-        tree = draft if is_valid and context.budget.wants_tree else None
-        return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
+        return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
 
     def _pack_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> PackedTrees | None:
         """All trees that came, packed, if they are several and each of them passes `_is_valid`."""
@@ -248,4 +249,5 @@ class DraftManager:
 
 def _has_new_tokens(sequence: Sequence) -> bool:
     """Whether the drafter lacks tokens, and the sequence has room for a drafted one."""
-    return sequence.computed > 0 and sequence.num_draftable > sequence.drafted and sequence.num_remaining > 1
+    length = len(sequence.tokens)
+    return 0 < sequence.computed >= sequence.drafted < length < len(sequence.slots) - 1

@@ -24,6 +24,7 @@ from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
+from eyas.sampling.packed_trees import kernels
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.token_masks import TokenMasks
 from eyas.sampling.verify import nothing, verify
@@ -94,6 +95,7 @@ class Engine:
     ) -> None:
         """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by
         default. clock: the present time in seconds."""
+        kernels()  # loaded before the first step
         self._clock = clock
         self._budget = budget or FixedDraftBudget()
         self._scheduler = scheduler

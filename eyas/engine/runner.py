@@ -29,9 +29,9 @@ from eyas.models.tensor_parallel import Exchanges
 from eyas.models.workers import TargetWorkers
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.packed_trees import PackedTrees, pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import has_numba, upload
-from eyas.tree import PackedTrees, pack_trees
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class ModelRunner:
         """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
         if isinstance(self.backend, EmulatedBackend):
             self.backend.device.synchronize()
-        return self.kv_cache.features[upload(slots, self.kv_cache.features.device)]
+        features = self.kv_cache.features
+        return features.index_select(0, upload(slots, features.device))
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:
         if self._fuser is not None and out.aux_hidden_states is not None:

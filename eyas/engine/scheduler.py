@@ -8,9 +8,8 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from operator import attrgetter
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.draft_costs import NO_TREE, TreeSize
 from eyas.engine.sequence import Chunks, DraftReply, Emission, QueueKey, ScheduledSequence, Sequence, kept_rows
+from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.sampling.acceptance import TreeOutputs, VerifyOutput
@@ -28,90 +28,8 @@ from eyas.tree import DraftTree, Ints
 GROWTH = 16
 # Bounds of the time after which a refused client is asked to try again, in seconds.
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
-# One admission in this many ignores priorities, so that a flood of urgent requests starves no others.
-RESERVED_SHARE = 4
-# Service that a tenant is charged for a prompt token that is computed, and for an output token.
-PROMPT_COST, OUTPUT_COST = 1, 2
 # Admissions that the queue's speed is measured over.
 _NUM_ADMISSIONS = 32
-
-_key = attrgetter("key")
-_NO_OUTPUT = VerifyOutput(None)
-
-
-class WaitingQueue:
-    """Waiting sequences, and the service that each tenant has had.
-
-    Among equal priorities the least served tenant goes first, and within a tenant the smallest key. So a tenant with a
-    thousand requests delays another by about one of them. A tenant without a waiting request starts level with the least
-    served one that has some: service cannot be saved up. Of one tenant alone, requests go in the order of their keys.
-    Source: Sheng et al. 2024, Fairness in Serving Large Language Models, algorithm 2 (virtual token counter).
-
-    served: by tenant, tokens weighted by PROMPT_COST and OUTPUT_COST. active: by tenant, number of its requests that wait
-    or run.
-    """
-
-    def __init__(self) -> None:
-        self.served: Counter[str] = Counter()
-        self._queues: dict[str, list[Sequence]] = {}
-        self.active: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return itertools.chain.from_iterable(self._queues.values())
-
-    def is_over_share(self, tenant: str, limit: int) -> bool:
-        """Whether a tenant has its share of `limit` places or more."""
-        return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at the place of its key. One that was never admitted is a new request of its tenant.
-
-        None of a prompt is cacheable while all of its logits are needed.
-        """
-        tenant = sequence.request.tenant
-        if sequence.num_cached is None:
-            if tenant not in self._queues:
-                others = self._queues or self.active.keys() - {tenant}
-                least = min((self.served[other] for other in others), default=0)
-                self.served[tenant] = max(self.served[tenant], least)
-            self.active[tenant] += 1
-        needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
-        sequence.cacheable = np.array([] if needs_all else sequence.tokens[:-1], dtype=np.int64)
-        bisect.insort(self._queues.setdefault(tenant, []), sequence, key=_key)
-
-    def leave(self, tenant: str) -> None:
-        """End the count of a request. Service is forgotten when no requests are left."""
-        self.active[tenant] -= 1
-        if not self.active[tenant]:
-            del self.active[tenant]
-        if not self.active:
-            self.served.clear()
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is queued."""
-        queue = self._queues[sequence.request.tenant]
-        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=_key))
-        assert found is sequence, "a sequence is not where its key says"
-        if not queue:
-            del self._queues[sequence.request.tenant]
-
-    def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
-        """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
-
-        They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
-        RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.
-        """
-        heads = [queue[0] for queue in self._queues.values()]
-        *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
-        if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
-            return first, first
-        if num_admitted // RESERVED_SHARE % RESERVED_SHARE == RESERVED_SHARE - 1:
-            return first, min(self, key=lambda sequence: sequence.key.number)
-        *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
-        return first, min(self._queues[least], key=lambda sequence: sequence.key.number)
 
 
 class Scheduler:
@@ -209,35 +127,30 @@ class Scheduler:
         while self.cache.num_available < len(self.running):
             self._preempt(last_in_turn(self.running, self.running))
         running: Seq[Sequence] = self.running
-        if len({s.request.tenant for s in running}) > 1:
+        if len(self.waiting.active) > 1 and len({s.request.tenant for s in running}) > 1:
             running = in_turns(running, self._turns)
         allocations = allocate_rows(running, trees, self.config.max_prefill_tokens, self.cache.num_available)
         self._num_steps += 1
-        self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | {
-            sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None
-        }
-        ends = list(itertools.accumulate([num_rows for _, num_rows, _ in allocations]))
-        slots = self._step_slots = self.cache.take(sum(ends[-1:]))
-        scheduled = [
-            ScheduledSequence(sequence, slots[end - num_rows : end], sequence.computed, tree)
-            for (sequence, num_rows, tree), end in zip(allocations, ends, strict=True)
-        ]
+        turns = {sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None}
+        self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | turns
+        slots = self._step_slots = self.cache.take(sum([num_rows for _, num_rows, _ in allocations]))
+        scheduled, start = list[ScheduledSequence](), 0
+        for sequence, num_rows, tree in allocations:
+            scheduled.append(ScheduledSequence(sequence, slots[start : start + num_rows], sequence.computed, tree))
+            start += num_rows
         return tuple(scheduled)
 
     def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> Chunks:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
-        last, emissions = list[Chunk](), list[Emission]()
         if isinstance(outputs, TreeOutputs):
-            ends, tokens, start = outputs.ends.tolist(), outputs.tokens.tolist(), 0
-            self._keep_slots(batch, outputs.rows, ends)
-            for index, (scheduled, end) in enumerate(zip(batch, ends, strict=True)):
-                steps = outputs[index] if scheduled.sequence.request.return_verify_steps else _NO_OUTPUT
-                emissions.append(self._emit(scheduled, tuple(tokens[start:end]), steps))
-                start = end
-            return Chunks(last, emissions)
-        self._keep_slots(batch, *kept_rows(batch, outputs))
-        for scheduled, output in zip(batch, outputs, strict=True):
+            return Chunks((), self._commit_trees(batch, outputs))
+        last, emissions = list[Chunk](), list[Emission]()
+        rows, ends = kept_rows(batch, outputs)
+        kept, start = self._kept_slots(rows), 0
+        for scheduled, output, end in zip(batch, outputs, ends, strict=True):
             sequence = scheduled.sequence
+            sequence.extend(kept[start:end])
+            start = end
             sequence.samples = output.samples if scheduled.tree is not None else ()
             if output.prompt_logprobs:
                 sequence.prompt_logprobs[scheduled.first :] = output.prompt_logprobs
@@ -331,7 +244,7 @@ class Scheduler:
             self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_uncached
             self.num_prompt_tokens += len(sequence.tokens)
             self.num_cached_tokens += sequence.computed
-        bisect.insort(self.running, sequence, key=_key)
+        bisect.insort(self.running, sequence, key=by_key)
         self.admitted.append(sequence.request.id)
         self._num_admitted += 1
         self._admission_times.append(self._clock())
@@ -353,19 +266,29 @@ class Scheduler:
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
-    def _keep_slots(self, batch: Seq[ScheduledSequence], rows: Ints | Seq[int], ends: Seq[int]) -> None:
-        """Give each sequence the slots of its kept rows, and free all others of the step at once.
-
-        rows: kept ones among all of the step. ends: where those of each sequence end.
-        """
-        kept = self._step_slots[rows]
-        rejected = np.ones(len(self._step_slots), dtype=np.bool_)
-        rejected[rows] = False
-        self.cache.free(self._step_slots[rejected])
-        self._step_slots, start = self.cache.no_slots, 0
-        for scheduled, end in zip(batch, ends, strict=True):
-            scheduled.sequence.extend(kept[start:end])
+    def _commit_trees(self, batch: Seq[ScheduledSequence], outputs: TreeOutputs) -> list[Emission]:
+        """`commit` of trees that ask for nothing but tokens. Their sequences have emitted some before."""
+        kept, tokens, ends = self._kept_slots(outputs.rows), outputs.tokens.tolist(), outputs.ends.tolist()
+        emissions, start = list[Emission](), 0
+        for index, (scheduled, end) in enumerate(zip(batch, ends, strict=True)):
+            sequence, request = scheduled.sequence, scheduled.sequence.request
+            sequence.extend(kept[start:end])
+            own, reason = self._append(sequence, tuple(tokens[start:end]))
+            accepted = outputs[index].accepted if request.return_verify_steps else None
+            num_drafted = min(len(own), end - start - 1)
+            path = accepted.path if accepted else ()
+            emissions.append(Emission(request, scheduled.tree, path, own, num_drafted, reason))
             start = end
+        return emissions
+
+    def _kept_slots(self, rows: Ints | Seq[int]) -> Slots:
+        """The slots of the rows that are kept, among all of the step. All others are freed at once."""
+        slots, self._step_slots = self._step_slots, self.cache.no_slots
+        rejected = np.ones(len(slots), dtype=np.bool_)
+        rejected[rows] = False
+        self.cache.free(slots[rejected])
+        kept: Slots = slots[rows]
+        return kept
 
     def _emit(self, scheduled: ScheduledSequence, tokens: tuple[int, ...], output: VerifyOutput) -> Emission:
         """tokens: of the accepted path, the bonus token last."""
@@ -379,15 +302,20 @@ class Scheduler:
             if request.sampling.prompt_logprobs is not None:  # the first token has none
                 prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
         num_cached = (sequence.num_cached or 0) if is_first else 0
-        tokens, reason = cut_at_end(sequence, tokens)
-        sequence.tokens.extend(tokens)
-        self.waiting.served[request.tenant] += OUTPUT_COST * len(tokens)
-        sequence.prefilling = False
-        if reason is not None:
-            self._drop(sequence)
+        tokens, reason = self._append(sequence, tokens)
         logprobs, path = output.logprobs[: len(tokens)], output.accepted.path if output.accepted else ()
         num_drafted = min(len(tokens), most)
         return Emission(request, scheduled.tree, path, tokens, num_drafted, reason, logprobs, prompt_logprobs, num_cached)
+
+    def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Emit accepted tokens up to the sequence's end: these, and why it ends with them; None if it goes on."""
+        tokens, reason = cut_at_end(sequence, tokens)
+        sequence.tokens.extend(tokens)
+        self.waiting.served[sequence.request.tenant] += OUTPUT_COST * len(tokens)
+        sequence.prefilling = False
+        if reason is not None:
+            self._drop(sequence)
+        return tokens, reason
 
     def _drop(self, sequence: Sequence, keeps: bool = True) -> None:
         """Forget a request. What it has computed stays in the cache if `keeps`, for longer if it belongs to a session."""
@@ -492,7 +420,7 @@ def allocate_rows(
 def cut_at_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
     """The tokens up to the first stop token, that one included, or up to the sequence's length limit; and why the sequence
     ends with them, None if it goes on."""
-    num_remaining = sequence.num_remaining
+    num_remaining = len(sequence.slots) - len(sequence.tokens)
     tokens = tokens[:num_remaining]
     if not sequence.end_ids.isdisjoint(tokens):
         index = next(index for index, token in enumerate(tokens) if token in sequence.end_ids)

@@ -66,8 +66,9 @@ class Sequence:
 
     def extend(self, slots: Slots) -> None:
         """Own the slots of the next computed tokens."""
-        self.slots[self.computed : self.computed + len(slots)] = slots
-        self.computed += len(slots)
+        start = self.computed
+        self.computed = end = start + len(slots)
+        self.slots[start:end] = slots
 
     def share(self, cache: PrefixCache, limit: int) -> None:
         """Give what is computed to the prefix cache, `limit` tokens at most and none after a stop token."""

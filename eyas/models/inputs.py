@@ -16,8 +16,9 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import TableId
 from eyas.request import NoiseKey
+from eyas.sampling.packed_trees import PackedTrees
 from eyas.tensors import Bools, Ints, upload
-from eyas.tree import Int32s, PackedTrees
+from eyas.tree import Int32s
 
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 

@@ -28,10 +28,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from eyas.request import Request, TokenLogprob
-from eyas.tree import DraftTree, Ints, PackedTrees
+from eyas.sampling.packed_trees import PackedTrees, accepted_rows
+from eyas.tree import DraftTree, Ints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,21 +97,9 @@ class TreeOutputs(Sequence[VerifyOutput]):
     """
 
     def __init__(self, trees: PackedTrees, samples: Ints) -> None:
-        """Apply the rule `match`. samples: the target's sample at every row [R].
-
-        A node passes if it is the first child of its parent that guesses the parent's sample, and if those above it pass.
-        """
-        guessed = np.flatnonzero(samples[trees.above] == trees.tokens)
-        guessed = guessed[trees.above[guessed] < guessed]  # no root
-        passed = np.zeros(len(samples), dtype=np.bool_)
-        passed[trees.roots] = True
-        firsts = guessed[np.unique(trees.above[guessed], return_index=True)[1]]
-        for depth in range(1, int(trees.depths[firsts].max(initial=0)) + 1):
-            level = firsts[trees.depths[firsts] == depth]
-            passed[level] = passed[trees.above[level]]
-        self.rows = np.flatnonzero(passed)
+        """Apply the rule `match`. samples: the target's sample at every row [R]."""
+        self.rows, self.ends = accepted_rows(trees, samples)
         self.tokens = samples[self.rows]
-        self.ends = np.searchsorted(self.rows, trees.counts.cumsum())
         self._roots, self._counts, self._samples = trees.roots, trees.counts, samples
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
-"""Drawing and ranking on the CPU, compiled with numba, and what other kernels share (docs/decisions/0038-compiled-cpu.md).
+"""Drawing, ranking and the trees of a step on the CPU, compiled with numba, and what other kernels share.
 
-Arrays are contiguous. Legend: N rows, V vocabulary, k candidates.
+See docs/decisions/0038-compiled-cpu.md; eyas.sampling.packed_trees has the plain way of each kernel for trees. Arrays are
+contiguous. Legend: N rows, V vocabulary, k candidates, B trees, R nodes of all of them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import int32, int64, njit
 
 LOG2_E = np.float32(1.4426950408889634)
 # Bounds of the argument of `exp`: beyond them 2 to that power is no normal float32.
@@ -291,6 +293,113 @@ def shifted_scores(logits, noise, by, scores, weights):
     return top + ln(sum_of(weights))
 
 
+@kernel(error_model="numpy")
+def are_valid(counts, tokens, parents, bounds, vocab_size):
+    """Whether nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+    depths, start = np.empty(counts.max(), np.int64), 0
+    for b in range(len(counts)):
+        if counts[b] > bounds[1, b] or tokens[start] != bounds[0, b] or parents[start] != 0:
+            return False
+        depths[0] = 0
+        for node in range(counts[b]):
+            token, parent = tokens[start + node], parents[start + node]
+            if token < 0 or token >= vocab_size or parent < 0 or parent >= max(node, 1):
+                return False
+            if node:
+                depths[node] = depths[parent] + 1
+            if depths[node] > bounds[2, b]:
+                return False
+        start += counts[b]
+    return True
+
+
+@kernel(error_model="numpy")
+def layout(counts, parents):
+    """`above`, `roots`, `depths` and `words` of PackedTrees. A node sees what its parent sees, and itself."""
+    num_rows, width = len(parents), (counts.max() + 63) // 64
+    above, roots, depths = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    words, start = np.zeros((num_rows, width), np.uint64), 0
+    for b in range(len(counts)):
+        for node in range(counts[b]):
+            row, parent = start + node, start + parents[start + node]
+            above[row], roots[row] = parent, start
+            if node:
+                depths[row] = depths[parent] + 1
+                for w in range(width):
+                    words[row, w] = words[parent, w]
+            words[row, node >> 6] |= np.uint64(1) << np.uint64(node & 63)
+        start += counts[b]
+    return above, roots, depths, words
+
+
+@kernel(error_model="numpy")
+def accepted_rows(counts, tokens, above, samples):
+    """Rows of the accepted paths of all trees, and where each path ends among these. Children stand behind their parent."""
+    rows, ends = np.empty(len(tokens), np.int64), np.empty(len(counts), np.int64)
+    found, start = 0, 0
+    for b in range(len(counts)):
+        last = start
+        rows[found] = last
+        found += 1
+        for row in range(start + 1, start + counts[b]):
+            if above[row] == last and tokens[row] == samples[last]:
+                last = row
+                rows[found] = row
+                found += 1
+        ends[b] = found
+        start += counts[b]
+    return rows[:found].copy(), ends
+
+
+@kernel(error_model="numpy")
+def ranges(firsts, counts):
+    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    numbers, at = np.empty(counts.sum(), np.int64), 0
+    for b in range(len(counts)):
+        for i in range(counts[b]):
+            numbers[at] = firsts[b] + i
+            at += 1
+    return numbers
+
+
+@kernel(error_model="numpy")
+def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes):
+    """The words of a pass over trees, see eyas.models.cuda.metadata.
+
+    tokens, positions, slots: of the nodes [R]. seen: `words` of PackedTrees as int32 [R, 2 W]. lengths, prefixes: of each
+    tree's prefix, and where it begins [B]. sizes: rows with padding, rows aligned, rows of a tile, tiles, words of
+    each, padding's slot.
+    """
+    num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
+    masks, num_masks = 4 * line + tile_words * sizes[3], 0
+    for b in range(len(counts)):
+        num_masks += counts[b] * ((counts[b] + 31) // 32)
+    words = np.zeros(masks + num_masks, np.int32)
+    for row in range(len(tokens)):
+        words[row], words[line + row] = tokens[row], positions[row]
+        words[2 * line + row], words[3 * line + row] = slots[row], row
+    for row in range(len(tokens), line):
+        words[2 * line + row] = scratch
+    start, at, tile = 0, masks, 4 * line
+    for b in range(len(counts)):
+        stride = (counts[b] + 31) // 32
+        for first in range(0, counts[b], tile_rows):
+            count = min(tile_rows, counts[b] - first)
+            words[tile], words[tile + 1], words[tile + 2], words[tile + 3] = start + first, count, start, stride
+            words[tile + 4], words[tile + 5] = lengths[b], prefixes[b]
+            words[tile + 6], words[tile + 7] = at + first * stride, first + count
+            tile += tile_words
+        for row in range(start, start + counts[b]):
+            for w in range(stride):
+                words[at] = seen[row, w]
+                at += 1
+        start += counts[b]
+    for first in range(start, num_rows, tile_rows):  # padding, which sees nothing
+        words[tile], words[tile + 1] = first, min(tile_rows, num_rows - first)
+        tile += tile_words
+    return words
+
+
 def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
     """Compile kernels for arguments of these types, or load what an earlier process compiled.
 
@@ -308,3 +417,18 @@ def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
             log.info("compiling kernels for this processor, about half a minute")
         for kernel, types in kernels.items():
             kernel.compile(types)
+
+
+@cache
+def compile_tree_kernels() -> None:
+    """Compile the kernels for trees, once for each installation; other processes and later ones load the result."""
+    ids, words = int64[::1], int64[:, ::1]
+    compile_all(
+        {
+            are_valid: (ids, ids, ids, words, int64),
+            layout: (ids, ids),
+            accepted_rows: (ids, ids, ids, ids),
+            ranges: (ids, ids),
+            tree_words: (ids, ids, ids, ids, int32[:, ::1], ids, ids, ids),
+        }
+    )

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
+from eyas.sampling.packed_trees import PackedTrees
 from eyas.sampling.penalties import LogitRules, has_rules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import Draw, Draws, has_filters, sample, takes_candidates
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Ints, download
-from eyas.tree import PackedTrees
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 

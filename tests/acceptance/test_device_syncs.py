@@ -28,10 +28,11 @@ from eyas.request import Chunk, Request
 from eyas.sampling import verify
 from eyas.sampling.acceptance import LogitRows, TreeOutputs, accept
 from eyas.sampling.logprobs import accepted_paths
+from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
-from eyas.tree import DraftProbs, DraftTree, SampledProposal, pack_trees
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.device_syncs import Waits, unwatched, watched
 from tests.engine.drafters import RandomDrafter
@@ -151,7 +152,7 @@ def test_little_stands_between_results_and_the_next_pass(
             engine.step()
     steps = " ".join(noted).split("results")[1:-1]
     between = {tuple(step.split("pass")[0].split()) for step in steps}
-    packed, features = ("upload", "_to_copy"), ("upload", "index")
+    packed, features = ("upload", "_to_copy"), ("upload", "index_select")
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 

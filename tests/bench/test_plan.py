@@ -181,7 +181,7 @@ def test_the_rows_that_are_free_follow_from_a_table() -> None:
     assert DeviceCosts("d", "m", "made up", {}).free_rows("draft_level") == math.inf
 
 
-def test_the_better_of_steps_that_wait_and_of_such_that_do_not_is_planned() -> None:
+def test_steps_wait_only_where_the_fleet_gains() -> None:
     settings = fleet("ahead", level_ms=2.0, profile=replace(READY, hit_rate=0.8, prepared=0.8, wire_ms=0.0), concurrency=4)
     both = [FleetSimulation(replace(settings, waits=waits)).run().tokens_per_s for waits in (True, False)]
     assert both[0] != both[1]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from eyas.engine.scheduler import RESERVED_SHARE
+from eyas.engine.waiting_queue import RESERVED_SHARE
 from eyas.errors import Overloaded
 from eyas.validation import MAX_INT
 from tests.scheduling.toy_engine import ToyEngine, generate

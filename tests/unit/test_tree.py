@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
 from eyas.sampling.acceptance import accept
-from eyas.tree import DraftTree, TreeArrays, TreeLimits, pack_trees, pack_valid_trees
+from eyas.sampling.packed_trees import PlainKernels, TreeLimits, kernels, pack_trees, pack_valid_trees
+from eyas.tree import DraftTree, TreeArrays
 from tests.strategies import trees
 
 
@@ -168,3 +169,24 @@ def test_a_tree_below_a_path_has_its_best_descendants(tree: DraftTree, data: st.
         assert cut.tokens[1:] == tuple(tree.tokens[node] for node in best)
         assert cut.log_probs[1:] == tuple(scores[node] - scores[root] for node in best)
     assert TreeArrays.of(tree).below([*path, 99], max_nodes, max_depth) is None
+
+
+@given(st.lists(trees(max_nodes=80, vocab_size=4), min_size=1, max_size=4), st.data())
+def test_compiled_kernels_of_trees_equal_plain_ones(found: list[DraftTree], data: st.DataObject) -> None:
+    compiled, plain, packed = kernels(), PlainKernels, pack_trees(found)
+    if compiled is None:
+        pytest.skip("numba is not installed")
+    parents = packed.above - packed.roots
+    for ours, theirs in zip(compiled.layout(packed.counts, parents), plain.layout(packed.counts, parents), strict=True):
+        assert np.array_equal(ours, theirs)
+    samples = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(parents), max_size=len(parents))))
+    walk = packed.counts, packed.tokens, packed.above, samples
+    for ours, theirs in zip(compiled.accepted_rows(*walk), plain.accepted_rows(*walk), strict=True):
+        assert np.array_equal(ours, theirs)
+    assert np.array_equal(compiled.ranges(packed.roots, packed.depths), plain.ranges(packed.roots, packed.depths))
+    row = data.draw(st.integers(0, len(parents) - 1))
+    for column in (packed.tokens, parents):
+        column[row] = data.draw(st.sampled_from((int(column[row]), -1, 3, 4)))
+    bounds = np.array([[tree.tokens[0], 60, data.draw(st.integers(0, 9))] for tree in found]).T.copy()
+    nodes = packed.counts, packed.tokens, parents, bounds, 4
+    assert compiled.are_valid(*nodes) == plain.are_valid(*nodes)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,7 @@ from eyas.models.inputs import (
     tables_of,
     tree_paths,
 )
+from eyas.sampling.packed_trees import kernels
 from eyas.tensors import Bools, Ints, upload
 
 Words = npt.NDArray[np.int32]
@@ -140,7 +141,8 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
     if tiling.fixed_part:
         return []
     prefixes = prefixes_of(segments)
-    if not any(starmap(_num_common, pairwise(prefixes))):
+    long = [prefix[SHARED_KEYS - 1] for prefix in prefixes if len(prefix) >= SHARED_KEYS]
+    if len(set(long)) == len(long) or not any(starmap(_num_common, pairwise(prefixes))):
         return []
     runs, first, spared = list[SharedRun](), 0, 0
     for end in range(1, len(segments) + 1):
@@ -275,7 +277,12 @@ def build_words(
 ) -> Words:
     """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks.
     kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
-    if len(segments) == 1 and kept_prefixes is not None and not (shape.fixed_part or sees_later or _has_others(segments)):
+    is_usual = kept_prefixes is not None and not (shape.fixed_part or sees_later or runs)
+    if is_usual and isinstance(segments, TreeSegments) and (compiled := kernels()):
+        rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
+        sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
+        return cast(Words, compiled.tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
+    if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
         return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
     return _words_of_all(segments, shape, scratch, runs, sees_later, kept_prefixes)
 
@@ -294,8 +301,7 @@ def _words_of_all(
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
     packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
     counts, lengths = packed.counts, _sizes(prefixes)
-    starts, num_rows = counts.cumsum() - counts, len(packed.tokens)
-    has_others = _has_others(segments)
+    starts, num_rows, has_others = counts.cumsum() - counts, len(packed.tokens), _has_others(segments)
     assert not (has_others and shape.fixed_part), "parts at fixed positions know the keys of the pass alone"
     others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
     num_own = counts + others
@@ -463,13 +469,12 @@ def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
 
 def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor | None = None) -> PackedInputs:
     """A pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
-    stride = _aligned(shape.rows)
-    rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
-    tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, _tile_words(shape))
+    stride, width = _aligned(shape.rows), _tile_words(shape)
+    rows = words.as_strided((4, shape.rows), (stride, 1))
+    tiles = words.as_strided((shape.tiles, width), (width, 1), words.storage_offset() + 4 * stride)
     tokens, positions, slots, logits_indices = rows.long().unbind()
-    _, own_positions, own_slots, _ = rows.unbind()
     with_prefixes = words if prefixes is None else prefixes
-    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, own_positions, own_slots, own_positions)
+    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, rows[1], rows[2], rows[1])
     return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
 
 

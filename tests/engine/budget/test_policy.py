@@ -26,7 +26,7 @@ def test_free_rows_give_whole_trees_and_costly_rows_none(row: float, expected: i
     assert set(simulation.sizes(simulation.budget(), 200)) == {expected}
 
 
-def test_sizes_are_not_compared_anew_in_each_step_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_no_trees_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(1.0, 0.25, 0.2, batch=1)
     budget = simulation.budget()
     assert usual(simulation.sizes(budget, 200)) > 1

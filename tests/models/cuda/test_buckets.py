@@ -83,6 +83,10 @@ def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_
         shape = tight_shape(plain, tiling)
         assert tight_shape(ours, tiling) == shape
         assert np.array_equal(build_words(ours, shape, 0), build_words(plain, shape, 0))
+        kept = 1000 * np.arange(len(found))
+        for padded in (shape, bucket_shape(shape.rows + 9, 6, tiling)):
+            words = build_words(ours, padded, 3, kept_prefixes=kept)
+            assert np.array_equal(words, _words_of_all(plain, padded, 3, kept_prefixes=kept))
     for one, other in zip(plain, ours, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
         assert one.noise_key == other.noise_key

@@ -1,0 +1,95 @@
+"""The order in which requests are admitted: by priority, then fairly among tenants."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from operator import attrgetter
+
+import numpy as np
+
+from eyas.engine.sequence import Sequence
+
+# One admission in this many ignores priorities, so that a flood of urgent requests starves no others.
+RESERVED_SHARE = 4
+# Service that a tenant is charged for a prompt token that is computed, and for an output token.
+PROMPT_COST, OUTPUT_COST = 1, 2
+
+by_key = attrgetter("key")
+
+
+class WaitingQueue:
+    """Waiting sequences, and the service that each tenant has had.
+
+    Among equal priorities the least served tenant goes first, and within a tenant the smallest key. So a tenant with a
+    thousand requests delays another by about one of them. A tenant without a waiting request starts level with the least
+    served one that has some: service cannot be saved up. Of one tenant alone, requests go in the order of their keys.
+    Source: Sheng et al. 2024, Fairness in Serving Large Language Models, algorithm 2 (virtual token counter).
+
+    served: by tenant, tokens weighted by PROMPT_COST and OUTPUT_COST. active: by tenant, number of its requests that wait
+    or run.
+    """
+
+    def __init__(self) -> None:
+        self.served: Counter[str] = Counter()
+        self._queues: dict[str, list[Sequence]] = {}
+        self.active: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain.from_iterable(self._queues.values())
+
+    def is_over_share(self, tenant: str, limit: int) -> bool:
+        """Whether a tenant has its share of `limit` places or more."""
+        return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at the place of its key. One that was never admitted is a new request of its tenant.
+
+        None of a prompt is cacheable while all of its logits are needed.
+        """
+        tenant = sequence.request.tenant
+        if sequence.num_cached is None:
+            if tenant not in self._queues:
+                others = self._queues or self.active.keys() - {tenant}
+                least = min((self.served[other] for other in others), default=0)
+                self.served[tenant] = max(self.served[tenant], least)
+            self.active[tenant] += 1
+        needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
+        sequence.cacheable = np.array([] if needs_all else sequence.tokens[:-1], dtype=np.int64)
+        bisect.insort(self._queues.setdefault(tenant, []), sequence, key=by_key)
+
+    def leave(self, tenant: str) -> None:
+        """End the count of a request. Service is forgotten when no requests are left."""
+        self.active[tenant] -= 1
+        if not self.active[tenant]:
+            del self.active[tenant]
+        if not self.active:
+            self.served.clear()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is queued."""
+        queue = self._queues[sequence.request.tenant]
+        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=by_key))
+        assert found is sequence, "a sequence is not where its key says"
+        if not queue:
+            del self._queues[sequence.request.tenant]
+
+    def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
+        """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
+
+        They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
+        RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.
+        """
+        heads = [queue[0] for queue in self._queues.values()]
+        *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
+        if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
+            return first, first
+        if num_admitted // RESERVED_SHARE % RESERVED_SHARE == RESERVED_SHARE - 1:
+            return first, min(self, key=lambda sequence: sequence.key.number)
+        *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
+        return first, min(self._queues[least], key=lambda sequence: sequence.key.number)
