@@ -65,10 +65,10 @@ class PassCosts:
     @property
     def free_rows(self) -> float:
         """Most rows of a pass that takes at most a tenth longer than one of a row; infinite if all do."""
-        rows, most = [*self.rows, 2 * self.rows[-1]], 1.1 * self.seconds(1)
-        for left, right in pairwise(rows):
+        most = 1.1 * self.seconds(1)
+        for left, right in pairwise(self.rows):
             low, high = self.seconds(left), self.seconds(right)
-            if high > most:
+            if high > most or (right == self.rows[-1] and high > low):  # the last slope goes on
                 return left + (right - left) * max(most - low, 0.0) / (high - low)
         return math.inf
 

@@ -176,6 +176,7 @@ def test_sessions_share_the_rows_that_take_a_pass_no_longer() -> None:
 
 def test_the_rows_that_are_free_follow_from_a_table() -> None:
     assert PassCosts((1, 40, 400), (10.0, 10.0, 100.0)).free_rows == pytest.approx(44)
+    assert PassCosts((1, 41), (10.0, 10.2)).free_rows == pytest.approx(201), "the last slope goes on"
     assert PassCosts((1, 40), (10.0, 10.0)).free_rows == PassCosts((1,), (10.0,)).free_rows == math.inf
     assert PassCosts((1, 10), (10.0, 20.0)).free_rows == pytest.approx(1.9)
     assert DeviceCosts("d", "m", "made up", {}).free_rows("draft_level") == math.inf
