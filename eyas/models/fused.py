@@ -224,8 +224,7 @@ class FusedLayer:
             self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
         self._heads = _head_layout(attention, norm_of)
         window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
-        softcap = attention.attn_logit_softcapping if kind.has_softcap else None
-        self._attention = attention.scaling, window, softcap
+        self._attention = attention.scaling, window, attention.attn_logit_softcapping if kind.has_softcap else None
         has_norms = kind.has_output_norms
         self._out_norm = norm_of(layer.post_attention_layernorm) if has_norms else None
         self._down_norm = norm_of(layer.post_feedforward_layernorm) if has_norms else None
@@ -319,8 +318,10 @@ def _layer_kernels() -> Any:
     return layer_kernels
 
 
-def _expert_kernels(layer_kernels: Any) -> Any:
-    return layer_kernels and importlib.import_module("eyas.models.cuda.expert_kernels")
+def _expert_kernels(kernels: Any) -> Any:
+    if kernels is not None:  # those of layers
+        from eyas.models.cuda import expert_kernels as kernels
+    return kernels
 
 
 def fuse_layers(model: Any) -> bool:
