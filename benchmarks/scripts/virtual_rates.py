@@ -254,7 +254,7 @@ def local_table(cells: Sequence[Sequence[Cell]], local_c: float) -> Table:
 def draw_apart(cells: Sequence[Sequence[Cell]], file: Path) -> None:
     """Draw the better of serial drafting and drafting ahead, over local, by batches and temperatures.
 
-    cells: as for `local_table`.
+    cells: as for `local_table`, of one head.
     """
     from matplotlib.figure import Figure
 
@@ -276,7 +276,7 @@ def draw_apart(cells: Sequence[Sequence[Cell]], file: Path) -> None:
         axes.set_xticks(costs_of, [f"{c:g}" for c in costs_of])
         axes.minorticks_off()
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_ylim(0.4, 1.15)
+        axes.set_ylim(0, 1.2)
     for axes in panels[-1]:
         axes.set_xlabel("c: a level, in verify passes", fontsize=9)
     for axes in panels[:, 0]:

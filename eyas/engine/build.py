@@ -47,6 +47,7 @@ from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.request import NoiseKey
+from eyas.sampling.packed_trees import kernels
 from eyas.sampling.sampler import Draw, warm_up
 from eyas.sampling.verify import tokens_of
 from eyas.tensors import explain_out_of_memory, to_huge_pages
@@ -195,6 +196,7 @@ def run_worker(
     worker = Worker(rank)
     with explain_out_of_memory(f"no memory for a part of the weights of {target!r}", rank.device, FOR_WEIGHTS):
         model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
+    kernels()  # loaded before the first pass
     ready()
     runner = ModelRunner(model, _kv_cache(model, 1), None)
     for command in worker.commands():

@@ -372,8 +372,12 @@ def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes)
     """
     num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
     masks, num_masks = 4 * line + tile_words * sizes[3], 0
+    num_tiles = (num_rows - len(tokens) + tile_rows - 1) // tile_rows
     for b in range(len(counts)):
         num_masks += counts[b] * ((counts[b] + 31) // 32)
+        num_tiles += (counts[b] + tile_rows - 1) // tile_rows
+    if num_tiles > sizes[3]:
+        raise ValueError("the trees have more tiles than the pass")
     words = np.zeros(masks + num_masks, np.int32)
     for row in range(len(tokens)):
         words[row], words[line + row] = tokens[row], positions[row]

@@ -1,8 +1,10 @@
 """The sizes that passes are padded to."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +72,16 @@ def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
     sequence = Sequence(Request(f"{number}", prompt, SamplingParams(seed=0)), QueueKey(0.0, number), list(prompt), slots)
     sequence.computed = len(prompt) - 1
     return ScheduledSequence(sequence, slots[::-1][: len(tree)], sequence.computed, tree)
+
+
+def test_more_tiles_than_a_pass_has_are_no_words() -> None:
+    batch = [scheduled(DraftTree.chain(range(40)), number) for number in range(2)]
+    ours = tree_segments(batch, draws_on_ranks=False)
+    assert isinstance(ours, TreeSegments)
+    shape = tight_shape(ours, Tiling(2, 2, 16))
+    for build in (build_words, _words_of_all):
+        with pytest.raises(ValueError, match=r"tiles|broadcast|shape"):
+            build(ours, replace(shape, tiles=shape.tiles - 1), 0, kept_prefixes=np.zeros(2, np.int64))
 
 
 @settings(max_examples=50)
