@@ -228,12 +228,17 @@ def table(cells: Sequence[tuple[Cell, ...]]) -> Table:
     return Table("Efficiency in virtual time", (*columns, *more), tuple(rows), note)
 
 
+def apart_and_local(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
+    """Of the cells of a setting, by mode: the fastest drafter apart, and the local one."""
+    local = next(cell for cell in cells if cell.mode == "local")
+    return max((cell for cell in cells if cell.mode != "local"), key=lambda cell: cell.speedup), local
+
+
 def local_table(cells: Sequence[Sequence[Cell]], local_c: float) -> Table:
     """Apart over local. cells: those of a setting, by mode; one of them is local."""
     rows = []
     for own in cells:
-        local = next(cell for cell in own if cell.mode == "local")
-        apart = max((cell for cell in own if cell.mode != "local"), key=lambda cell: cell.speedup)
+        apart, local = apart_and_local(own)
         ratio = apart.speedup / local.speedup
         rows.append((
             local.head, f"{local.temperature:g}", f"{local.batch}", f"{apart.c:g}", f"{apart.delay:g}",
@@ -260,9 +265,8 @@ def draw_apart(cells: Sequence[Sequence[Cell]], file: Path) -> None:
 
     rates: dict[tuple[float, int, float], list[tuple[float, float]]] = {}
     for own in cells:
-        local = next(cell for cell in own if cell.mode == "local")
-        apart = max(cell.speedup for cell in own if cell.mode != "local")
-        rates.setdefault((local.temperature, local.batch, own[0].delay), []).append((own[0].c, apart / local.speedup))
+        apart, local = apart_and_local(own)
+        rates.setdefault((apart.temperature, apart.batch, apart.delay), []).append((apart.c, apart.speedup / local.speedup))
     temperatures, batches = sorted({t for t, _, _ in rates}), sorted({batch for _, batch, _ in rates})
     figure = Figure(figsize=(3.6 * len(batches), 2.8 * len(temperatures)), layout="constrained")
     panels = figure.subplots(len(temperatures), len(batches), sharex=True, sharey=True, squeeze=False)

@@ -395,7 +395,7 @@ def simulate(settings: FleetSettings, arrivals: Sequence[Arrival] | None = None)
     """Run a fleet. Drafting ahead, the better of steps that wait for missing trees and of such that never do: verifiers
     find it by a trial."""
     found = FleetSimulation(settings, arrivals).run()
-    if settings.mode == "ahead":
+    if settings.mode == "ahead" and settings.profile.prepared:  # without prepared trees every step waits
         never = FleetSimulation(replace(settings, waits=False), arrivals).run()
         found = max(found, never, key=lambda result: result.tokens_per_s)
     return found
