@@ -420,7 +420,7 @@ def allocate_rows(
 def cut_at_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
     """The tokens up to the first stop token, that one included, or up to the sequence's length limit; and why the sequence
     ends with them, None if it goes on."""
-    num_remaining = len(sequence.slots) - len(sequence.tokens)
+    num_remaining = sequence.num_remaining
     tokens = tokens[:num_remaining]
     if not sequence.end_ids.isdisjoint(tokens):
         index = next(index for index, token in enumerate(tokens) if token in sequence.end_ids)

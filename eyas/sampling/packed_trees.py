@@ -78,7 +78,7 @@ def pack_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> PackedTr
     counts = np.array(sizes, dtype=np.int64)
     tokens, parents = _column(trees, "tokens", counts), _column(trees, "parents", counts)
     bounds = np.array(limits[:3], dtype=np.int64)
-    valid = (kernels() or _PLAIN).are_valid(counts, tokens, parents, bounds, limits.vocab_size)
+    valid = (kernels() or PlainKernels).are_valid(counts, tokens, parents, bounds, limits.vocab_size)
     return _packed(trees, counts, tokens, parents) if valid else None
 
 
@@ -87,7 +87,7 @@ def _column(trees: Sequence[DraftTree], name: str, counts: Ints) -> Ints:
 
 
 def _packed(trees: Sequence[DraftTree], counts: Ints, tokens: Ints, parents: Ints) -> PackedTrees:
-    above, roots, depths, words = (kernels() or _PLAIN).layout(counts, parents)
+    above, roots, depths, words = (kernels() or PlainKernels).layout(counts, parents)
     return PackedTrees(trees, counts, tokens, above, roots, depths, words)
 
 
@@ -99,13 +99,13 @@ def accepted_rows(trees: PackedTrees, samples: Ints) -> tuple[Ints, Ints]:
     Returns:
         Rows of all accepted paths, one path after the other [A], and where the path of each tree ends among these [B].
     """
-    rows, ends = (kernels() or _PLAIN).accepted_rows(trees.counts, trees.tokens, trees.above, samples)
+    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.counts, trees.tokens, trees.above, samples)
     return rows, ends
 
 
 def ranges(firsts: Ints, counts: Ints) -> Ints:
     """`counts` consecutive numbers from each of `firsts`, one range after the other."""
-    found: Ints = (kernels() or _PLAIN).ranges(firsts, counts)
+    found: Ints = (kernels() or PlainKernels).ranges(firsts, counts)
     return found
 
 
@@ -173,6 +173,3 @@ class PlainKernels:
     def ranges(firsts: Ints, counts: Ints) -> Ints:
         """See `ranges`."""
         return np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
-
-
-_PLAIN = PlainKernels()
