@@ -125,6 +125,16 @@ class SamplingParams:
         is_ignored = self.ignore_eos and self.structured_outputs is None
         return frozenset(self.stop_token_ids) | (frozenset() if is_ignored else eos_ids)
 
+    @property
+    def has_logit_rules(self) -> bool:
+        """Whether biases, penalties or bans change logits before a draw, see eyas.sampling.penalties."""
+        return bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have occurred are penalised."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
     def completions(self, bad_token_ids: Iterable[tuple[int, ...]] = ()) -> tuple[SamplingParams, ...]:
         """The parameters of each of the n completions, as an engine takes them, with seeds.
 
@@ -239,6 +249,12 @@ class Request:
         sampling = self.sampling
         assert sampling.seed is not None, "a request enters the engine with a seed"
         return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+    @cached_property
+    def wants_tokens_alone(self) -> bool:
+        """Whether it needs nothing of a step but a draw at each node of its tree, from the logits as they are."""
+        sampling = self.sampling
+        return sampling.logprobs is None and sampling.structured_outputs is None and not sampling.has_logit_rules
 
 
 @dataclass(frozen=True)

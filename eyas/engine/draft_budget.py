@@ -165,11 +165,11 @@ class AdaptiveDraftBudget:
         if between_s is not None:
             wait_s = self._with_hidden(wait_s, between_s, draft_s) if self._is_apart and self._num_others else wait_s
             self._observe_others(between_s, host_s)
-        decode_only = all(scheduled.tree is not None for scheduled in batch)
-        num_rows = sum(len(scheduled.slots) for scheduled in batch)
         self._num_steps += 1
         is_settled = self._is_settled(len(batch)) if requested else True
         learns = bool(not is_settled or self._scouts or self._num_steps % self.OBSERVE_STEPS == 0)
+        decode_only = bool(requested or learns) and all(scheduled.tree is not None for scheduled in batch)
+        num_rows = sum(len(scheduled.slots) for scheduled in batch) if decode_only else 0
         if decode_only and learns:
             context_s = self._context_token_s * sum([scheduled.first for scheduled in batch])
             rows_s = self._verify.seconds(num_rows)

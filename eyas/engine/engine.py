@@ -20,14 +20,14 @@ from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence, Sequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
-from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.sampling.packed_trees import kernels
 from eyas.sampling.penalties import LogitRules
+from eyas.sampling.sampler import Draws
 from eyas.sampling.token_masks import TokenMasks
-from eyas.sampling.verify import nothing, verify
+from eyas.sampling.verify import nothing, verify, verify_trees
 from eyas.tensors import out_of_memory_text
 from eyas.validation import check_engine_request, check_request
 
@@ -178,15 +178,17 @@ class Engine:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
         try:
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
-            segments: Seq[Segment]
             # arrays of all trees pay from two trees on
             if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
-                segments, trees = [segment_of(scheduled, draws_on_ranks) for scheduled in batch], None
+                output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             else:
                 segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
-                trees = segments.trees
-            output = self._runner.forward(segments)
-            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
+                output = self._runner.forward(segments)
+                if not self._grammars.outputs and _want_tokens_alone(batch) and all(output.is_drawn):
+                    keys = [scheduled.sequence.request.noise_key for scheduled in batch]
+                    draws = Draws(keys, segments.trees.counts, segments.rows.positions + 1)
+                    return verify_trees(segments.trees, draws, output, meanwhile)
+            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             problem = f"no memory for a step of {num_rows} rows"
@@ -285,6 +287,8 @@ class Engine:
         num_context_tokens = sum([sequence.computed for sequence in running])
         step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready), num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
+        if self._budget.num_nodes == 1 and not prefilling:
+            return  # the drafter gets nothing
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
         wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
@@ -326,6 +330,11 @@ def _candidates(ready: Seq[Sequence]) -> dict[str, Candidate]:
         for s in ready
         if not s.prefilling
     }
+
+
+def _want_tokens_alone(batch: Seq[ScheduledSequence]) -> bool:
+    """Whether all trees are deterministic, and their requests want nothing but tokens."""
+    return not [s for s in batch if not s.sequence.request.wants_tokens_alone or (s.tree is not None and s.tree.sampled)]
 
 
 def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:

@@ -85,7 +85,7 @@ class LogitRules:
         for rows in batch:
             request = rows.request
             if request.id not in self._rules:
-                self._rules[request.id] = self._prepared(request, logits) if has_rules(request.sampling) else None
+                self._rules[request.id] = self._prepared(request, logits) if request.sampling.has_logit_rules else None
             rules = self._rules[request.id]
             if rows.tree is not None and rules is not None:
                 must_end, positions = masks.must_end(request.id) if masks else None, np.array(rows.positions)
@@ -99,7 +99,7 @@ class LogitRules:
             biases=upload(np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32), logits.device),
             end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
             bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
-            counts=TokenCounts(num_prompt, logits.shape[1]) if _has_penalties(sampling) else None,
+            counts=TokenCounts(num_prompt, logits.shape[1]) if sampling.has_penalties else None,
         )
 
 
@@ -133,15 +133,6 @@ class _Part:
     def indices(self) -> Ints:
         """The rows, [n]."""
         return np.arange(self.start, self.start + len(self.tree))
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
-
-
-def has_rules(sampling: SamplingParams) -> bool:
-    """Whether the request asks for anything here."""
-    return bool(sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens) or _has_penalties(sampling)
 
 
 def _penalise(logits: Tensor, part: _Part) -> None:

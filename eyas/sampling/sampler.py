@@ -41,7 +41,7 @@ class Draw(NamedTuple):
 class Draws(Sequence[Draw]):
     """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys."""
 
-    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int], positions: Ints) -> None:
+    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int] | Ints, positions: Ints) -> None:
         """keys: of each run of rows, [K]. counts: its rows, [K]. positions: of all rows, [N]."""
         self.keys, self.positions = keys, positions
         self._owners = np.repeat(np.arange(len(keys)), counts)

@@ -12,11 +12,12 @@ from torch import Tensor
 from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.packed_trees import PackedTrees
-from eyas.sampling.penalties import LogitRules, has_rules
+from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import Draw, Draws, has_filters, sample, takes_candidates
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Ints, download
+from eyas.tree import DraftTree
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 
@@ -31,26 +32,35 @@ def verify(
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], None] = nothing,
-    trees: PackedTrees | None = None,
-) -> Sequence[VerifyOutput]:
+) -> list[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
-    meanwhile: other work of the host, called once before it waits. trees: those of the batch, if every request has one and
-    they are packed; outputs are then found for all at once, unless some request asks for more than tokens.
+    meanwhile: other work of the host, called once before it waits.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
     if output.tokens is None:
-        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile, trees)[0]
+        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile)[0]
     kinds = list(zip(batch, output.is_drawn, strict=True))
     whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
     outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens, meanwhile)
-    found = _verify_tokens(drawn, tokens, output.logits.shape[1], None if whole else trees)
-    if not whole:
-        return found
-    of_whole, of_drawn = iter(outputs), iter(found)
+    of_whole = iter(outputs)
+    of_drawn = iter(_verify_tokens([rows.tree for rows in drawn], tokens, output.logits.shape[1]))
     return [next(of_drawn if is_drawn else of_whole) for is_drawn in output.is_drawn]
+
+
+def verify_trees(
+    trees: PackedTrees, draws: Draws, output: StepOutput, meanwhile: Callable[[], None] = nothing
+) -> Sequence[VerifyOutput]:
+    """`verify` of deterministic trees of requests that want tokens alone, for all at once.
+
+    draws: at all nodes. output: logits of all of them, or tokens of all. meanwhile: as for `verify`.
+    """
+    tokens = sample(output.logits, draws) if output.tokens is None else output.tokens
+    meanwhile()
+    drawn, vocab_size = download(tokens)[0].astype(np.int64), output.logits.shape[1]
+    return TreeOutputs(trees, drawn) if (drawn < vocab_size).all() else _verify_tokens(trees.trees, drawn, vocab_size)
 
 
 def can_draw_in_parts(rows: LogitRows) -> bool:
@@ -60,10 +70,9 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
     the rule `rejection` need whole rows.
     """
     key = rows.request.noise_key
-    sampling, is_sampled = rows.request.sampling, rows.tree is not None and rows.tree.sampled is not None
+    is_sampled = rows.tree is not None and rows.tree.sampled is not None
     needs_rows = has_filters(key) and not takes_candidates(key)
-    needs_rows = needs_rows or has_rules(sampling) or sampling.structured_outputs is not None
-    return not (needs_rows or is_sampled or rows.prompt_tokens or sampling.logprobs is not None)
+    return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 
 def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
@@ -72,18 +81,14 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
-def _verify_tokens(
-    batch: Sequence[LogitRows], drawn: Ints, vocab_size: int, trees: PackedTrees | None = None
-) -> Sequence[VerifyOutput]:
+def _verify_tokens(trees: Sequence[DraftTree | None], drawn: Ints, vocab_size: int) -> list[VerifyOutput]:
     """The outputs of requests that ask for nothing but the tokens that are drawn, by the rule `match`. A token `vocab_size`
-    stands for logits that are NaN."""
-    if trees is not None and (drawn < vocab_size).all():
-        return TreeOutputs(trees, drawn)
+    stands for logits that are NaN. trees: of each request; None inside a prompt."""
     outputs, end, tokens = list[VerifyOutput](), 0, drawn.tolist()
-    for rows in batch:
-        start, end = end, end + len(rows.positions)
+    for tree in trees:
+        start, end = end, end + (0 if tree is None else len(tree))
         samples = tuple(tokens[start:end])
-        accepted = None if rows.tree is None else accept(rows.tree, samples)
+        accepted = None if tree is None else accept(tree, samples)
         if accepted is not None and accepted.tokens[-1] >= vocab_size:
             outputs.append(VerifyOutput(accepted, error=UNUSABLE_LOGITS))
         else:
@@ -98,8 +103,7 @@ def _verify_logits(
     masks: TokenMasks,
     drawn: Tensor | None,
     meanwhile: Callable[[], None],
-    trees: PackedTrees | None = None,
-) -> tuple[Sequence[VerifyOutput], Ints]:
+) -> tuple[list[VerifyOutput], Ints]:
     """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
     ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
@@ -109,13 +113,13 @@ def _verify_logits(
     others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
     is_bare = not (masks.trees or masks.errors or verdicts.trees or len(logprobs))
     meanwhile()
-    for rows in () if is_bare and trees is not None else batch:
+    for rows in batch:
         if rows.tree is not None:
             rows.tree.guesses  # noqa: B018  the walk down the tree reads them
     on_host = download(tokens, verdicts.cells, logprobs, others)
     drawn_here, drawn_elsewhere = on_host[0].astype(np.int64), on_host[3].astype(np.int64)
     if is_bare:
-        return _verify_tokens(batch, drawn_here, logits.shape[1], trees), drawn_elsewhere
+        return _verify_tokens([rows.tree for rows in batch], drawn_here, logits.shape[1]), drawn_elsewhere
     samples = drawn_here.tolist()
     rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
     return _verify_whole(batch, logits, masks, samples, rejected, on_host[2]), drawn_elsewhere

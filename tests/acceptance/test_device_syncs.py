@@ -24,12 +24,14 @@ from eyas.models.cuda.backend import KernelBackend
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
-from eyas.request import Chunk, Request
+from eyas.request import Chunk, Request, SamplingParams
 from eyas.sampling import verify
-from eyas.sampling.acceptance import LogitRows, TreeOutputs, accept
+from eyas.sampling.acceptance import LogitRows, StepOutput, TreeOutputs, accept
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.packed_trees import pack_trees
+from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import SiblingVerdicts
+from eyas.sampling.sampler import Draws
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
@@ -238,8 +240,9 @@ def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data
     batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree)) for i, tree in enumerate(found)]
     batch.insert(1, LogitRows(Request("prompt", (3, 4)), (3, 4), None, ()))
     whole = verify._verify_whole(batch, torch.zeros(total, 4), TokenMasks(), tokens, {}, np.zeros((0, 1)))
-    assert verify._verify_tokens(batch, np.array(tokens), 4) == whole
-    packed = verify._verify_tokens([batch[0], *batch[2:]], np.array(tokens), 4, pack_trees(found))
+    assert verify._verify_tokens([rows.tree for rows in batch], np.array(tokens), 4) == whole
+    drawn = StepOutput(torch.zeros(0, 4), torch.tensor(tokens), (True,) * len(found))
+    packed = verify.verify_trees(pack_trees(found), Draws([], [], np.zeros(0, np.int64)), drawn)
     assert list(packed) == [whole[0], *whole[2:]]
     assert isinstance(packed, TreeOutputs) == (max(tokens) < 4)
     if isinstance(packed, TreeOutputs):
@@ -249,6 +252,20 @@ def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data
         assert packed.rows.tolist() == rows
         assert packed.tokens.tolist() == [token for outcome in accepted for token in outcome.tokens]
         assert packed.ends.tolist() == np.cumsum([len(outcome.path) for outcome in accepted]).tolist()
+
+
+@given(st.lists(trees(vocab_size=4), min_size=1, max_size=4), st.sampled_from([0.0, 0.7]), st.integers(0, 99))
+def test_all_trees_at_once_draw_as_each_alone(found: list[DraftTree], temperature: float, seed: int) -> None:
+    packed, lengths = pack_trees(found), [3 + 5 * number for number in range(len(found))]
+    sampling = [SamplingParams(temperature=temperature, seed=seed + number) for number in range(len(found))]
+    batch = [
+        LogitRows(Request(f"{length}", (3,), own), (3,), tree, tuple(length + depth for depth in tree.depths))
+        for length, own, tree in zip(lengths, sampling, found, strict=True)
+    ]
+    output = StepOutput(torch.randn(len(packed.tokens), 4, generator=torch.Generator().manual_seed(seed)))
+    positions = packed.depths + np.repeat(lengths, packed.counts)
+    draws = Draws([rows.request.noise_key for rows in batch], packed.counts, positions)
+    assert list(verify.verify_trees(packed, draws, output)) == verify.verify(batch, output, LogitRules(frozenset()))
 
 
 @given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())

@@ -13,6 +13,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.launches import SHARED_KIB, launched_kernels
 
+# Two minutes of compiling for each kind of GPU, on a slow processor that other tests use as well.
+pytestmark = pytest.mark.timeout(1200)
+
 
 def compiled(sm: int, cache: Path) -> list[dict[str, Any]]:
     """What became of each kernel for a kind of GPU, in a process of its own."""
