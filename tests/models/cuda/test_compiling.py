@@ -11,17 +11,18 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.launches import SHARED_KIB, launched_kernels
+from tests.compiling import COMPILED, SHARED_KIB
+from tests.launches import launched_kernels
 
-# Two minutes of compiling for each kind of GPU, on a slow processor that other tests use as well.
+# After a change of Triton two minutes of compiling for each kind of GPU, on a slow processor that other tests use as well.
 pytestmark = pytest.mark.timeout(1200)
 
 
-def compiled(sm: int, cache: Path) -> list[dict[str, Any]]:
-    """What became of each kernel for a kind of GPU, in a process of its own."""
+def kernels_of(cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What becomes of each kernel, in a process of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.launches", str(sm)]
+    command = [sys.executable, "-m", "tests.compiling", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -29,7 +30,7 @@ def compiled(sm: int, cache: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sm", SHARED_KIB)
 def test_kernels_compile_fit_and_do_not_spill(sm: int, tmp_path: Path) -> None:
-    kernels = compiled(sm, tmp_path)
+    kernels = kernels_of(tmp_path, str(sm))
     assert {kernel["name"] for kernel in kernels} == launched_kernels()
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
@@ -44,3 +45,6 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, tmp_path: Path) -> None:
     plain_step, tree = attention[:2]
     assert plain_step["residents"] >= {80: 3, 90: 4}.get(sm, 2)
     assert tree["residents"] >= {90: 2}.get(sm, 1)
+    again = kernels_of(tmp_path, "--again", str(sm))
+    assert again
+    assert all(kernel in kernels for kernel in again), f"{COMPILED} holds something else than the compiler makes"
