@@ -178,8 +178,9 @@ class Engine:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
         try:
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
-            # arrays of all trees pay from two trees on
-            if len(batch) == 1 or [scheduled for scheduled in batch if scheduled.tree is None]:
+            # arrays of all trees pay from two trees on, and with compiled kernels from one on
+            are_few = len(batch) == 1 and kernels() is None
+            if are_few or [scheduled for scheduled in batch if scheduled.tree is None]:
                 output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             else:
                 segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
@@ -293,8 +294,9 @@ class Engine:
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
         wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
         for sequence in wanting:
-            if found := self._rules.known_biases(sequence.request, sequence.tokens):
-                biases[sequence.request.id] = found
+            request = sequence.request
+            if not request.wants_tokens_alone and (found := self._rules.known_biases(request, sequence.tokens)):
+                biases[request.id] = found
         if self._grammars.outputs:
             self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in zip(ready, budgets, strict=True)}
             masks = self._grammars.root_masks({s.request.id: s.tokens for s in wanting})

@@ -269,7 +269,7 @@ class Scheduler:
     def _commit_trees(self, batch: Seq[ScheduledSequence], outputs: TreeOutputs) -> list[Emission]:
         """`commit` of trees that ask for nothing but tokens. Their sequences have emitted some before."""
         kept, tokens, ends = self._kept_slots(outputs.rows), outputs.tokens.tolist(), outputs.ends.tolist()
-        emissions, start = list[Emission](), 0
+        emissions, start, depths = list[Emission](), 0, outputs.depths.tolist()
         for index, (scheduled, end) in enumerate(zip(batch, ends, strict=True)):
             sequence, request = scheduled.sequence, scheduled.sequence.request
             sequence.extend(kept[start:end])
@@ -277,7 +277,7 @@ class Scheduler:
             accepted = outputs[index].accepted if request.return_verify_steps else None
             num_drafted = min(len(own), end - start - 1)
             path = accepted.path if accepted else ()
-            emissions.append(Emission(request, scheduled.tree, path, own, num_drafted, reason))
+            emissions.append(Emission(request, scheduled.tree, depths[index], path, own, num_drafted, reason))
             start = end
         return emissions
 
@@ -304,8 +304,9 @@ class Scheduler:
         num_cached = (sequence.num_cached or 0) if is_first else 0
         tokens, reason = self._append(sequence, tokens)
         logprobs, path = output.logprobs[: len(tokens)], output.accepted.path if output.accepted else ()
-        num_drafted = min(len(tokens), most)
-        return Emission(request, scheduled.tree, path, tokens, num_drafted, reason, logprobs, prompt_logprobs, num_cached)
+        num_drafted, depth = min(len(tokens), most), scheduled.tree.depth if scheduled.tree else 0
+        given = logprobs, prompt_logprobs, num_cached
+        return Emission(request, scheduled.tree, depth, path, tokens, num_drafted, reason, *given)
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Emit accepted tokens up to the sequence's end: these, and why it ends with them; None if it goes on."""

@@ -162,12 +162,14 @@ def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: SequenceOf[VerifyOu
 class Emission(NamedTuple):
     """What a step adds to a request: the values that its chunk is made of.
 
-    tree: that was verified; None for prompt rows. path: its accepted nodes, the root first; may be empty unless the
-    request asks for verify steps. num_drafted: how many of the tokens the drafter guessed. The others are as in Chunk.
+    tree: that was verified; None for prompt rows. depth: its levels. path: its accepted nodes, the root first; may be empty
+    unless the request asks for verify steps. num_drafted: how many of the tokens the drafter guessed. The others are as in
+    Chunk.
     """
 
     request: Request
     tree: DraftTree | None
+    depth: int
     path: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_drafted: int
@@ -183,7 +185,7 @@ class Emission(NamedTuple):
             path = self.path[1 : 1 + num_drafted]
             details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
         if tree is not None:
-            step = VerifyStep(len(tree.tokens) - 1, max(tree.depths), num_drafted, tree.grown_ahead, details)
+            step = VerifyStep(len(tree.tokens) - 1, self.depth, num_drafted, tree.grown_ahead, details)
         return changed(
             _CHUNK,
             request_id=self.request.id,

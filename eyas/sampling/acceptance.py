@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from eyas.request import Request, TokenLogprob
 from eyas.sampling.packed_trees import PackedTrees, accepted_rows
 from eyas.tree import DraftTree, Ints
@@ -93,13 +95,14 @@ class TreeOutputs(Sequence[VerifyOutput]):
     are made on first use.
 
     rows: packed rows of all accepted paths, one path after the other [A]. tokens: what is emitted after each [A]. ends:
-    where the path of each tree ends among these [B].
+    where the path of each tree ends among these [B]. depths: levels of each tree [B].
     """
 
     def __init__(self, trees: PackedTrees, samples: Ints) -> None:
         """Apply the rule `match`. samples: the target's sample at every row [R]."""
         self.rows, self.ends = accepted_rows(trees, samples)
         self.tokens = samples[self.rows]
+        self.depths = np.maximum.reduceat(trees.depths, trees.counts.cumsum() - trees.counts)
         self._roots, self._counts, self._samples = trees.roots, trees.counts, samples
 
     def __len__(self) -> int:

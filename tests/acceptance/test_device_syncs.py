@@ -43,7 +43,7 @@ from tests.strategies import trees
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
-MAX_CALLS = 34
+MAX_CALLS = 24
 ASKED = (
     PARAMS,
     GREEDY,
@@ -246,6 +246,7 @@ def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data
     assert list(packed) == [whole[0], *whole[2:]]
     assert isinstance(packed, TreeOutputs) == (max(tokens) < 4)
     if isinstance(packed, TreeOutputs):
+        assert packed.depths.tolist() == [tree.depth for tree in found]
         accepted = [output.accepted for output in packed if output.accepted]
         starts = np.cumsum([0, *map(len, found)]).tolist()
         rows = [start + node for start, outcome in zip(starts, accepted, strict=False) for node in outcome.path]
