@@ -1,4 +1,4 @@
-"""What this process may use and what it keeps: cores, and freed memory where malloc is glibc's.
+"""What this process may use and what it keeps: cores, kernels, and freed memory where malloc is glibc's.
 
 Between two steps a process that computes on the CPU keeps what it frees, and a service gives it back from time to time.
 By default every thread has a heap of its own, and large blocks go back to the kernel at once, which clears them again.
@@ -7,9 +7,13 @@ By default every thread has a heap of its own, and large blocks go back to the k
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import os
 import sys
 from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 # Microseconds of processor time that the control group may use in a period, or "max"; and the period.
@@ -18,6 +22,21 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Parameters of mallopt(3), from malloc.h, and the largest values that two of them take.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER_TRIM, _LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether kernels of the CPU can be compiled. A numba that cannot be imported counts for none."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # with another NumPy than it knows, say: numba raises several kinds
+        log.warning("numba cannot be imported, so the CPU runs without compiled kernels; reinstall eyas[cpu]: %s", error)
+        return False
+    return True
 
 
 def num_cores() -> int:

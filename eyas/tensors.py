@@ -10,8 +10,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 
 from eyas.draft_protocol import TensorBytes
 from eyas.errors import InvalidRequest, OutOfMemory
+from eyas.process import has_numba
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -44,12 +43,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def runs_compiled(device: torch.device) -> bool:
     """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
-
-
-@cache
-def has_numba() -> bool:
-    """Whether kernels of the CPU can be compiled."""
-    return find_spec("numba") is not None
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -29,7 +29,8 @@ from eyas.drafters.on_demand import Average, OnDemand, RowLimit
 from eyas.drafters.sessions import num_features
 from eyas.drafters.tree_growth import Reals, best_places
 from eyas.drafters.tree_rows import FoundRows, GrownRows
-from eyas.tensors import Bools, Ints, download, has_numba, upload
+from eyas.process import has_numba
+from eyas.tensors import Bools, Ints, download, upload
 from eyas.tree import DraftTree, PreparedTree, TreeArrays
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.models.tensor_parallel import Exchanges
 from eyas.models.workers import TargetWorkers
+from eyas.process import has_numba
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.packed_trees import PackedTrees, pack_trees
 from eyas.sampling.verify import can_draw_in_parts
-from eyas.tensors import has_numba, upload
+from eyas.tensors import upload
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache
 from eyas.models.attention import attend_slots
 from eyas.models.inputs import PackedInputs
-from eyas.process import keep_freed_memory
-from eyas.tensors import Floats, Ints, has_numba, runs_compiled, to_huge_pages
+from eyas.process import has_numba, keep_freed_memory
+from eyas.tensors import Floats, Ints, runs_compiled, to_huge_pages
 
 if TYPE_CHECKING:
     from eyas.models.cpu_products import Helpers

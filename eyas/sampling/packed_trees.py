@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eyas.process import has_numba
 from eyas.tree import Bools, DraftTree, Ints
 
 TreeWords = npt.NDArray[np.uint64]
@@ -22,8 +22,8 @@ TreeWords = npt.NDArray[np.uint64]
 
 @cache
 def kernels() -> Any:
-    """The compiled kernels, which are loaded once; None where numba is not installed."""
-    if find_spec("numba") is None:
+    """The compiled kernels, which are loaded once; None where there is no numba."""
+    if not has_numba():
         return None
     from eyas.sampling import cpu_kernels
 

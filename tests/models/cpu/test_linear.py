@@ -15,7 +15,7 @@ from eyas.models.cpu import (
     fix_products,
     pack_weights,
 )
-from eyas.tensors import has_numba
+from eyas.process import has_numba
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
