@@ -273,7 +273,7 @@ def draw_apart(cells: Sequence[Sequence[Cell]], file: Path) -> None:
     for (t, batch, delay), line in sorted(rates.items()):
         axes = panels[temperatures.index(t), batches.index(batch)]
         axes.plot(*zip(*sorted(line), strict=True), marker="o", markersize=3, label=f"delay {delay:g}")
-        axes.set_title(f"{batch} sequences, temperature {t:g}", fontsize=9)
+        axes.set_title(f"{batch} sequence{'s' if batch > 1 else ''}, temperature {t:g}", fontsize=9)
     costs_of = sorted({c for line in rates.values() for c, _ in line})
     for axes in panels.flat:
         axes.set_xscale("log")
