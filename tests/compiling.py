@@ -33,7 +33,8 @@ WHOLE = (80, 90)
 ALL_LAYOUTS = 90
 # Kinds of GPU for which the product with a weight of 8 bits is compiled; sm_80 has no such numbers.
 FLOAT8_LINEAR = (89, 90, 100)
-# What became of each kernel, by its key. A change of a kernel, of its arguments or of Triton makes another key.
+# What became of each kernel, by its key. A change of a kernel, of its place in its file, of its arguments or of Triton makes
+# another key.
 COMPILED = Path(__file__).parent / "models" / "cuda" / "compiled.json"
 
 

@@ -154,7 +154,7 @@ class BatchInvariantRunner(ModelRunner):
         if num_threads > 1:
             return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
         if not has_numba():
-            return "numba is not installed; install eyas[cpu]"
+            return "there is no numba that can be imported; install eyas[cpu]"
         if self.kv_cache.is_narrow:
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
         if self._rows > self._max_rows:

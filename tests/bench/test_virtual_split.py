@@ -86,7 +86,7 @@ def test_the_picture_has_a_panel_for_each_batch_and_temperature(tmp_path: Path) 
     ]  # fmt: skip
     draw_apart(cells, tmp_path / "apart.svg")
     text = (tmp_path / "apart.svg").read_text(encoding="utf-8")
-    assert [f"{batch} sequences, temperature {t}" in text for t in (0, 1) for batch in (1, 8)] == [True] * 4
+    assert [f"{batch}, temperature {t}" in text for t in (0, 1) for batch in ("1 sequence", "8 sequences")] == [True] * 4
 
 
 def test_the_table_has_both_ratios() -> None:
