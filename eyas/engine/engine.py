@@ -179,17 +179,17 @@ class Engine:
         try:
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
             # arrays of all trees pay from two trees on, and with compiled kernels from one on
-            are_few = len(batch) == 1 and kernels() is None
+            are_few, trees = len(batch) == 1 and kernels() is None, None
             if are_few or [scheduled for scheduled in batch if scheduled.tree is None]:
                 output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             else:
                 segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
-                output = self._runner.forward(segments)
+                output, trees = self._runner.forward(segments), segments.trees
                 if not self._grammars.outputs and _want_tokens_alone(batch) and all(output.is_drawn):
                     keys = [scheduled.sequence.request.noise_key for scheduled in batch]
-                    draws = Draws(keys, segments.trees.counts, segments.rows.positions + 1)
-                    return verify_trees(segments.trees, draws, output, meanwhile)
-            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile)
+                    draws = Draws(keys, trees.counts, segments.rows.positions + 1)
+                    return verify_trees(trees, draws, output, meanwhile)
+            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             problem = f"no memory for a step of {num_rows} rows"

@@ -32,16 +32,18 @@ def verify(
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], None] = nothing,
-) -> list[VerifyOutput]:
+    trees: PackedTrees | None = None,
+) -> Sequence[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
     wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
-    meanwhile: other work of the host, called once before it waits.
+    meanwhile: other work of the host, called once before it waits. trees: those of the batch, if every request has one and
+    they are packed; outputs are then found for all at once, unless some request asks for more than tokens.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
     if output.tokens is None:
-        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile)[0]
+        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile, trees)[0]
     kinds = list(zip(batch, output.is_drawn, strict=True))
     whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
     outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens, meanwhile)
@@ -59,8 +61,7 @@ def verify_trees(
     """
     tokens = sample(output.logits, draws) if output.tokens is None else output.tokens
     meanwhile()
-    drawn, vocab_size = download(tokens)[0].astype(np.int64), output.logits.shape[1]
-    return TreeOutputs(trees, drawn) if (drawn < vocab_size).all() else _verify_tokens(trees.trees, drawn, vocab_size)
+    return _verify_packed(trees, download(tokens)[0].astype(np.int64), output.logits.shape[1])
 
 
 def can_draw_in_parts(rows: LogitRows) -> bool:
@@ -79,6 +80,11 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
     """The tokens of a step whose requests ask for nothing but a draw at each row."""
     tokens: list[int] = (sample(output.logits, draws) if output.tokens is None else output.tokens).tolist()
     return tokens
+
+
+def _verify_packed(trees: PackedTrees, drawn: Ints, vocab_size: int) -> Sequence[VerifyOutput]:
+    """`_verify_tokens`, all at once where no logits are NaN."""
+    return TreeOutputs(trees, drawn) if (drawn < vocab_size).all() else _verify_tokens(trees.trees, drawn, vocab_size)
 
 
 def _verify_tokens(trees: Sequence[DraftTree | None], drawn: Ints, vocab_size: int) -> list[VerifyOutput]:
@@ -103,7 +109,8 @@ def _verify_logits(
     masks: TokenMasks,
     drawn: Tensor | None,
     meanwhile: Callable[[], None],
-) -> tuple[list[VerifyOutput], Ints]:
+    trees: PackedTrees | None = None,
+) -> tuple[Sequence[VerifyOutput], Ints]:
     """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
     logits = masks.applied(logits, batch)
     ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
@@ -113,11 +120,13 @@ def _verify_logits(
     others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
     is_bare = not (masks.trees or masks.errors or verdicts.trees or len(logprobs))
     meanwhile()
-    for rows in batch:
+    for rows in () if is_bare and trees is not None else batch:
         if rows.tree is not None:
             rows.tree.guesses  # noqa: B018  the walk down the tree reads them
     on_host = download(tokens, verdicts.cells, logprobs, others)
     drawn_here, drawn_elsewhere = on_host[0].astype(np.int64), on_host[3].astype(np.int64)
+    if is_bare and trees is not None:
+        return _verify_packed(trees, drawn_here, logits.shape[1]), drawn_elsewhere
     if is_bare:
         return _verify_tokens([rows.tree for rows in batch], drawn_here, logits.shape[1]), drawn_elsewhere
     samples = drawn_here.tolist()
