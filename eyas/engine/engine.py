@@ -289,14 +289,13 @@ class Engine:
         step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready), num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
         if self._budget.num_nodes == 1 and not prefilling:
-            return  # the drafter gets nothing
+            return  # a decoding sequence without a tree is not sent to the drafter
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
         wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
         for sequence in wanting:
-            request = sequence.request
-            if not request.wants_tokens_alone and (found := self._rules.known_biases(request, sequence.tokens)):
-                biases[request.id] = found
+            if found := self._rules.known_biases(sequence.request, sequence.tokens):
+                biases[sequence.request.id] = found
         if self._grammars.outputs:
             self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in zip(ready, budgets, strict=True)}
             masks = self._grammars.root_masks({s.request.id: s.tokens for s in wanting})
