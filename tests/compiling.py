@@ -262,6 +262,7 @@ def expert_calls(sm: int) -> None:
 def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
     from eyas.request import NoiseKey
+    from eyas.sampling import nucleus
     from eyas.sampling.kernels import best_of_races, draw_rows, race, top_k
     from eyas.sampling.sampler import Draw
 
@@ -271,6 +272,7 @@ def sampling_calls(sm: int) -> None:
         for size in (32000, 128256, 151936):  # lists of other sizes
             draw_rows(torch.zeros(64, size, device=META), [Draw(keys[1], 0)] * 64)
     found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
+    nucleus.warm_up(torch.zeros(64, 32064, device=META))
     if sm in WHOLE:
         best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
     top_k(torch.zeros(10, 32000, device=META), 10)

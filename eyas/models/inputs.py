@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     prefix: slots of the tokens before the rows, ordered by position, [L]. Every row sees the whole prefix.
     visible: visible[i, j] is whether row i sees row j, [n, n]; None for causal rows. No row sees a later one.
     logits_indices: rows whose logits are computed, counted within the segment.
-    noise_key: without filters; lets ranks that share the vocabulary draw at these rows. None: rank 0 gets their logits.
+    noise_key: lets ranks that share the vocabulary draw at these rows. None: rank 0 gets their logits.
     others: slots of earlier rows that only some rows see, such as nodes of a draft tree that grows, [m]. visible is then
         [n, m + n], these first. Not for sliding windows, nor for parts at fixed positions.
     table: the slot table that begins with the prefix; None if it is of this pass alone.

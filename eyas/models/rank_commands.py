@@ -26,7 +26,7 @@ from eyas.tensors import Ints
 HEADER_INTS = 7
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 # What a rank other than 0 draws with.
-_KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4")])
+_KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4"), ("top_p", "<f8"), ("min_p", "<f8")])
 FORWARD, INIT_KV_CACHE = 0, 1
 
 
@@ -71,7 +71,8 @@ class CommandEncoder:
         else:
             headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in command], strict=True)
         headers[6] = [key is not None for key in keys]
-        noise = np.array([(key.seed, key.temperature, key.top_k) for key in keys if key is not None], _KEY).view("<i4")
+        drawn = [(key.seed, key.temperature, key.top_k, key.top_p, key.min_p) for key in keys if key is not None]
+        noise = np.array(drawn, _KEY).view("<i4")
         parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
         ints = np.concatenate([*parts, packed.logits_indices, noise]).astype("<i4")
         return ints.tobytes() + _mask_bits(command, packed.counts)

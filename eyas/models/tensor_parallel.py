@@ -23,8 +23,9 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
 from eyas.models.inputs import Segment
 from eyas.request import NoiseKey
+from eyas.sampling import nucleus
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import Draw, best_of_races, candidates, draw_candidates, race, takes_candidates
+from eyas.sampling.sampler import Draw, best_of_races, candidates, draw_candidates, has_filters, race, takes_candidates
 from eyas.tensors import Bools, upload
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -40,6 +41,8 @@ WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_row
 SPLIT_QUANTISATIONS = ("torchao",)
 
 LM_HEAD = "lm_head.weight"
+# How a row is drawn from parts: by the race alone, by a race over what top-p and min-p keep, or from listed tokens.
+_PLAIN, _FILTERED, _LISTED = range(3)
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -302,9 +305,9 @@ def _add_exchange(module: nn.Module, style: str | None, exchanges: Exchanges) ->
 class SharedVocabulary:
     """The logits of a pass on ranks that hold a part of the vocabulary each.
 
-    Where a draw looks at each token by itself, every rank draws over its own tokens, and rank 0 takes the best of all: 12
-    bytes a row. For draws with top-k each rank sends its k likeliest tokens, 8 bytes each, and rank 0 draws. Whole logits go
-    to rank 0 only for segments without a noise key.
+    Every rank draws over its own tokens, and rank 0 takes the best of all: 12 bytes a row. With top-p or min-p ranks find
+    first which tokens the whole row keeps: 980 bytes more. With top-k each rank sends its k likeliest tokens, 8 bytes each,
+    and rank 0 draws. Whole logits go to rank 0 only for segments without a noise key.
     """
 
     def __init__(self, shard: Shard, vocab_size: int) -> None:
@@ -313,8 +316,9 @@ class SharedVocabulary:
 
     def warm_up(self, device: torch.device) -> None:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
-        draws = [Draw(NoiseKey(0, 1.0), 0)]
-        found = race(torch.zeros(1, self._vocab_size // self._shard.size, device=device), draws, 0, self._vocab_size)
+        draws, logits = [Draw(NoiseKey(0, 1.0), 0)], self.placeholder(1, device)
+        nucleus.warm_up(logits)
+        found = race(logits, draws, 0, self._vocab_size)
         best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
 
     def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
@@ -322,7 +326,10 @@ class SharedVocabulary:
         return torch.zeros(num_rows, self._vocab_size // self._shard.size, device=device)
 
     def collect(self, segments: Sequence[Segment], logits: Tensor) -> StepOutput:
-        """What rank 0 gets, of this rank's logits float32 [R, V / ranks]. All ranks must call it; the others get nothing."""
+        """What rank 0 gets, of this rank's logits float32 [R, V / ranks], which may be overwritten.
+
+        All ranks must call it; the others get nothing.
+        """
         is_drawn = tuple(segment.noise_key is not None for segment in segments)
         of_rows = np.repeat(is_drawn, [len(segment.logits_indices) for segment in segments])
         draws = [
@@ -344,19 +351,19 @@ class SharedVocabulary:
         """One token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
         first_id, size = self._shard.rank * logits.shape[1], self._vocab_size
         tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        is_listed = np.array([takes_candidates(draw.key) for draw in draws])
-        for listed in (False, True):
-            own = [draw for draw, is_own in zip(draws, is_listed == listed, strict=True) if is_own]
-            if not own:
-                continue
-            rows = _selected(logits, is_listed == listed)
+        kinds = np.array([_kind_of(draw.key) for draw in draws])
+        for kind in np.unique(kinds).tolist():
+            own = [draw for draw, is_own in zip(draws, kinds == kind, strict=True) if is_own]
+            rows = _selected(logits, kinds == kind)
+            if kind == _FILTERED:
+                rows = nucleus.likely(rows, own, self._shard.rank, self._shard.size)
             most = max(draw.key.top_k for draw in own)
-            found = candidates(rows, most, first_id) if listed else race(rows, own, first_id, size)
+            found = candidates(rows, most, first_id) if kind == _LISTED else race(rows, own, first_id, size)
             if (parts := self._gather(found)) is not None:
-                drawn = draw_candidates(parts, own, size) if listed else best_of_races(parts, own, size)
+                drawn = draw_candidates(parts, own, size) if kind == _LISTED else best_of_races(parts, own, size)
                 if len(own) == len(draws):
                     return drawn
-                tokens.index_copy_(0, upload(np.flatnonzero(is_listed == listed), logits.device), drawn)
+                tokens.index_copy_(0, upload(np.flatnonzero(kinds == kind), logits.device), drawn)
         return tokens
 
     def _gather(self, own: Tensor) -> Tensor | None:
@@ -364,6 +371,12 @@ class SharedVocabulary:
         parts = own.new_empty((self._shard.size, *own.shape)) if self._shard.rank == 0 else None
         dist.gather(own.contiguous(), None if parts is None else list(parts.unbind()))
         return parts
+
+
+def _kind_of(key: NoiseKey) -> int:
+    if takes_candidates(key):
+        return _LISTED
+    return _FILTERED if has_filters(key) else _PLAIN
 
 
 def _selected(logits: Tensor, wanted: Bools) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import row_keys, signed
+from eyas.sampling.nucleus import Kept, Scale
 from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
 from eyas.tensors import Ints, on_device_of, upload
 
@@ -95,6 +96,25 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
             MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(parts), LIST=1, LISTED=0, IS_PART=False, num_warps=1,
         )  # fmt: skip
     return tokens
+
+
+def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
+    """`eyas.sampling.nucleus.masses_from`. Two launches."""
+    rows, width = logits.shape
+    masses = torch.zeros(rows, len(borders), dtype=torch.int64, device=logits.device)
+    with on_device_of(logits):
+        _masses_from[(rows, triton.cdiv(width, BLOCK))](
+            *(logits.contiguous(), scale.largest, scale.temperature, low, masses, width, shift),
+            FIRST=borders.start, END=borders.stop, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return masses
+
+
+def keep(logits: Tensor, scale: Scale, kept: Kept) -> None:
+    """`eyas.sampling.nucleus.keep` of contiguous logits. One launch; a program takes a row, because it counts equal logits."""
+    rows, width = logits.shape
+    with on_device_of(logits):
+        _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)
 
 
 def warm_up(vocab_size: int, device: torch.device) -> None:
@@ -385,6 +405,38 @@ def logit_of(bits):
     """The float of `ordered`."""
     bits = bits.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["width", "shift"])
+def _masses_from(
+    logits, largest, temperatures, low, masses, width, shift, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """masses [N, END - FIRST], zeros before: each block adds its tokens' mass from each border on."""
+    row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * width + ids, mask=ids < width, other=float("-inf"))
+    mass = (tl.exp((without_nan(x) - tl.load(largest + row)) / tl.load(temperatures + row)) * MASS).to(tl.int64)
+    places = tl.where(mass > 0, (ordered(x).to(tl.int64) - tl.load(low + row)) >> shift, FIRST - 1)
+    if tl.max(places, 0) >= FIRST:
+        for border in tl.static_range(FIRST, END):
+            found = tl.sum(tl.where(places >= border, mass, 0), 0)
+            tl.atomic_add(masses + row * (END - FIRST) + border - FIRST, found, mask=found > 0)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _keep(logits, largest, temperatures, last, before, wanted, min_p, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top, temperature, reached = tl.load(largest + row), tl.load(temperatures + row), tl.load(before + row)
+    lowest, most, least = tl.load(last + row), tl.load(wanted + row), tl.load(min_p + row)
+    for start in range(0, width, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = tl.load(logits + row * width + ids, mask=ids < width, other=float("-inf"))
+        bits = ordered(x).to(tl.int64)
+        weights = tl.exp((without_nan(x) - top) / temperature)
+        mass, is_last = (weights * MASS).to(tl.int64), bits == lowest
+        is_below = reached + (tl.cumsum(is_last.to(tl.int32), 0) - 1) * mass < most
+        is_kept = ((bits > lowest) | (is_last & is_below)) & (weights >= least)
+        tl.store(logits + row * width + ids, float("-inf"), mask=(x < float("inf")) & ~is_kept & (ids < width))
+        reached += tl.sum(tl.where(is_last, mass, 0), 0)
 
 
 @triton.jit

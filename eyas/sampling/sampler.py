@@ -129,7 +129,7 @@ def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
-    """What each row's draw finds in one part of the vocabulary, for `best_of_races`; draws have no filters.
+    """What each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
 
     logits: float32 [N, P] of the tokens from `first_id` on. vocab_size: of all parts.
 
@@ -334,12 +334,17 @@ def rank(scores: Tensor, k: int) -> Ranked:
         return Ranked(*top_k(scores, k))
     if _can_rank_compiled(scores, k) and not np.isnan(scores.numpy().sum()):  # NaN ranks first, not in `top_k`
         return _rank_compiled(scores, k)
-    bits = (scores + 0.0).contiguous().view(torch.int32)
-    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
+    bits = ordered_bits(scores)
     last = 0xFFFFFFFF - torch.arange(scores.shape[-1], device=scores.device)
     keys = bits.long().bitwise_left_shift_(32).bitwise_or_(last)
     chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return Ranked(scores.gather(-1, chosen), chosen)
+
+
+def ordered_bits(scores: Tensor) -> Tensor:
+    """Integers in the order of floats, int32 of the same shape; zeros are equal. NaN is above or below all numbers."""
+    bits = (scores + 0.0).contiguous().view(torch.int32)
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
 
 
 def _can_rank_compiled(scores: Tensor, k: int) -> bool:

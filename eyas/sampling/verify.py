@@ -14,7 +14,7 @@ from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.packed_trees import PackedTrees
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import rejection_sample
-from eyas.sampling.sampler import Draw, Draws, has_filters, sample, takes_candidates
+from eyas.sampling.sampler import MAX_CANDIDATES, Draw, Draws, sample
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
@@ -65,14 +65,13 @@ def verify_trees(
 
 
 def can_draw_in_parts(rows: LogitRows) -> bool:
-    """Whether a draw at these rows looks at each token by itself, so that parts of the vocabulary can be drawn from apart.
+    """Whether parts of the vocabulary can be drawn from apart at these rows, with small exchanges between them.
 
-    Draws with top-k look at few tokens of each part. Other filters, log-probabilities, grammars, penalties, biases, bans and
-    the rule `rejection` need whole rows.
+    Large top-k, log-probabilities, grammars, penalties, biases, bans and the rule `rejection` need whole rows.
     """
     key = rows.request.noise_key
     is_sampled = rows.tree is not None and rows.tree.sampled is not None
-    needs_rows = has_filters(key) and not takes_candidates(key)
+    needs_rows = key.temperature > 0 and key.top_k > MAX_CANDIDATES
     return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 

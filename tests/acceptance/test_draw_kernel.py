@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 
 from eyas.request import NoiseKey
-from eyas.sampling import sampler
+from eyas.sampling import nucleus, sampler
 from eyas.sampling.noise import exponential_noise, row_keys, signed
+from eyas.sampling.nucleus import Kept, Scale
 from eyas.sampling.sampler import Draw, rank, sample
+from tests.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -102,6 +106,72 @@ def test_candidates_of_parts_draw_what_the_whole_draws(parts: int) -> None:
         found = [sampler.candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
         assert sampler.draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
     assert not any(map(sampler.takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
+
+
+def hard_logits() -> torch.Tensor:
+    """Usual rows, equal logits, and rows that hold what is no number."""
+    logits = 3 * torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
+    logits[1] = logits[1].round()
+    logits[2] = 0
+    logits[3, ::2] = -torch.inf
+    logits[4] = -torch.inf
+    logits[5, 5], logits[6, VOCAB - 1], logits[7, 9] = torch.nan, torch.inf, -torch.nan
+    return logits
+
+
+@pytest.mark.parametrize("shift", [28, 20, 12, 0])
+def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
+    logits = hard_logits()
+    scale = Scale(nucleus.largest_logits(logits), torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0, 1.0, 1.0, 1e-6]))
+    lowest = sampler.ordered_bits(scale.largest).long() - (7 << shift)
+    on_device = Scale(*(tensor.to(DEVICE) for tensor in scale))
+    for borders in (nucleus.BORDERS, nucleus.LAST):
+        expected = nucleus.masses_from(logits, scale, lowest, shift, borders)
+        with np.errstate(all="ignore"):
+            found = kernels.masses_from(logits.to(DEVICE), on_device, lowest.to(DEVICE), shift, borders)
+        torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=1e-6, atol=0)
+        assert expected[:4].any()
+        assert not expected[4:].any()
+
+
+def test_kernels_keep_what_plain_operations_keep() -> None:
+    """Also of equal logits, of which the mass before them keeps some."""
+    logits, third = hard_logits(), torch.arange(8) / 3
+    largest, unit = nucleus.largest_logits(logits), 2.0**sampler.MASS_BITS
+    last = sampler.ordered_bits(torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])).long()
+    wanted = (unit * torch.tensor([9.0, 1.0, 2100.5, 9.0, 9.0, 9.0, 9.0, 9.0])).long()
+    scale = Scale(largest, torch.full((8,), 0.8))
+    kept = Kept(last, (third * unit).long(), wanted, torch.tensor([0.0, 0.0, 0.0, 0.5, 0.1, 0.1, 0.1, 0.1]))
+    on_device = logits.to(DEVICE, copy=True)
+    with np.errstate(all="ignore"):
+        kernels.keep(on_device, Scale(*(x.to(DEVICE) for x in scale)), Kept(*(x.to(DEVICE) for x in kept)))
+    nucleus.keep(logits, scale, kept)
+    torch.testing.assert_close(on_device.cpu(), logits, rtol=0, atol=0, equal_nan=True)
+    counts = (logits > -torch.inf).sum(1).tolist()
+    assert counts[2] == 2100, "2,100 of equal logits fit, as two thirds come before them"
+    assert logits[5:].isfinite().logical_not().any(1).all()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs in one thread at a time."""
+    logits, lock = hard_logits(), threading.Lock()
+    rows = [Draw(NoiseKey(seed, 0.9, 0, 0.5 + 0.05 * seed, 0.01 * (seed % 2)), seed) for seed in range(8)]
+
+    def locked(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with lock, np.errstate(all="ignore"):
+                return kernel(*args)
+
+        return run
+
+    monkeypatch.setattr(nucleus, "masses_from", locked(kernels.masses_from))
+    monkeypatch.setattr(nucleus, "keep", locked(kernels.keep))
+    own = [part.contiguous().to(DEVICE) for part in logits.chunk(parts, 1)]
+    found = RankThreads(parts).run(lambda rank: nucleus.likely(own[rank], rows, rank, parts))
+    assert plain(torch.cat(found, 1).cpu(), [Draw(NoiseKey(row.key.seed, 0.9), row.position) for row in rows]) == plain(
+        logits, rows
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 REQUESTS = [
-    Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(24, temperature, seed=n, ignore_eos=True))
-    for n, temperature in ((1, 0.0), (7, 0.9), (30, 0.0), (11, 0.9))
+    Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(24, temperature, top_p=top_p, seed=n, ignore_eos=True))
+    for n, temperature, top_p in ((1, 0.0, 1.0), (7, 0.9, 1.0), (30, 0.0, 1.0), (11, 0.9, 1.0), (13, 0.9, 0.9))
 ]
 
 

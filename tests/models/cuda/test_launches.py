@@ -22,6 +22,7 @@ from eyas.models.fused import fuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
+from eyas.sampling import nucleus
 from eyas.sampling.sampler import Draw, best_of_races, race, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -141,6 +142,21 @@ def test_a_rank_reads_its_logits_once_to_draw() -> None:
     with torch.inference_mode(), Launches() as merged:
         best_of_races(torch.empty(4, 3, 1024, dtype=torch.int32, device=META), draws, VOCAB)
     assert merged.num <= 3, merged.by_name
+
+
+def test_ranks_search_for_top_p_with_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges included. A level reads the logits once; the first pass finds the largest, the last one writes."""
+    exchanges = list[str]()
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *args, name=name: exchanges.append(name))
+    draws = [Draw(NoiseKey(row // 16, 1.0, top_p=0.9), row % 16) for row in range(1024)]
+    logits = torch.empty(1024, VOCAB // 4, device=META)
+    with torch.inference_mode(), Launches() as found:
+        nucleus.likely(logits, draws, 1, 4)
+    assert exchanges == ["all_reduce"] * 9 + ["all_gather"]
+    assert found.num + len(exchanges) <= 80, found.by_name
+    assert found.by_name["_masses_from"] == 9
+    assert found.other_bytes <= 11.1 * logits.nbytes, found.bytes_by_name
 
 
 def test_counting_sees_a_launch_and_its_bytes() -> None:

@@ -100,8 +100,11 @@ def requests() -> list[Request]:
         SamplingParams(16, 0.8, ignore_eos=True),
         SamplingParams(16, 1.1, top_k=12, top_p=0.85),
         SamplingParams(16, 1.0, logprobs=2),
+        SamplingParams(16, 1.0, top_p=0.9, ignore_eos=True),
+        SamplingParams(16, 1.2, top_p=0.95, min_p=0.02, ignore_eos=True),
+        SamplingParams(16, 1.1, min_p=0.05, ignore_eos=True),
     ]
-    prompts = [tuple(rng.integers(3, 50, int(rng.integers(1, 40))).tolist()) for _ in range(4)]
+    prompts = [tuple(rng.integers(3, 50, int(rng.integers(1, 40))).tolist()) for _ in kinds]
     return [Request(f"r{i}", prompt, replace(kinds[i], seed=i)) for i, prompt in enumerate(prompts)]
 
 
