@@ -22,11 +22,13 @@ from eyas.models.inputs import NO_SLOTS, Segment, SegmentRows, TreeSegments, noi
 from eyas.request import NoiseKey
 from eyas.tensors import Ints
 
-# Of a segment: row of its table, kept and new slots, rows, wanted logits, whether it has a mask, and a noise key.
+# Of a segment: row of its table, kept and new slots, rows, wanted logits, whether it has a mask; 0 without a noise key, 1
+# with one, 2 if top-p and min-p follow behind all keys.
 HEADER_INTS = 7
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 # What a rank other than 0 draws with.
-_KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4"), ("top_p", "<f8"), ("min_p", "<f8")])
+_KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4")])
+_NO_NUCLEUS = (NoiseKey(0).top_p, NoiseKey(0).min_p)
 FORWARD, INIT_KV_CACHE = 0, 1
 
 
@@ -70,11 +72,12 @@ class CommandEncoder:
             headers[4], headers[5] = packed.counts, True
         else:
             headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in command], strict=True)
-        headers[6] = [key is not None for key in keys]
-        drawn = [(key.seed, key.temperature, key.top_k, key.top_p, key.min_p) for key in keys if key is not None]
-        noise = np.array(drawn, _KEY).view("<i4")
+        noise = np.array([(key.seed, key.temperature, key.top_k) for key in keys if key is not None], _KEY).view("<i4")
+        nuclei = [_NO_NUCLEUS if key is None else (key.top_p, key.min_p) for key in keys]
+        headers[6] = [(key is not None) + (own != _NO_NUCLEUS) for key, own in zip(keys, nuclei, strict=True)]
+        filters = np.array([own for own in nuclei if own != _NO_NUCLEUS], "<f8").ravel().view("<i4")
         parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
-        ints = np.concatenate([*parts, packed.logits_indices, noise]).astype("<i4")
+        ints = np.concatenate([*parts, packed.logits_indices, noise, filters]).astype("<i4")
         return ints.tobytes() + _mask_bits(command, packed.counts)
 
 
@@ -105,9 +108,9 @@ class CommandDecoder:
         parts = np.split(ints, np.cumsum(sizes)[:-1])
         new, tokens, positions, slots, logits_indices = (parts[i * count : (i + 1) * count] for i in range(5))
         end = start + 4 * len(ints)
-        keys = np.frombuffer(message, _KEY, int(keyed.sum()), end).tolist()
-        noise_keys = iter([NoiseKey(*key) for key in keys])
-        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=end + _KEY.itemsize * len(keys))).view(np.bool_)
+        keys = np.frombuffer(message, _KEY, np.count_nonzero(keyed), end)
+        filters = np.frombuffer(message, "<f8", 2 * np.count_nonzero(keyed == 2), end + keys.nbytes).reshape(-1, 2)
+        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=end + keys.nbytes + filters.nbytes)).view(np.bool_)
         cells = np.cumsum(rows * rows * masked)
         masks = [
             bits[end - size * size : end].reshape(size, size) if is_masked else None
@@ -115,7 +118,9 @@ class CommandDecoder:
         ]
         tables = [self._tables.setdefault(row, ReceivedTable(row)) for row in table_rows.tolist()]
         prefixes = [t.append(length, own) for t, length, own in zip(tables, kept.tolist(), new, strict=True)]
-        own_keys = [next(noise_keys) if has_key else None for has_key in keyed.tolist()]
+        key, nucleus = iter(keys.tolist()), iter(filters.tolist())
+        kinds = keyed.tolist()
+        own_keys = [NoiseKey(*next(key), *(next(nucleus) if kind == 2 else ())) if kind else None for kind in kinds]
         ids = [table.id for table in tables]
         fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys, [NO_SLOTS] * count, ids)
         return [Segment(*own) for own in zip(*fields, strict=True)]

@@ -111,7 +111,7 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
 
 
 def keep(logits: Tensor, scale: Scale, kept: Kept) -> None:
-    """`eyas.sampling.nucleus.keep` of contiguous logits. One launch; a program takes a row, because it counts equal logits."""
+    """`eyas.sampling.nucleus.keep` of contiguous logits. One launch; a program takes a row, as it counts equals."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)

@@ -43,8 +43,9 @@ class Scale(NamedTuple):
 class Kept(NamedTuple):
     """Which tokens of a part are kept, [N] each.
 
-    last: int64, the bits of the last kept logit, see `ordered_bits`; all tokens above it are kept. before: int64, the mass of
-    all tokens before the part's first one at that logit. wanted: int64, below which it must be. min_p: float32.
+    last: int64, bits of the last kept logit, see `ordered_bits`; all tokens above it are kept. before: int64, mass of all
+    tokens before the part's first one at that logit. wanted: int64; a token at that logit is kept if the mass before it is
+    lower. min_p: float32, share of the likeliest token's mass that a token must have.
     """
 
     last: Tensor
@@ -129,7 +130,8 @@ def keep(logits: Tensor, scale: Scale, kept: Kept) -> None:
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from eyas.sampling import kernels
 
-        return kernels.keep(logits, scale, kept)
+        kernels.keep(logits, scale, kept)
+        return
     bits, weights = ordered_bits(logits), _weights(logits, scale)
     is_last = bits == kept.last[:, None]
     before = kept.before[:, None] + (is_last.cumsum(1) - 1) * _masses(weights)

@@ -167,7 +167,7 @@ def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(nucleus, "masses_from", locked(kernels.masses_from))
     monkeypatch.setattr(nucleus, "keep", locked(kernels.keep))
-    own = [part.contiguous().to(DEVICE) for part in logits.chunk(parts, 1)]
+    own = [part.to(DEVICE, copy=True).contiguous() for part in logits.chunk(parts, 1)]
     found = RankThreads(parts).run(lambda rank: nucleus.likely(own[rank], rows, rank, parts))
     assert plain(torch.cat(found, 1).cpu(), [Draw(NoiseKey(row.key.seed, 0.9), row.position) for row in rows]) == plain(
         logits, rows

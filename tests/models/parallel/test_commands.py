@@ -25,7 +25,8 @@ def make_segment(
 ) -> Segment:
     visible = rng.random((rows, rows)) < 0.5 if masked else None
     seed, top_k = int(rng.integers(0, 2**64, dtype=np.uint64)), int(rng.integers(0, 2**16))
-    key = NoiseKey(seed, float(rng.random()), top_k, *rng.random(2).tolist()) if masked else None
+    nucleus = rng.random(2).tolist() if seed % 2 else ()
+    key = NoiseKey(seed, float(rng.random()), top_k, *nucleus) if masked else None
     wanted = rng.integers(0, rows, rows // 2)
     return Segment(*rng.integers(0, 2**31, (3, rows)), prefix, visible, wanted, key, table=table)
 
