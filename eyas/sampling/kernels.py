@@ -110,11 +110,12 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
     return masses
 
 
-def keep(logits: Tensor, scale: Scale, kept: Kept) -> None:
-    """`eyas.sampling.nucleus.keep` of contiguous logits. One launch; a program takes a row, as it counts equals."""
+def keep(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+    """`eyas.sampling.nucleus.keep` of contiguous logits, in place. One launch; a program takes a row."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)
+    return logits
 
 
 def warm_up(vocab_size: int, device: torch.device) -> None:

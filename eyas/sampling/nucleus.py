@@ -77,8 +77,7 @@ def likely(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: int) -> 
         reached, above = torch.stack(parts).unbind(-1)
         before = above.sum(0) + (reached - above)[:rank].sum(0)
         last = torch.where(filters.top_p < 1, last, lowest)
-    keep(logits, scale, Kept(last, before, wanted, filters.min_p))
-    return logits
+    return keep(logits, scale, Kept(last, before, wanted, filters.min_p))
 
 
 def warm_up(logits: Tensor) -> None:
@@ -97,7 +96,7 @@ def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> t
         found = masses_from(logits, scale, last, shift, BORDERS)
         dist.all_reduce(found)
         if wanted is None:
-            # All mass is above the first border of the first level: a logit of -3e29 has none, unless the largest is lower.
+            # Nothing is below the first border, or it lies at -3e29 or lower and the largest logit above 3e29: without mass.
             wanted = (top_p.double() * found[:, 0].double()).ceil().long()
         last = last.add((found >= wanted[:, None]).sum(1), alpha=1 << shift)
     assert wanted is not None
@@ -125,18 +124,17 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
     return masses.flip(1).cumsum(1).flip(1)[:, 1:].contiguous()
 
 
-def keep(logits: Tensor, scale: Scale, kept: Kept) -> None:
-    """Set logits [N, P] that are not kept to minus infinity, in place. NaN and infinity stay."""
+def keep(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+    """Logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity stay."""
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from eyas.sampling import kernels
 
-        kernels.keep(logits, scale, kept)
-        return
+        return kernels.keep(logits, scale, kept)
     bits, weights = ordered_bits(logits), _weights(logits, scale)
     is_last = bits == kept.last[:, None]
     before = kept.before[:, None] + (is_last.cumsum(1) - 1) * _masses(weights)
     is_kept = (bits > kept.last[:, None]) | (is_last & (before < kept.wanted[:, None]))
-    logits.masked_fill_((logits < torch.inf) & ~(is_kept & (weights >= kept.min_p[:, None])), -torch.inf)
+    return logits.masked_fill((logits < torch.inf) & ~(is_kept & (weights >= kept.min_p[:, None])), -torch.inf)
 
 
 def _weights(logits: Tensor, scale: Scale) -> Tensor:

@@ -145,7 +145,7 @@ def test_kernels_keep_what_plain_operations_keep() -> None:
     on_device = logits.to(DEVICE, copy=True)
     with np.errstate(all="ignore"):
         kernels.keep(on_device, Scale(*(x.to(DEVICE) for x in scale)), Kept(*(x.to(DEVICE) for x in kept)))
-    nucleus.keep(logits, scale, kept)
+    logits = nucleus.keep(logits, scale, kept)
     torch.testing.assert_close(on_device.cpu(), logits, rtol=0, atol=0, equal_nan=True)
     counts = (logits > -torch.inf).sum(1).tolist()
     assert counts[2] == 2100, "2,100 of equal logits fit, as two thirds come before them"

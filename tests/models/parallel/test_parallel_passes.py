@@ -208,7 +208,10 @@ def test_without_memory_on_a_rank_only_what_fails_alone_ends(
         engine = assemble_engine(target, None, config, TreeConfig(4, 3, 2), RandomDrafter(48), ranks)
         sampled = SamplingParams(8, 0.9, ignore_eos=True)
         requests = [
-            Request(f"{n}", tuple(range(3 + n, 8 + n)), replace(sampled, seed=n, top_k=(0, 9)[n % 2])) for n in range(5)
+            Request(
+                f"{n}", tuple(range(3 + n, 8 + n)), replace(sampled, seed=n, top_k=(0, 9)[n % 2], top_p=(1.0, 0.9)[n > 1])
+            )
+            for n in range(5)
         ]
         last: dict[str, str | None] = {}
         tokens: dict[str, list[int]] = {}

@@ -38,7 +38,8 @@ def segments_of(draws: Sequence[Draw]) -> list[Segment]:
 def drawn_over(parts: int, logits: Tensor, draws: Sequence[Draw], threads: RankThreads | None = None) -> list[int]:
     """What rank 0 gets where each of `parts` ranks has its part of the logits."""
     segments, shards = segments_of(draws), [Shard(rank, parts) for rank in range(parts)]
-    own = [shard.cut(logits, 1) for shard in shards]
+    with torch.inference_mode():  # as a pass gives them
+        own = [shard.cut(logits, 1) for shard in shards]
     outputs = (threads or RankThreads(parts)).run(
         lambda rank: SharedVocabulary(shards[rank], logits.shape[1]).collect(segments, own[rank])
     )
