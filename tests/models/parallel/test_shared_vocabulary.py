@@ -13,6 +13,7 @@ from torch import Tensor
 from eyas.models.inputs import Segment
 from eyas.models.tensor_parallel import Shard, SharedVocabulary
 from eyas.request import NoiseKey, Request, SamplingParams
+from eyas.sampling import nucleus
 from eyas.sampling.sampler import Draw, sample
 from eyas.sampling.verify import can_draw_in_parts
 from tests.device_syncs import Waits
@@ -81,6 +82,14 @@ def test_rows_of_all_kinds_share_a_step() -> None:
     draws = [Draw(key, 9) for key in keys]
     logits = 3 * torch.randn(len(keys), VOCAB, generator=torch.Generator().manual_seed(1))
     assert drawn_over(2, logits, draws) == sample(logits, draws).tolist()
+
+
+def test_a_row_without_top_p_keeps_tokens_without_mass() -> None:
+    """Whatever rows it shares a step with: a draw depends on its own row alone."""
+    logits = torch.tensor([[0.0, -3.0, -60.0, -torch.inf]] * 2)
+    draws = [Draw(NoiseKey(0, 1.0, top_p=0.5), 1), Draw(NoiseKey(0, 1.0, min_p=1e-30), 1)]
+    (kept,) = RankThreads(1).run(lambda rank: nucleus.likely(logits, draws, rank, 1))
+    assert (kept > -torch.inf).tolist() == [[True, False, False, False], [True, True, True, False]]
 
 
 def test_the_last_kept_token_does_not_depend_on_the_ranks() -> None:
