@@ -23,9 +23,18 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
 from eyas.models.inputs import Segment
 from eyas.request import NoiseKey
-from eyas.sampling import nucleus
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import Draw, best_of_races, candidates, draw_candidates, has_filters, race, takes_candidates
+from eyas.sampling.sampler import (
+    Draw,
+    best_of_races,
+    candidates,
+    draw_candidates,
+    has_filters,
+    likely_logits,
+    race,
+    takes_candidates,
+    warm_up_search,
+)
 from eyas.tensors import Bools, upload
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -317,7 +326,7 @@ class SharedVocabulary:
     def warm_up(self, device: torch.device) -> None:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
         draws, logits = [Draw(NoiseKey(0, 1.0), 0)], self.placeholder(1, device)
-        nucleus.warm_up(logits)
+        warm_up_search(logits)
         found = race(logits, draws, 0, self._vocab_size)
         best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
 
@@ -356,7 +365,7 @@ class SharedVocabulary:
             own = [draw for draw, is_own in zip(draws, kinds == kind, strict=True) if is_own]
             rows = _selected(logits, kinds == kind)
             if kind == _FILTERED:
-                rows = nucleus.likely(rows, own, self._shard.rank, self._shard.size)
+                rows = likely_logits(rows, own, self._shard.rank, self._shard.size)
             most = max(draw.key.top_k for draw in own)
             found = candidates(rows, most, first_id) if kind == _LISTED else race(rows, own, first_id, size)
             if (parts := self._gather(found)) is not None:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import row_keys, signed
-from eyas.sampling.nucleus import Kept, Scale
-from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
+from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, Kept, Scale, has_filters
 from eyas.tensors import Ints, on_device_of, upload
 
 BLOCK = 2048
@@ -99,7 +98,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """`eyas.sampling.nucleus.masses_from`. Two launches."""
+    """`eyas.sampling.sampler.masses_from`. Two launches."""
     rows, width = logits.shape
     masses = torch.zeros(rows, len(borders), dtype=torch.int64, device=logits.device)
     with on_device_of(logits):
@@ -110,8 +109,8 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
     return masses
 
 
-def keep(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """`eyas.sampling.nucleus.keep` of contiguous logits, in place. One launch; a program takes a row."""
+def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+    """`eyas.sampling.sampler.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)

@@ -22,8 +22,7 @@ from eyas.models.fused import fuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
-from eyas.sampling import nucleus
-from eyas.sampling.sampler import Draw, best_of_races, race, sample
+from eyas.sampling.sampler import Draw, best_of_races, likely_logits, race, sample
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -152,7 +151,7 @@ def test_ranks_search_for_top_p_with_few_launches(monkeypatch: pytest.MonkeyPatc
     draws = [Draw(NoiseKey(row // 16, 1.0, top_p=0.9), row % 16) for row in range(1024)]
     logits = torch.empty(1024, VOCAB // 4, device=META)
     with torch.inference_mode(), Launches() as found:
-        nucleus.likely(logits, draws, 1, 4)
+        likely_logits(logits, draws, 1, 4)
     assert exchanges == ["all_reduce"] * 9 + ["all_gather"]
     assert found.num + len(exchanges) <= 80, found.by_name
     assert found.by_name["_masses_from"] == 9

@@ -13,8 +13,7 @@ from torch import Tensor
 from eyas.models.inputs import Segment
 from eyas.models.tensor_parallel import Shard, SharedVocabulary
 from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.sampling import nucleus
-from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sampler import Draw, likely_logits, sample
 from eyas.sampling.verify import can_draw_in_parts
 from tests.device_syncs import Waits
 from tests.rank_threads import RankThreads
@@ -88,7 +87,7 @@ def test_a_row_without_top_p_keeps_tokens_without_mass() -> None:
     """Whatever rows it shares a step with: a draw depends on its own row alone."""
     logits = torch.tensor([[0.0, -3.0, -60.0, -torch.inf]] * 2)
     draws = [Draw(NoiseKey(0, 1.0, top_p=0.5), 1), Draw(NoiseKey(0, 1.0, min_p=1e-30), 1)]
-    (kept,) = RankThreads(1).run(lambda rank: nucleus.likely(logits, draws, rank, 1))
+    (kept,) = RankThreads(1).run(lambda rank: likely_logits(logits, draws, rank, 1))
     assert (kept > -torch.inf).tolist() == [[True, False, False, False], [True, True, True, False]]
 
 
