@@ -31,8 +31,8 @@ MAX_BELOW = 80.0
 MAX_CANDIDATES = 256
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
-# The search of `likely_logits`: a level tells 16 values apart whose distance is 2**shift, by the mass from each but the first
-# one on. In the end each rank needs its mass from the last kept logit on, and above it.
+# The search of `likely_logits`: a level tells 16 values apart whose distance is 2**shift, by the mass from each but the
+# first one on. In the end each rank needs its mass from the last kept logit on, and above it.
 SEARCH_SHIFTS = range(28, -1, -4)
 SEARCH_BORDERS = range(1, 16)
 LAST_BORDERS = range(2)
@@ -222,7 +222,7 @@ def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: i
     divided by their sum here.
 
     A row takes 980 bytes a rank: 4 for its largest logit, 120 at each level, 16 at the last logit. On CUDA a level takes 6
-    launches, its exchange included. All together read the logits 11 times and write them once.
+    launches, its exchange included, and all together take 80. They read the logits 11 times and write them once.
     """
     logits = logits.contiguous()
     filters = filters_of([draw.key for draw in draws], logits.device)
