@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Out = TypeVar("Out")
-# Seconds after which a rank waits in vain.
+# Seconds that a rank waits for the others.
 PATIENCE = 60
 
 

@@ -134,7 +134,7 @@ def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
 
 
 def test_kernels_keep_what_plain_operations_keep() -> None:
-    """Also of equal logits, of which the mass before them keeps some."""
+    """Also some of equal logits, as many as the wanted mass has room for."""
     logits, third = hard_logits(), torch.arange(8) / 3
     largest, unit = sampler.largest_logits(logits), 2.0**sampler.MASS_BITS
     last = sampler.ordered_bits(torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])).long()
