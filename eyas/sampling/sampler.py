@@ -31,8 +31,8 @@ MAX_BELOW = 80.0
 MAX_CANDIDATES = 256
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
-# The search of `likely_logits`: at each level 16 values divide the range, 2**shift apart. Ranks add up the mass from each on,
-# except the first. In the end each rank needs its mass from the last kept logit on, and above it.
+# The search of `likely_logits`: at each level 16 values divide the range, 2**shift apart. Ranks add up the mass from each,
+# but the first one, on. In the end each rank needs its mass from the last kept logit on, and above it.
 SEARCH_SHIFTS = range(28, -1, -4)
 SEARCH_BORDERS = range(1, 16)
 LAST_BORDERS = range(2)
