@@ -111,7 +111,9 @@ def assemble_engine(
     if engine.deterministic and engine.emulated_device:
         raise ConfigError("engine.deterministic runs each sequence by itself; leave engine.emulated_device empty")
     fuser = fuser.to(target.dtype) if fuser else None
-    width = fuser.width if fuser else 0
+    # a CPU has memory for states, and less time than a GPU to fuse those that no drafter asks for
+    fuses_late = not has_gpu(engine, target.device)
+    width = (fuser.state_width if fuses_late else fuser.width) if fuser else 0
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +30,7 @@ from eyas.engine.draft_costs import (
     CostModel,
     DraftCosts,
     NextStep,
+    Plan,
     RecentTrees,
     StepTimes,
     SurvivalModel,
@@ -80,6 +80,7 @@ class AdaptiveDraftBudget:
     GOOD_ACCEPTANCE = 0.9  # of a node whose parent is accepted: scouts are sent if that would pay
     RELAXING = 0.99  # of what catching up seems to cost, for each step in which a sequence has no tree because of it
     MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
+    CATCH_UP_GAIN = 2.0  # what trees must save, relative to catching up for them: a slight gain may be none
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class AdaptiveDraftBudget:
         self._num_scouts = self._num_drafted = self._num_steps = 0
         self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
         self._catch_up_s = 0.0  # that this trial has waited for
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
+        self._other_plan: Plan | None = None  # the last one for steps with prompts, if the plan is for others, or without
         self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
         self._num_others = 0  # how often these were measured
         self._most = 1
@@ -169,8 +171,8 @@ class AdaptiveDraftBudget:
         is_settled = self._is_settled(len(batch)) if requested else True
         learns = bool(not is_settled or self._scouts or self._num_steps % self.OBSERVE_STEPS == 0)
         decode_only = bool(requested or learns) and all(scheduled.tree is not None for scheduled in batch)
-        num_rows = sum(len(scheduled.slots) for scheduled in batch) if decode_only else 0
         if decode_only and learns:
+            num_rows = sum([len(scheduled.slots) for scheduled in batch])
             context_s = self._context_token_s * sum([scheduled.first for scheduled in batch])
             rows_s = self._verify.seconds(num_rows)
             self._verify.observe(num_rows, verify_s * rows_s / (rows_s + context_s))
@@ -184,14 +186,12 @@ class AdaptiveDraftBudget:
             late_s = self._num_missed * self._catch_up_token_s
             self._draft.observe(len(requested), max(requested), max(wait_s - late_s, wait_s / CostModel.MAX_SURPRISE))
         num_drafted = self._observe_trees(batch, outputs, learns)
-        if not decode_only:
-            return
-        num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
-        speed = num_drafted / max(wait_s + verify_s + sum(self._others_s), 1e-9) / len(requested)
-        self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
+        if decode_only:
+            speed = num_drafted / max(wait_s + verify_s + sum(self._others_s), 1e-9) / len(requested)
+            self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
         # while all draft, a drafter catches up once, and that does not count as a loss
         most = CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP if self._is_trial else 1.0
-        self._account(num_tokens, len(batch), num_rows, min(wait_s, most * draft_s or wait_s))
+        self._account(batch, outputs, min(wait_s, most * draft_s or wait_s))
 
     def _observe_others(self, between_s: float, host_s: float) -> None:
         """Of the first times the least counts, as a longer one may hide a draft; then a mean."""
@@ -212,11 +212,21 @@ class AdaptiveDraftBudget:
             return min(wait_s + hidden_s, max(draft_s, wait_s))
         return wait_s + hidden_s
 
-    def _account(self, num_tokens: int, batch: int, num_rows: int, lost_s: float) -> None:
-        """Add what a step with trees lost against plain decoding to the debt, or subtract what it gained."""
+    def _account(self, all_in_step: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], lost_s: float) -> None:
+        """Add what the trees of a step lost against plain decoding to the debt, or subtract what they gained.
+
+        A token is worth what it takes in a plain step of as many sequences, and rows cost what they add to the pass.
+        """
+        num_rows = sum([len(scheduled.slots) for scheduled in all_in_step])
+        pairs = zip(all_in_step, outputs, strict=True)
+        done = [(len(s.slots), len(o.accepted.tokens)) for s, o in pairs if s.tree is not None and o.accepted]
+        batch, num_drafted = len(done), sum([rows - 1 for rows, _ in done])
+        if not batch:
+            return
         plain_s = self._step_s(batch)
         self._debt_rows = self._debt_rows if self._debt_s else batch
-        gain_s = plain_s * num_tokens / batch - self._step_s(num_rows) - lost_s
+        gain_s = plain_s * (sum([tokens for _, tokens in done]) / batch - 1) - lost_s
+        gain_s -= self._verify.seconds(num_rows) - self._verify.seconds(num_rows - num_drafted)
         free_s = min(max(-gain_s, 0.0), self._free_s) if self._num_trials < self.FREE_TRIALS else 0.0
         self._free_s -= free_s
         self._pay(gain_s + free_s)
@@ -282,7 +292,7 @@ class AdaptiveDraftBudget:
         self._num_left = -(-self.TRIAL_TREES // len(self._scouts))
         return dict.fromkeys(self._scouts, full)
 
-    def _worth_drafting(self, decoding: Seq[str], plan: _Plan, num_rows: int) -> Seq[str]:
+    def _worth_drafting(self, decoding: Seq[str], plan: Plan, num_rows: int) -> Seq[str]:
         """The sequences that trees save more time than the drafter needs to catch up with them."""
         if plan.pauses:
             return []
@@ -292,7 +302,9 @@ class AdaptiveDraftBudget:
             return decoding
         candidates = self._step.candidates()
         late = {
-            name for name in late if token_s * self._missed_of(name, candidates) > plan.saved_s * candidates[name].num_left
+            name
+            for name in late
+            if self.CATCH_UP_GAIN * token_s * self._missed_of(name, candidates) > plan.saved_s * candidates[name].num_left
         }
         if not late:
             return decoding
@@ -363,18 +375,22 @@ class AdaptiveDraftBudget:
     def _full(self, most: int) -> TreeSize:
         return TreeSize(most, min(self._tree.num_steps, most - 1))
 
-    def _planned(self, num_drafting: int, most: int, num_plain: int) -> _Plan:
+    def _planned(self, num_drafting: int, most: int, num_plain: int) -> Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
         plan, known_size, step = self._plan, min(self._recent.known_size, most), self._step
         num_rows = num_drafting + num_plain + step.num_prefilling
         all_rows, is_few = num_drafting + num_plain + step.num_prompt_rows, num_rows <= self.FEW
-        if plan and plan.known_size == known_size and self._is_fresh(plan, num_rows, all_rows):
-            self._plan = plan._replace(age=plan.age + 1)
-            return plan
+        for kept in (plan, self._other_plan) if plan else ():
+            if kept and kept.known_size == known_size and self._is_fresh(kept, num_rows, all_rows):
+                self._other_plan = self._other_plan if kept is plan else plan
+                self._plan = kept._replace(age=kept.age + 1)
+                return kept
+        if not plan or (plan.num_prompt_rows > 0) != (step.num_prompt_rows > 0):
+            self._other_plan = plan
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
             prompt_rows = step.num_prompt_rows
-            self._plan = _Plan(NO_TREE, known_size, num_rows, True, num_prompt_rows=prompt_rows, all_rows=all_rows)
+            self._plan = Plan(NO_TREE, known_size, num_rows, True, num_prompt_rows=prompt_rows, all_rows=all_rows)
             return self._plan
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for depth in levels_of for nodes in _steps(2, known_size) if depth < nodes]
@@ -407,7 +423,7 @@ class AdaptiveDraftBudget:
         if plan and plan.size.depth and not size.depth:
             self._debt_s = min(self._debt_s, self.RESTART_DEBT * self._step_s(num_rows))
         cut = int(np.argmax(rates[first]))
-        self._plan = _Plan(
+        self._plan = Plan(
             size,
             known_size,
             num_rows,
@@ -423,13 +439,14 @@ class AdaptiveDraftBudget:
         )
         return self._plan
 
-    def _is_fresh(self, plan: _Plan, num_rows: int, all_rows: int) -> bool:
+    def _is_fresh(self, plan: Plan, num_rows: int, all_rows: int) -> bool:
         """Whether a plan still holds, for about as many sequences and rows."""
         steps = self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
         most_steps = self.PLAN_STEPS * steps if plan.size.depth else self.MAX_PLAIN_STEPS
         is_like = (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0)
-        ratios = plan.num_rows / num_rows, plan.all_rows / all_rows
-        return is_like and plan.age < most_steps and min(ratios) > 0.9 and max(ratios) < 1.1
+        most = 1.1 if plan.size.depth and not plan.pauses else 2.0  # prompts differ in length
+        rows_ratio, all_ratio = plan.num_rows / num_rows, plan.all_rows / all_rows
+        return is_like and plan.age < most_steps and 0.9 < rows_ratio < 1.1 and 1 / most < all_ratio < most
 
     def _scout_interval(self, count: int, size: TreeSize, most: int, step_s: float, num_rows: float) -> int:
         """Steps from scouts to scouts, by what they add to a step. A round takes as long as its largest trees would."""
@@ -459,31 +476,6 @@ class AdaptiveDraftBudget:
             self._survival.forget()
             self._survival.observe(trees, paths)
         return num_tokens
-
-
-class _Plan(NamedTuple):
-    """A choice.
-
-    known_size: most nodes it could have. cuts: whether nodes are left out.
-    scout_interval: steps from scouts to scouts. age: steps it was used for.
-    num_prompt_rows: see NextStep. all_rows: of the step without trees. pauses: whether it has none as its prompts fill it.
-    rate: tokens per second in steps without prompts. saved_s: seconds that trees save with each token.
-    tree_rows, tree_tokens: drafted nodes of a tree that are verified, and that are accepted.
-    """
-
-    size: TreeSize
-    known_size: int
-    num_rows: int
-    cuts: bool
-    scout_interval: int = 1
-    age: int = 0
-    num_prompt_rows: int = 0
-    all_rows: int = 1
-    pauses: bool = False
-    rate: float = 0.0
-    saved_s: float = 0.0
-    tree_rows: float = 0.0
-    tree_tokens: float = 0.0
 
 
 def _steps(first: int, last: int) -> list[int]:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from copy import copy
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -79,7 +80,8 @@ DECODE_ONLY = NextStep()
 class DraftBudget(Protocol):
     """Chooses sizes of draft trees.
 
-    num_nodes: most nodes of the trees chosen last, the root included. tokens_per_s: see TreeBudget.
+    num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts. tokens_per_s: see
+    TreeBudget.
     """
 
     num_nodes: int
@@ -117,6 +119,31 @@ class FixedDraftBudget:
         return list(trees)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
+
+
+class Plan(NamedTuple):
+    """A choice of AdaptiveDraftBudget.
+
+    known_size: most nodes it could have. cuts: whether nodes are left out.
+    scout_interval: steps from scouts to scouts. age: steps it was used for.
+    num_prompt_rows: see NextStep. all_rows: of the step without trees. pauses: whether it has none as its prompts fill it.
+    rate: tokens per second in steps without prompts. saved_s: seconds that trees save with each token.
+    tree_rows, tree_tokens: drafted nodes of a tree that are verified, and that are accepted.
+    """
+
+    size: TreeSize
+    known_size: int
+    num_rows: int
+    cuts: bool
+    scout_interval: int = 1
+    age: int = 0
+    num_prompt_rows: int = 0
+    all_rows: int = 1
+    pauses: bool = False
+    rate: float = 0.0
+    saved_s: float = 0.0
+    tree_rows: float = 0.0
+    tree_tokens: float = 0.0
 
 
 class CostModel:
@@ -224,6 +251,7 @@ class DraftCosts:
         self._num_first, self._first_size = 0 if first.sizes else self.NUM_FIRST, NO_TREE
         error = (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
         self._spread = error, 0.0, error  # covariance of both errors: of the first table, of both, of the other
+        self._hoped: tuple[CostModel, CostModel] | None = None  # both tables, relaxed
 
     def at(self, num_trees: int, size: TreeSize) -> float:
         """Expected seconds."""
@@ -231,6 +259,7 @@ class DraftCosts:
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
         """Correct the tables by a measurement. Into empty ones it goes in parts, FIRST_SHARE of it for the first level."""
+        self._hoped = None
         rows, further = self._rows(num_trees, size), size.depth - 1
         if not self._first.sizes:
             self._first.observe(num_trees, self.FIRST_SHARE * seconds if further else seconds)
@@ -260,9 +289,13 @@ class DraftCosts:
                 self._level.scale(rows, (one + more) / (1 + further) / (more / further))
 
     def relax(self) -> None:
-        """Expect a little less before a retry, and believe what it measures."""
-        self._first.relax(self.RELAXING)
-        self._level.relax(self.RELAXING)
+        """Expect a little less until the next measurement, and believe that one.
+
+        The tables stay: a retry with few trees says less of many.
+        """
+        self._hoped = self._hoped or (copy(self._first), copy(self._level))
+        for table in self._hoped:
+            table.relax(self.RELAXING)
         a, b, c = self._spread
         least = self.MEASURED**2
         self._spread = max(a, least), b, max(c, least)
@@ -271,7 +304,8 @@ class DraftCosts:
         """Seconds of the first level, and of all further ones."""
         if not size.depth:
             return 0.0, 0.0
-        return self._first.seconds(num_trees), (size.depth - 1) * self._level.seconds(self._rows(num_trees, size))
+        first, level = self._hoped or (self._first, self._level)
+        return first.seconds(num_trees), (size.depth - 1) * level.seconds(self._rows(num_trees, size))
 
     def _rows(self, num_trees: int, size: TreeSize) -> int:
         return num_trees * max(min(size.nodes - 1, self._top_k), 1)

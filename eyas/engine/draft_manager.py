@@ -72,6 +72,11 @@ class DraftManager:
         """Whether a drafter elsewhere works on answers; one in this process begins when they are collected."""
         return bool(self._requested) and not isinstance(self._drafter, LocalDrafter)
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the drafter wants prompts before trees; one in this process would only keep them until then."""
+        return self._drafter is not None and not isinstance(self._drafter, LocalDrafter)
+
     def drafts(self, request: Request) -> bool:
         """Whether a request gets draft trees."""
         return self._drafter is not None and request.num_draft_tokens != 1

@@ -41,6 +41,7 @@ class ModelRunner:
     """Owns the target, its KV cache and the part of the draft head that runs beside it.
 
     backend: how forward passes run; plainly by default. workers: the other ranks that compute.
+    The KV cache has features, or the states that these are made of: then `features` fuses those that a drafter asks for.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.backend: ForwardBackend = backend or target
         self._fuser = fuser
+        self._fuses_late = fuser is not None and kv_cache.features.shape[1] != fuser.width
         self._workers = workers or TargetWorkers()
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
@@ -103,12 +105,19 @@ class ModelRunner:
         if isinstance(self.backend, EmulatedBackend):
             self.backend.device.synchronize()
         features = self.kv_cache.features
-        return features.index_select(0, upload(slots, features.device))
+        found = features.index_select(0, upload(slots, features.device))
+        return self._fused(found) if self._fuses_late else found
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:
         if self._fuser is not None and out.aux_hidden_states is not None:
             with torch.inference_mode():
-                self.kv_cache.features.index_copy_(0, slots, self._fuser(out.aux_hidden_states))
+                states = out.aux_hidden_states if self._fuses_late else self._fuser(out.aux_hidden_states)
+                self.kv_cache.features.index_copy_(0, slots, states)
+
+    @torch.inference_mode()
+    def _fused(self, states: Tensor) -> Tensor:
+        assert self._fuser is not None, "there are states"
+        return self._fuser(states)  # type: ignore[no-any-return]
 
 
 class BatchInvariantRunner(ModelRunner):

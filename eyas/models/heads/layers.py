@@ -291,6 +291,11 @@ class FeatureFuser(nn.Module):
         self.width = width
         self.aux_hidden_state_layers = aux_hidden_state_layers
 
+    @property
+    def state_width(self) -> int:
+        """T * C."""
+        return self.width
+
     def forward(self, states: Tensor) -> Tensor:
         return states
 
@@ -318,6 +323,10 @@ class LinearFuser(FeatureFuser):
         self.output_norm = None if output_norm is None else frozen(output_norm)
         self._eps = eps
         self._product: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def state_width(self) -> int:
+        return self.weight.shape[1]
 
     def serve(self) -> None:
         """Lay out the weight for fast products on the CPU in float32. It cannot be trained any more."""

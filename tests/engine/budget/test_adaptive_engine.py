@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.base import Drafter
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, is_adaptive
 from eyas.engine.draft_budget import AdaptiveDraftBudget
@@ -22,6 +23,7 @@ from eyas.errors import ConfigError
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
 from tests import reference
 from tests.engine.drafters import KnowingDrafter, RandomDrafter
 from tests.tiny import DEMO
@@ -77,6 +79,36 @@ class RecordingBudget(FixedDraftBudget):
         self.calls.add((tuple(decoding), num_plain))
         self.steps.append(step)
         return super().choose(decoding, most, num_plain, step)
+
+
+class PausingBudget(FixedDraftBudget):
+    """Lets nobody draft while it pauses."""
+
+    pauses = True
+
+    def choose(
+        self, decoding: Sequence[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeSize]:
+        found = super().choose(decoding, 1 if self.pauses else most, num_plain, step)
+        return {} if self.pauses else found
+
+
+class FeatureDrafter(LocalDrafter):
+    """Root-only trees; keeps the features of each session in order."""
+
+    needs = DrafterNeeds(features=True)
+
+    def __init__(self) -> None:
+        self.features: dict[str, list[Tensor]] = {}
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        for context in contexts:
+            assert context.features is not None
+            self.features.setdefault(context.session, []).append(context.features)
+        return [DraftTree((context.tokens[-1],), (0,), (0.0,)) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
 
 
 def priced_engine(
@@ -183,6 +215,37 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
     assert run(engine) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, pruned, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
+
+
+def test_states_are_fused_for_those_who_draft_alone() -> None:
+    """Nobody drafts for five steps: no prompt is sent, and nothing is fused. Later the drafter gets all features."""
+    fuser = build_fuser("eagle3", str(DEMO / "eagle3"), str(DEMO / "target"), "float32", "cpu")
+    assert fuser is not None
+    target = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 6, 9))
+    drafter, budget = FeatureDrafter(), PausingBudget()
+    engine = assemble_engine(target, fuser, EngineConfig(max_kv_tokens=512), TREE, drafter)
+    engine._budget = budget
+    fused: list[int] = []
+    engine._runner._fuser.register_forward_hook(lambda module, args, output: fused.append(len(output)))  # type: ignore[union-attr]
+    for request in REQUESTS:
+        engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    assert (fused, drafter.features) == ([], {})
+    budget.pauses = False
+    while engine.has_work:
+        engine.step()
+    features = torch.cat(drafter.features["1"])
+    assert 80 < len(features) == sum(fused) // len(REQUESTS), "each once"
+    prompt, sampling = list(REQUESTS[1].prompt_ids), REQUESTS[1].sampling
+    tokens = torch.tensor([[*prompt, *reference.generate(str(DEMO / "target"), prompt, sampling)]])
+    with torch.inference_mode():
+        found = reference.load_reference(str(DEMO / "target"))(
+            tokens[:, : len(features)], output_hidden_states=True
+        ).hidden_states
+    torch.testing.assert_close(
+        features, fuser(torch.cat([found[layer][0] for layer in (2, 6, 9)], -1)), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("method", ["eagle3", "prompt_lookup", "lookahead"])

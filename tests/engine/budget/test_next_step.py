@@ -3,11 +3,16 @@
 import random
 from collections.abc import Mapping
 from functools import partial
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import Candidate, CostModel, DraftCosts, NextStep, StepTimes, TreeSize
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.request import Request
+from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation
 
@@ -43,6 +48,44 @@ def test_rows_of_prompts_leave_no_room_for_trees() -> None:
     with_prompts = budget.choose(NAMES, NODES, 0, NextStep(BATCH, int(8 * KNEE)))
     assert sum(size.nodes - 1 for size in with_prompts.values()) < BATCH * (NODES - 1)
     assert len(drafting(budget.choose(NAMES, NODES))) == BATCH, "as soon as there are no prompts"
+
+
+def test_trees_beside_prompts_leave_a_debt_too() -> None:
+    """One of eight sequences has a tree beside 512 rows of a prompt, and no node of it is accepted."""
+    budget = trained()
+    budget._free_s, before = 0.0, budget._debt_s
+    budget._sizes = dict.fromkeys(NAMES, TreeSize(1, 0)) | {"0": TreeSize(NODES, NODES - 1)}
+    slots = np.zeros(1000, np.int64)
+    sequences = [Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], slots) for name in [*NAMES, "prompt"]]
+    trees = [DraftTree.chain(range(NODES)), *[DraftTree.chain((1,))] * (BATCH - 1), None]
+    rows = [NODES, *[1] * (BATCH - 1), int(8 * KNEE)]
+    batch = [ScheduledSequence(s, np.arange(n), 1, tree) for s, n, tree in zip(sequences, rows, trees, strict=True)]
+    outputs = [*[VerifyOutput(Accepted((0,), (5,)))] * BATCH, VerifyOutput(None)]
+    verify_s = budget._verify.seconds(sum(rows))
+    lost_s = verify_s - budget._verify.seconds(sum(rows) - NODES + 1) + 0.05
+    budget.observe(batch, outputs, StepTimes(0.05, verify_s, None))
+    assert budget._debt_s - before == pytest.approx(lost_s, rel=0.05)
+
+
+def test_the_choices_with_and_without_prompts_are_both_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = trained()
+    nodes = Mock(wraps=budget._recent.nodes)
+    monkeypatch.setattr(budget._recent, "nodes", nodes)
+    for length in (0, 100, 0, 120, 0, 90):
+        budget.choose(NAMES, NODES, 0, NextStep(1 if length else 0, length))
+    assert nodes.call_count <= 3
+
+
+def test_a_slight_gain_is_no_reason_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catching up takes .01 seconds a token, and trees save .5 in all: more than 25 tokens are not worth it."""
+    budget = trained()
+    monkeypatch.setattr(AdaptiveDraftBudget, "_catch_up_token_s", 0.01)
+    lacking = {name: Candidate(length=10 * number, num_left=50, num_missed=0) for number, name in enumerate(NAMES)}
+    budget._sizes, budget._begun = dict.fromkeys(NAMES, TreeSize(1, 0)), set()
+    plan = budget._plan._replace(saved_s=0.01, rate=0.0) if budget._plan else None
+    assert plan is not None
+    budget._step = NextStep(candidates=lambda: lacking)
+    assert budget._worth_drafting(NAMES, plan, BATCH) == ["0", "1", "2"]
 
 
 def test_few_rows_of_prompts_leave_trees_as_they_are() -> None:
