@@ -103,9 +103,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     """Quicken Triton's interpreter, if tests may use it."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
-        from tests.interpreter import patch_once_a_launch
+        from tests.interpreter import quicken
 
-        patch_once_a_launch()
+        quicken()
 
 
 @pytest.hookimpl(optionalhook=True)
