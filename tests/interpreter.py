@@ -61,11 +61,13 @@ def quicken() -> None:
     It patches `triton.language` once, copies nothing from the CPU to the CPU, and decides once what an operation does with
     operands of some types. Nor does it look for overflows: compiled kernels do not either.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     patched, patch, np_dtype = set[int](), interpreter._patch_lang, interpreter._get_np_dtype
     executor, semantic = interpreter.GridExecutor, interpreter.interpreter_semantic
-    np_dtypes = dict[str, Any]()
+    np_dtypes, unwrap_constexpr = dict[str, Any](), core._unwrap_if_constexpr
+    unwrapped = {semantic.tensor, int, float, bool, str, type(None)}
 
     class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
         def restore(self) -> None:
@@ -77,12 +79,27 @@ def quicken() -> None:
             patch(fn)
         return Scope()
 
+    def patch_member(owner: Any, name: str, member: Any, builder: Any, scope: Scope) -> None:
+        """A function of the language as kernels call it: with the interpreter's semantic."""
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        setattr(owner, name, call)
+
     def np_dtype_of(dtype: Any) -> Any:
         if (known := np_dtypes.get(dtype.name)) is None:
             known = np_dtypes[dtype.name] = np_dtype(dtype)
         return known
 
-    interpreter._LangPatchScope, interpreter._patch_lang, interpreter._get_np_dtype = Scope, patch_once, np_dtype_of
+    interpreter._LangPatchScope, interpreter._patch_lang, interpreter._patch_attr = Scope, patch_once, patch_member
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in unwrapped else unwrap_constexpr(value)
+
+    interpreter._get_np_dtype, core._unwrap_if_constexpr = np_dtype_of, unwrap
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda *_: None
