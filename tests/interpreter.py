@@ -47,12 +47,11 @@ def fixed_products(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
-# Operations whose way depends on the types of their operands and on numbers among them alone.
-OPERATIONS = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "minimum", "maximum", "and_", "or_", "xor_", "lshr", "ashr", "shl",
-    "minus", "invert", "greater_than", "greater_equal", "less_than", "less_equal", "equal", "not_equal", "where", "cast",
-    "bitcast", "expand_dims", "load", "store",
-)  # fmt: skip
+# Functions of the language, beside operators, whose way depends on the types of their operands and on numbers alone.
+PLANNED = {
+    "where", "load", "store", "cast", "to", "maximum", "minimum", "exp", "exp2", "log", "log2", "ceil", "abs", "sqrt", "rsqrt",
+    "expand_dims",
+}  # fmt: skip
 
 
 def quicken() -> None:
@@ -87,25 +86,24 @@ def quicken() -> None:
             named["_semantic"] = semantic
             return function(*args, **named)
 
-        setattr(owner, name, call)
+        is_planned = name.startswith("__") or name in PLANNED
+        setattr(owner, name, _Plans(call, semantic).function() if is_planned else call)
 
     def np_dtype_of(dtype: Any) -> Any:
         if (known := np_dtypes.get(dtype.name)) is None:
             known = np_dtypes[dtype.name] = np_dtype(dtype)
         return known
 
-    interpreter._LangPatchScope, interpreter._patch_lang, interpreter._patch_attr = Scope, patch_once, patch_member
     def unwrap(value: Any) -> Any:
         return value if type(value) in unwrapped else unwrap_constexpr(value)
 
+    interpreter._LangPatchScope, interpreter._patch_lang, interpreter._patch_attr = Scope, patch_once, patch_member
     interpreter._get_np_dtype, core._unwrap_if_constexpr = np_dtype_of, unwrap
     interpreter.TensorHandle.__post_init__ = lambda self: None
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda *_: None
     semantic.tensor.__init__ = _sharing_shapes(semantic.tensor.__init__)
-    for name in OPERATIONS:
-        setattr(semantic, name, _Planned(getattr(semantic, name), semantic))
 
 
 def _sharing_shapes(plain: Callable[..., None]) -> Callable[..., None]:
@@ -122,8 +120,13 @@ def _sharing_shapes(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-class _Planned:
-    """An operation of the interpreter that keeps, for each kind of operands, which functions of its builder it calls.
+def _kind_of(value: Any) -> tuple[type, Any]:
+    """What a value of another type than a tensor is known by. Slices cannot be looked up."""
+    return type(value), repr(value) if isinstance(value, tuple | slice) else value
+
+
+class _Plans:
+    """What a function of the language does, for each kind of operands: which functions of the interpreter's builder it calls.
 
     A plan is made when operands of a kind are met for the second time.
     """
@@ -132,23 +135,34 @@ class _Planned:
 
     def __init__(self, plain: Callable[..., Any], semantic: Any) -> None:
         self.plain, self.semantic, self.tensor = plain, semantic, semantic.tensor
-        self.plans = dict[tuple[Any, ...], Callable[..., Any] | None]()
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        if _Planned.is_recording or named:
-            return self.plain(*args, **named)
-        kinds = tuple([arg.type.name if type(arg) is self.tensor else (type(arg), arg) for arg in args])
-        if plan := self.plans.get(kinds):
-            return plan(*args)
-        if kinds in self.plans:
-            self.plans[kinds] = plan = self.planned(args)
-            return plan(*args)
-        self.plans[kinds] = None
-        return self.plain(*args)
+    def function(self) -> Callable[..., Any]:
+        """The same function, with plans."""
+        from triton.language import constexpr
 
-    def planned(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """A function that calls what `plain` calls of the builder with operands of these kinds."""
+        plans, tensor, plain = dict[Any, Callable[..., Any] | None](), self.tensor, self.plain
+
+        def call(*args: Any, **named: Any) -> Any:
+            if _Plans.is_recording:
+                return plain(*args, **named)
+            named.pop("_semantic", None)
+            args = tuple([arg.value if type(arg) is constexpr else arg for arg in (*args, *named.values())])
+            kinds = (*[arg.type.name if type(arg) is tensor else _kind_of(arg) for arg in args], *named)
+            if plan := plans.get(kinds):
+                return plan(*args)
+            if kinds in plans:
+                plans[kinds] = plan = self.plan(args, tuple(named))
+                return plan(*args)
+            plans[kinds] = None
+            num_placed = len(args) - len(named)
+            return plain(*args[:num_placed], **dict(zip(named, args[num_placed:], strict=True)))
+
+        return call
+
+    def plan(self, args: Sequence[Any], names: Sequence[str]) -> Callable[..., Any]:
+        """A function that calls what `plain` calls of the builder with operands of these kinds; the last ones have names."""
         builder, steps = self.semantic.builder, list[tuple[Any, Sequence[Any], Any]]()
+        num_placed = len(args) - len(names)
 
         class Recorder:
             def __getattr__(self, name: str) -> Any:
@@ -163,11 +177,11 @@ class _Planned:
                 return call
 
         copies = [self.tensor(arg.handle.clone(), arg.type) if type(arg) is self.tensor else arg for arg in args]
-        _Planned.is_recording, self.semantic.builder = True, Recorder()
+        _Plans.is_recording, self.semantic.builder = True, Recorder()
         try:
-            out = self.plain(*copies)
+            out = self.plain(*copies[:num_placed], **dict(zip(names, copies[num_placed:], strict=True)))
         finally:
-            _Planned.is_recording, self.semantic.builder = False, builder
+            _Plans.is_recording, self.semantic.builder = False, builder
         handles = {id(copy.handle): f"a{n}.handle" for n, copy in enumerate(copies) if type(copy) is self.tensor}
         known, lines = dict[str, Any](tensor=self.tensor), list[str]()
 
