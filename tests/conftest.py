@@ -15,13 +15,14 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from eyas import LLM
 
-# Folders and files that take the longest, some of them by waiting.
+# Folders and files that take the longest. Those that wait for processes of their own are spread over those that compute.
 LONGEST = (
-    "tests/ray/cluster/", "tests/e2e/", "tests/deploy/running/", "tests/models/parallel/", "tests/repo/test_readme.py",
-    "tests/acceptance/test_rejection_engine.py", "tests/drafters/test_cuda_graph_trees.py", "tests/models/cuda/",
-    "tests/train/test_resume.py", "tests/bench/test_gpu.py", "tests/models/heads/",
-    "tests/services/test_verifier_ranks.py", "tests/chaos/", "tests/drafters/draft_model/", "tests/unit/test_ea_model.py",
-    "tests/services/test_start_failures.py", "tests/repo/test_imports.py", "tests/engine/",
+    "tests/ray/cluster/", "tests/e2e/", "tests/acceptance/test_rejection_engine.py", "tests/models/parallel/",
+    "tests/repo/test_readme.py", "tests/deploy/running/", "tests/engine/", "tests/models/test_fused.py",
+    "tests/models/heads/", "tests/chaos/", "tests/train/", "tests/models/cuda/", "tests/bench/test_gpu.py",
+    "tests/services/test_verifier_ranks.py", "tests/drafters/test_cuda_graph_trees.py", "tests/scheduling/test_soak.py",
+    "tests/repo/", "tests/services/drafting/", "tests/drafters/", "tests/unit/test_ea_model.py",
+    "tests/services/test_start_failures.py", "tests/fuzz/",
 )  # fmt: skip
 
 # Names of folders whose files share processes: clusters, and the servers that services and ranks are forks of.

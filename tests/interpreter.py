@@ -49,16 +49,16 @@ def fixed_products(patch: pytest.MonkeyPatch) -> None:
 
 # Functions of the language, beside operators, whose way depends on the types of their operands and on numbers alone.
 PLANNED = {
-    "where", "load", "store", "cast", "to", "maximum", "minimum", "exp", "exp2", "log", "log2", "ceil", "abs", "sqrt", "rsqrt",
-    "expand_dims",
+    "where", "load", "store", "cast", "to", "expand_dims", "maximum", "minimum", "exp", "exp2", "log", "log2", "ceil", "abs",
+    "sqrt", "rsqrt",
 }  # fmt: skip
 
 
 def quicken() -> None:
     """Let Triton's interpreter do once what it does at each call and what changes nothing.
 
-    It patches `triton.language` once, copies nothing from the CPU to the CPU, and decides once what an operation does with
-    operands of some types. Nor does it look for overflows: compiled kernels do not either.
+    It patches `triton.language` once, copies nothing from the CPU to the CPU, and plans once what an operation does with
+    operands of some types. Its types take most of its time. It looks for no overflows: compiled kernels do not either.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -109,11 +109,11 @@ def quicken() -> None:
 def _sharing_shapes(plain: Callable[..., None]) -> Callable[..., None]:
     """The constructor of Triton's tensors, which makes the objects that describe a shape once for each type."""
 
-    def init(self: Any, handle: Any, type: Any) -> None:
-        known = type.__dict__.get("_of_tensors")
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        known = kind.__dict__.get("_of_tensors")
         if known is None:
-            plain(self, handle, type)
-            known = type._of_tensors = {name: value for name, value in self.__dict__.items() if name != "handle"}
+            plain(self, handle, kind)
+            known = kind._of_tensors = {name: value for name, value in self.__dict__.items() if name != "handle"}
         self.__dict__.update(known)
         self.handle = handle
 
@@ -126,7 +126,7 @@ def _kind_of(value: Any) -> tuple[type, Any]:
 
 
 class _Plans:
-    """What a function of the language does, for each kind of operands: which functions of the interpreter's builder it calls.
+    """What a function of the language does for each kind of operands: the functions of the interpreter's builder it calls.
 
     A plan is made when operands of a kind are met for the second time.
     """

@@ -12,6 +12,8 @@ from deploy.binaries import helm
 from tests.repo.repository import ROOT
 
 Object = dict[str, Any]
+# The quick one, where PyYAML is built with it.
+SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 CHART = ROOT / "deploy" / "helm"
 VALUES = sorted((CHART / "values").glob("*.yaml"))
@@ -67,7 +69,7 @@ def template(*arguments: str) -> list[Object]:
     """Output of `helm template`. Raises AssertionError with helm's message."""
     result = run_helm("template", "demo", ".", "--namespace", "eyas", *arguments)
     assert result.returncode == 0, result.stderr
-    return [item for item in yaml.safe_load_all(result.stdout) if item]
+    return [item for item in yaml.load_all(result.stdout, SafeLoader) if item]
 
 
 def settings(assignments: Sequence[str]) -> list[str]:

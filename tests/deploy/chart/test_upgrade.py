@@ -11,6 +11,7 @@ from tests.deploy.charts import (
     CHART,
     VALUES,
     Object,
+    SafeLoader,
     arguments,
     named,
     of_kind,
@@ -102,7 +103,7 @@ def test_an_upgrade_keeps_both_tokens_of_a_rotation(next_chart: Path) -> None:
 def render_from(chart: Path, *arguments: str) -> list[Object]:
     result = run_helm("template", "demo", str(chart), "--namespace", "eyas", *arguments)
     assert result.returncode == 0, result.stderr
-    return [item for item in yaml.safe_load_all(result.stdout) if item]
+    return [item for item in yaml.load_all(result.stdout, SafeLoader) if item]
 
 
 def test_versions_stand_in_no_selector() -> None:
