@@ -1,12 +1,15 @@
 """Every object fits the API schema of every Kubernetes version that the chart supports."""
 
+import functools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils
 from kubernetes_validate.utils import all_versions
 from packaging.version import Version
 
@@ -30,6 +33,14 @@ def unique(names: list[str]) -> list[dict[str, Any]]:
 def test_the_chart_supports_the_versions_that_are_checked() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"] == f">={OLDEST}.0-0"
     assert len(VERSIONS) >= 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_read_once() -> Iterator[None]:
+    """The schemas of all objects of a version, which are read again for each object else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @pytest.mark.parametrize("version", VERSIONS)
