@@ -380,13 +380,8 @@ class AdaptiveDraftBudget:
         plan, known_size, step = self._plan, min(self._recent.known_size, most), self._step
         num_rows = num_drafting + num_plain + step.num_prefilling
         all_rows, is_few = num_drafting + num_plain + step.num_prompt_rows, num_rows <= self.FEW
-        for kept in (plan, self._other_plan) if plan else ():
-            if kept and kept.known_size == known_size and self._is_fresh(kept, num_rows, all_rows):
-                self._other_plan = self._other_plan if kept is plan else plan
-                self._plan = kept._replace(age=kept.age + 1)
-                return kept
-        if not plan or (plan.num_prompt_rows > 0) != (step.num_prompt_rows > 0):
-            self._other_plan = plan
+        if kept := self._kept_plan(known_size, num_rows, all_rows):
+            return kept
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
             prompt_rows = step.num_prompt_rows
@@ -438,6 +433,16 @@ class AdaptiveDraftBudget:
             tree_tokens=float(accepted[first, cut]),
         )
         return self._plan
+
+    def _kept_plan(self, known_size: int, num_rows: int, all_rows: int) -> Plan | None:
+        """A plan that still holds; there is one for steps with prompts and one for others."""
+        plan, other = self._plan, self._other_plan if self._plan else None
+        for kept in (plan, other):
+            if kept and kept.known_size == known_size and self._is_fresh(kept, num_rows, all_rows):
+                self._plan, self._other_plan = kept._replace(age=kept.age + 1), other if kept is plan else plan
+                return kept
+        self._other_plan = other if plan and (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0) else plan
+        return None
 
     def _is_fresh(self, plan: Plan, num_rows: int, all_rows: int) -> bool:
         """Whether a plan still holds, for about as many sequences and rows."""

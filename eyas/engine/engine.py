@@ -289,7 +289,7 @@ class Engine:
         step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready), num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
         if self._budget.num_nodes == 1 and not (prefilling and self._draft_manager.takes_prompts):
-            return  # nobody drafts
+            return  # no request drafts
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
         wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]

@@ -82,7 +82,7 @@ class RecordingBudget(FixedDraftBudget):
 
 
 class PausingBudget(FixedDraftBudget):
-    """Lets nobody draft while it pauses."""
+    """Lets no request draft while it pauses."""
 
     pauses = True
 
@@ -218,7 +218,7 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
 
 
 def test_states_are_fused_for_those_who_draft_alone() -> None:
-    """Nobody drafts for five steps: no prompt is sent, and nothing is fused. Later the drafter gets all features."""
+    """No request drafts for five steps: no prompt is sent, and nothing is fused. Later the drafter gets all features."""
     fuser = build_fuser("eagle3", str(DEMO / "eagle3"), str(DEMO / "target"), "float32", "cpu")
     assert fuser is not None
     target = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 6, 9))
