@@ -1,0 +1,35 @@
+"""The benchmark of adaptive trees under constant load counts the tokens and the time of both engines."""
+
+from itertools import count
+
+import pytest
+
+from benchmarks.scripts import adaptive_load
+
+
+@pytest.fixture(autouse=True)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a millisecond, and nothing else does."""
+    clock = count()
+    monkeypatch.setattr(adaptive_load.time, "thread_time", lambda: next(clock) / 1000)
+
+
+def test_both_engines_get_the_same_time() -> None:
+    settings = adaptive_load.Settings((2,), (0.0,), seconds=0.5, tokens=20)
+    prompts = [tuple(range(10, 30)), tuple(range(40, 70))]
+    ratio = adaptive_load.measure(settings, 2, 0.0, prompts)
+    assert ratio.steps > 4
+    assert 0.2 < ratio.whole < 5
+    assert 0 <= ratio.steps_with_trees <= ratio.steps
+    assert adaptive_load.table([ratio]).rows[0][:2] == ("2", "0")
+
+
+def test_a_paused_clock_stands_still() -> None:
+    clock = adaptive_load.OwnTime()
+    clock.pause()
+    spent = clock.spent
+    for _ in range(9):
+        adaptive_load.time.thread_time()
+    clock.resume()
+    clock.pause()
+    assert clock.spent - spent == pytest.approx(0.001)
