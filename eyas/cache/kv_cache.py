@@ -1,7 +1,7 @@
 """The tensors of the KV cache: keys, values and fused features, one slot per token; and slot tables on a device.
 
 Keys and values may have 8 bits, divided by a scale of their layer. torch copies such numbers between slots as bytes.
-Legend: S slots, R rows, J key-value heads, D head width, H width of fused features.
+Legend: S slots, R rows, J key-value heads, D head width, H width of fused features, or of the states that they are made of.
 """
 
 from __future__ import annotations
