@@ -121,8 +121,8 @@ def _sharing_shapes(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _kind_of(value: Any) -> tuple[type, Any]:
-    """What a value of another type than a tensor is known by. Slices cannot be looked up."""
-    return type(value), repr(value) if isinstance(value, tuple | slice) else value
+    """What a value of another type than a tensor is known by. Slices cannot be looked up, NaN never, and 0.0 is -0.0."""
+    return type(value), repr(value) if isinstance(value, tuple | slice | float) else value
 
 
 class _Plans:

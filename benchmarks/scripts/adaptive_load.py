@@ -55,6 +55,7 @@ class Ratio:
     settled: float
     steps: int
     steps_with_trees: int
+    seconds: tuple[float, float]  # that the plain and the adaptive engine had
 
 
 class OwnTime(Clock):
@@ -129,7 +130,8 @@ def measure(settings: Settings, batch: int, temperature: float, prompts: Sequenc
         for side, (tokens, seconds) in zip((plain, adaptive), first, strict=True)
     ]
     ratios = rates[1] / rates[0], settled[1] / settled[0]
-    return Ratio(batch, temperature, *ratios, adaptive.num_steps, adaptive.num_with_trees)
+    spent = plain.clock.spent, adaptive.clock.spent
+    return Ratio(batch, temperature, *ratios, adaptive.num_steps, adaptive.num_with_trees, spent)
 
 
 def table(ratios: Sequence[Ratio]) -> Table:

@@ -274,7 +274,8 @@ def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: in
     """Time one verify step for each number of rows, in turn. A short context caches fewer tokens."""
     cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
     num_slots = cached + max(sizes)
-    kv_cache = KVCache(batch * num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
+    width = 0 if fuser is None else fuser.state_width if target.device.type == "cpu" else fuser.width  # as engines have it
+    kv_cache = KVCache(batch * num_slots, target.kv_shapes, width, target.dtype, target.device)
     runner = ModelRunner(target, kv_cache, fuser)
     steps = [_verify_step(runner, batch, cached, num_slots, rows) for rows in sizes]
     found = zip(sizes, _in_turn(steps, target.device), strict=True)

@@ -64,6 +64,9 @@ from eyas.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
+# New tokens in a pass from which sessions that have to catch up wait for the next pass: its memory has a bound.
+MAX_NEW_TOKENS = 8192
+
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
     """Admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states (`_expand`).
@@ -147,7 +150,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         drafts, ready = self._admit_all(contexts)
         if not ready:
             return drafts
-        states = self._extend_on_device([contexts[i] for i in ready])
+        found = [self._extend_on_device(part) for part in split_contexts([contexts[i] for i in ready])]
+        states = torch.cat(found) if len(found) > 1 else found[0]
         for i in ready:
             drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
         rows = {i: row for row, i in enumerate(i for i in ready if self._has_state(contexts[i]))}
@@ -473,3 +477,15 @@ def layer_slots(kv: KVCache, packed: PackedInputs, layer: int) -> LayerSlots:
 def attend_slots(kv: KVCache, packed: PackedInputs, layer: int, rows: Projected) -> Tensor:
     """Write keys and values of a layer's `rows` to the slots of a pass, then attend from all of them."""
     return cache_and_attend(kv, layer, rows, packed.slots, rows.query, packed)
+
+
+def split_contexts(contexts: Sequence[DraftContext]) -> list[list[DraftContext]]:
+    """Contexts for passes of at most MAX_NEW_TOKENS new tokens, or of one context, in order."""
+    parts, count = [list[DraftContext]()], 0
+    for context in contexts:
+        if parts[-1] and count + len(context.tokens) > MAX_NEW_TOKENS:
+            parts.append([])
+            count = 0
+        parts[-1].append(context)
+        count += len(context.tokens)
+    return parts

@@ -286,11 +286,14 @@ def measure_drafting(
         features = runner.features(slots) if drafter.needs.features else None
         return Commit(f"warm-up {session}", epoch, start, (0,) * num_tokens, features, GREEDY, budget)
 
+    def round_of(num_trees: int, *of_session: int) -> object:
+        """With the features, which a CPU fuses for them."""
+        return drafter.request([context(session, *of_session) for session in range(num_trees)])()
+
     def rounds(num_trees: int) -> Iterator[Callable[[], object]]:
         start, num_tokens, epoch = 0, 4, next(epochs)
         while True:
-            contexts = [context(session, epoch, start, num_tokens) for session in range(num_trees)]
-            yield drafter.request(contexts)
+            yield partial(round_of, num_trees, epoch, start, num_tokens)
             start, num_tokens = start + num_tokens, 2
 
     try:

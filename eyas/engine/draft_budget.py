@@ -105,7 +105,7 @@ class AdaptiveDraftBudget:
         self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
         self._catch_up_s = 0.0  # that this trial has waited for
         self._plan: Plan | None = None
-        self._other_plan: Plan | None = None  # the last one for steps with prompts, if the plan is for others, or without
+        self._plans: dict[bool, Plan] = {}  # the last ones, for steps with prompts and without
         self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
         self._num_others = 0  # how often these were measured
         self._most = 1
@@ -267,7 +267,7 @@ class AdaptiveDraftBudget:
             return {}
         plan = self._planned(len(decoding), most, num_plain) if is_known else None
         if plan and plan.size.depth:
-            if self._debt_s and not self._is_load_of_debt(plan.num_rows):
+            if self._debt_s and not self._is_load_of_debt(num_rows):
                 self._pay(self._debt_s)
             if self._is_stopped:
                 return {}
@@ -377,16 +377,17 @@ class AdaptiveDraftBudget:
 
     def _planned(self, num_drafting: int, most: int, num_plain: int) -> Plan:
         """The best size by the present estimates, at most PLAN_STEPS old."""
-        plan, known_size, step = self._plan, min(self._recent.known_size, most), self._step
+        known_size, step = min(self._recent.known_size, most), self._step
+        self._plans = self._plans if self._plan else {}
+        plan = self._plans.get(step.num_prompt_rows > 0)
         num_rows = num_drafting + num_plain + step.num_prefilling
         all_rows, is_few = num_drafting + num_plain + step.num_prompt_rows, num_rows <= self.FEW
-        if kept := self._kept_plan(known_size, num_rows, all_rows):
-            return kept
+        if plan and plan.known_size == known_size and self._is_fresh(plan, num_rows, all_rows):
+            return self._keep(plan)
         chances, weights, depths, places = self._recent.nodes(self._survival, known_size)
         if not len(chances):  # the drafter found nothing
-            prompt_rows = step.num_prompt_rows
-            self._plan = Plan(NO_TREE, known_size, num_rows, True, num_prompt_rows=prompt_rows, all_rows=all_rows)
-            return self._plan
+            found = Plan(NO_TREE, known_size, num_rows, True, 1, self._num_steps, step.num_prompt_rows, all_rows)
+            return self._keep(found)
         levels_of = _steps(1, self._tree.num_steps)
         sizes = [TreeSize(nodes, depth) for depth in levels_of for nodes in _steps(2, known_size) if depth < nodes]
         nodes, levels = np.array(sizes).T[:, :, None]
@@ -399,7 +400,8 @@ class AdaptiveDraftBudget:
         seconds = self._verify.at(num_rows + count * rows) + draft_s + self._fixed_s
         rates = (num_rows + count * accepted) / seconds
         best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
-        is_drafting = not self._is_stopped and (bool(plan.size.depth) if plan else is_few)
+        last = plan or self._plan
+        is_drafting = not self._is_stopped and (bool(last.size.depth) if last else is_few)
         least_rate = plain * ((self.MARGIN if is_drafting else self.FIRST_MARGIN) - (self.DOUBT if is_few else 0.0))
         as_good = self.AS_GOOD_OF_FEW if is_few else self.AS_GOOD
         good_rate = min(max(as_good * best_rate, least_rate), best_rate)
@@ -413,17 +415,17 @@ class AdaptiveDraftBudget:
         size = sizes[first] if best_rate > least_rate else NO_TREE
         if not plan or bool(plan.size.depth) != bool(size.depth):
             what, ratio = f"trees of {size.nodes} nodes" if size.depth else "no trees", best_rate / plain
-            limited = {"rate_limited": True}
-            log.info("%d sequences draft %s: %.2f of plain decoding", num_drafting, what, ratio, extra=limited)
+            log.info("%d sequences draft %s: %.2f of plain", num_drafting, what, ratio, extra={"rate_limited": True})
         if plan and plan.size.depth and not size.depth:
             self._debt_s = min(self._debt_s, self.RESTART_DEBT * self._step_s(num_rows))
         cut = int(np.argmax(rates[first]))
-        self._plan = Plan(
+        found = Plan(
             size,
             known_size,
             num_rows,
             cuts,
             self._scout_interval(count, size, most, float(seconds[first, cut]), num_rows + count * float(rows[first, cut])),
+            made_at=self._num_steps,
             num_prompt_rows=step.num_prompt_rows,
             all_rows=all_rows,
             pauses=pauses,
@@ -432,26 +434,21 @@ class AdaptiveDraftBudget:
             tree_rows=float(rows[first, cut]),
             tree_tokens=float(accepted[first, cut]),
         )
-        return self._plan
+        return self._keep(found)
 
-    def _kept_plan(self, known_size: int, num_rows: int, all_rows: int) -> Plan | None:
-        """A plan that still holds; there is one for steps with prompts and one for others."""
-        plan, other = self._plan, self._other_plan if self._plan else None
-        for kept in (plan, other):
-            if kept and kept.known_size == known_size and self._is_fresh(kept, num_rows, all_rows):
-                self._plan, self._other_plan = kept._replace(age=kept.age + 1), other if kept is plan else plan
-                return kept
-        self._other_plan = other if plan and (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0) else plan
-        return None
+    def _keep(self, plan: Plan) -> Plan:
+        """Take it from now on. There is a choice for steps with prompts, and one for others."""
+        self._plan = self._plans[plan.num_prompt_rows > 0] = plan
+        return plan
 
     def _is_fresh(self, plan: Plan, num_rows: int, all_rows: int) -> bool:
         """Whether a plan still holds, for about as many sequences and rows."""
         steps = self.OBSERVE_STEPS if self._is_settled(num_rows) else 1
         most_steps = self.PLAN_STEPS * steps if plan.size.depth else self.MAX_PLAIN_STEPS
-        is_like = (plan.num_prompt_rows > 0) == (self._step.num_prompt_rows > 0)
+        age = self._num_steps - plan.made_at
         most = 1.1 if plan.size.depth and not plan.pauses else 2.0  # prompts differ in length
         rows_ratio, all_ratio = plan.num_rows / num_rows, plan.all_rows / all_rows
-        return is_like and plan.age < most_steps and 0.9 < rows_ratio < 1.1 and 1 / most < all_ratio < most
+        return age < most_steps and 0.9 < rows_ratio < 1.1 and 1 / most < all_ratio < most
 
     def _scout_interval(self, count: int, size: TreeSize, most: int, step_s: float, num_rows: float) -> int:
         """Steps from scouts to scouts, by what they add to a step. A round takes as long as its largest trees would."""

@@ -125,7 +125,7 @@ class Plan(NamedTuple):
     """A choice of AdaptiveDraftBudget.
 
     known_size: most nodes it could have. cuts: whether nodes are left out.
-    scout_interval: steps from scouts to scouts. age: steps it was used for.
+    scout_interval: steps from scouts to scouts. made_at: number of the step that it was made after.
     num_prompt_rows: see NextStep. all_rows: of the step without trees. pauses: whether it has none as its prompts fill it.
     rate: tokens per second in steps without prompts. saved_s: seconds that trees save with each token.
     tree_rows, tree_tokens: drafted nodes of a tree that are verified, and that are accepted.
@@ -136,7 +136,7 @@ class Plan(NamedTuple):
     num_rows: int
     cuts: bool
     scout_interval: int = 1
-    age: int = 0
+    made_at: int = 0
     num_prompt_rows: int = 0
     all_rows: int = 1
     pauses: bool = False
@@ -251,7 +251,7 @@ class DraftCosts:
         self._num_first, self._first_size = 0 if first.sizes else self.NUM_FIRST, NO_TREE
         error = (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
         self._spread = error, 0.0, error  # covariance of both errors: of the first table, of both, of the other
-        self._hoped: tuple[CostModel, CostModel] | None = None  # both tables, relaxed
+        self._relaxed: tuple[CostModel, CostModel] | None = None  # both tables, relaxed
 
     def at(self, num_trees: int, size: TreeSize) -> float:
         """Expected seconds."""
@@ -259,7 +259,7 @@ class DraftCosts:
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
         """Correct the tables by a measurement. Into empty ones it goes in parts, FIRST_SHARE of it for the first level."""
-        self._hoped = None
+        self._relaxed = None
         rows, further = self._rows(num_trees, size), size.depth - 1
         if not self._first.sizes:
             self._first.observe(num_trees, self.FIRST_SHARE * seconds if further else seconds)
@@ -293,8 +293,8 @@ class DraftCosts:
 
         The tables stay: a retry with few trees says less of many.
         """
-        self._hoped = self._hoped or (copy(self._first), copy(self._level))
-        for table in self._hoped:
+        self._relaxed = self._relaxed or (copy(self._first), copy(self._level))
+        for table in self._relaxed:
             table.relax(self.RELAXING)
         a, b, c = self._spread
         least = self.MEASURED**2
@@ -304,7 +304,7 @@ class DraftCosts:
         """Seconds of the first level, and of all further ones."""
         if not size.depth:
             return 0.0, 0.0
-        first, level = self._hoped or (self._first, self._level)
+        first, level = self._relaxed or (self._first, self._level)
         return first.seconds(num_trees), (size.depth - 1) * level.seconds(self._rows(num_trees, size))
 
     def _rows(self, num_trees: int, size: TreeSize) -> int:

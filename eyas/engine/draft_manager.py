@@ -74,8 +74,12 @@ class DraftManager:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether the drafter wants prompts before trees; one in this process would only keep them until then."""
-        return self._drafter is not None and not isinstance(self._drafter, LocalDrafter)
+        """Whether prompts go to the drafter before trees are wanted: to one elsewhere, and to one on a GPU.
+
+        One that shares a CPU with the target would take its time from it.
+        """
+        is_local = isinstance(self._drafter, LocalDrafter)
+        return self._drafter is not None and not (is_local and not self._runner.runs_beside_host)
 
     def drafts(self, request: Request) -> bool:
         """Whether a request gets draft trees."""

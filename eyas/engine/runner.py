@@ -1,4 +1,4 @@
-"""Runs the rows of a step through the target in one forward pass; features go into the slots beside the KV."""
+"""Runs the rows of a step through the target in one forward pass; features, or their states, go beside the KV."""
 
 from __future__ import annotations
 

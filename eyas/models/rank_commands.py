@@ -28,7 +28,7 @@ HEADER_INTS = 7
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 # What a rank other than 0 draws with.
 _KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4")])
-_NO_NUCLEUS = (NoiseKey(0).top_p, NoiseKey(0).min_p)
+_NO_FILTERS = (NoiseKey(0).top_p, NoiseKey(0).min_p)
 FORWARD, INIT_KV_CACHE = 0, 1
 
 
@@ -73,9 +73,9 @@ class CommandEncoder:
         else:
             headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in command], strict=True)
         noise = np.array([(key.seed, key.temperature, key.top_k) for key in keys if key is not None], _KEY).view("<i4")
-        nuclei = [_NO_NUCLEUS if key is None else (key.top_p, key.min_p) for key in keys]
-        headers[6] = [(key is not None) + (own != _NO_NUCLEUS) for key, own in zip(keys, nuclei, strict=True)]
-        filters = np.array([own for own in nuclei if own != _NO_NUCLEUS], "<f8").ravel().view("<i4")
+        filters_of_keys = [_NO_FILTERS if key is None else (key.top_p, key.min_p) for key in keys]
+        headers[6] = [(key is not None) + (own != _NO_FILTERS) for key, own in zip(keys, filters_of_keys, strict=True)]
+        filters = np.array([own for own in filters_of_keys if own != _NO_FILTERS], "<f8").ravel().view("<i4")
         parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
         ints = np.concatenate([*parts, packed.logits_indices, noise, filters]).astype("<i4")
         return ints.tobytes() + _mask_bits(command, packed.counts)
@@ -118,9 +118,9 @@ class CommandDecoder:
         ]
         tables = [self._tables.setdefault(row, ReceivedTable(row)) for row in table_rows.tolist()]
         prefixes = [t.append(length, own) for t, length, own in zip(tables, kept.tolist(), new, strict=True)]
-        key, nucleus = iter(keys.tolist()), iter(filters.tolist())
+        key, own_filters = iter(keys.tolist()), iter(filters.tolist())
         kinds = keyed.tolist()
-        own_keys = [NoiseKey(*next(key), *(next(nucleus) if kind == 2 else ())) if kind else None for kind in kinds]
+        own_keys = [NoiseKey(*next(key), *(next(own_filters) if kind == 2 else ())) if kind else None for kind in kinds]
         ids = [table.id for table in tables]
         fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys, [NO_SLOTS] * count, ids)
         return [Segment(*own) for own in zip(*fields, strict=True)]

@@ -31,8 +31,8 @@ MAX_BELOW = 80.0
 MAX_CANDIDATES = 256
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
-# The search of `likely_logits`: at each level 16 values divide the range, 2**shift apart. Ranks add up the mass from each,
-# but the first one, on. In the end each rank needs its mass from the last kept logit on, and above it.
+# The search of `likely_logits`: each level divides the range in 16 parts, 2**shift wide. Ranks add up the mass above each of
+# the 15 borders. In the end each rank needs two masses of its own: from the last kept logit on, and above it.
 SEARCH_SHIFTS = range(28, -1, -4)
 SEARCH_BORDERS = range(1, 16)
 LAST_BORDERS = range(2)
@@ -260,7 +260,7 @@ def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> t
         dist.all_reduce(found)
         if wanted is None:
             # Nothing is below the first border, or it lies at -3e29 or lower and the largest logit above 3e29: without mass.
-            wanted = (top_p.double() * found[:, 0].double()).ceil().long()
+            wanted = (top_p.double() * found[:, 0].double()).ceil().long().clamp_(min=1)
         last = last.add((found >= wanted[:, None]).sum(1), alpha=1 << shift)
     assert wanted is not None
     return last, wanted

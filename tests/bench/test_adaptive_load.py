@@ -19,6 +19,7 @@ def test_both_engines_get_the_same_time() -> None:
     prompts = [tuple(range(10, 30)), tuple(range(40, 70))]
     ratio = adaptive_load.measure(settings, 2, 0.0, prompts)
     assert ratio.steps > 4
+    assert abs(ratio.seconds[0] - ratio.seconds[1]) < 0.05, "a step takes some looks at the clock"
     assert 0.2 < ratio.whole < 5
     assert 0 <= ratio.steps_with_trees <= ratio.steps
     assert adaptive_load.table([ratio]).rows[0][:2] == ("2", "0")

@@ -293,7 +293,7 @@ class FeatureFuser(nn.Module):
 
     @property
     def state_width(self) -> int:
-        """T * C."""
+        """Numbers of a row of states, T * C."""
         return self.width
 
     def forward(self, states: Tensor) -> Tensor:
@@ -326,6 +326,7 @@ class LinearFuser(FeatureFuser):
 
     @property
     def state_width(self) -> int:
+        """Numbers of a row of states, T * C."""
         return self.weight.shape[1]
 
     def serve(self) -> None:

@@ -68,7 +68,7 @@ def test_rounds_cost_by_their_levels_and_the_rows_of_these() -> None:
     assert table.at(4, NO_TREE) == 0
 
 
-def test_hope_before_a_retry_is_gone_after_it() -> None:
+def test_lowered_costs_last_until_a_retry() -> None:
     """A retry of one tree that takes as long as ever says that rounds of many do, too."""
     sizes, times = (1, 64), ((0.01, 0.2), (0.005, 0.1))
     table = DraftCosts(*(CostModel(sizes, seconds, rate=0.5) for seconds in times), top_k=1)

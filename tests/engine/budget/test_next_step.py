@@ -67,6 +67,23 @@ def test_trees_beside_prompts_leave_a_debt_too() -> None:
     assert budget._debt_s - before == pytest.approx(lost_s, rel=0.05)
 
 
+def test_prompts_of_the_next_step_forgive_no_debt() -> None:
+    budget = trained()
+    budget._debt_s, budget._debt_rows = 0.5, BATCH
+    budget.choose(NAMES, NODES, 0, NextStep(BATCH, int(8 * KNEE)))
+    assert budget._debt_s == 0.5
+
+
+def test_a_choice_of_long_ago_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = trained()
+    budget.choose(NAMES, NODES, 0, NextStep(1, 100))
+    budget._num_steps += 10 * AdaptiveDraftBudget.MAX_PLAIN_STEPS
+    nodes = Mock(wraps=budget._recent.nodes)
+    monkeypatch.setattr(budget._recent, "nodes", nodes)
+    budget.choose(NAMES, NODES, 0, NextStep(1, 100))
+    assert nodes.call_count == 1
+
+
 def test_the_choices_with_and_without_prompts_are_both_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = trained()
     nodes = Mock(wraps=budget._recent.nodes)

@@ -19,7 +19,7 @@ from tests.device_syncs import Waits
 from tests.rank_threads import RankThreads
 
 VOCAB = 256
-TOP_P = (0.9, 1e-9, 0.3, 0.999999, 0.5, 1.0)
+TOP_P = (0.9, 1e-50, 0.3, 0.999999, 0.5, 1.0)
 MIN_P = (0.0, 0.0, 0.05, 0.3, 1.0)
 HEATS = (1.0, 0.6, 0.05, 3.0, 1e-9, 40.0, 1.3)
 KEYS = [
