@@ -87,6 +87,14 @@ class ChainDrafter(LocalDrafter):
         pass
 
 
+def keep_features(engine: Engine) -> None:
+    """Fuse the states of each pass in the pass, as on a GPU."""
+    runner = engine._runner
+    assert runner._fuser is not None
+    runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, runner._fuser.width)
+    runner._fuses_late = False
+
+
 class Operations(TorchDispatchMode):
     """Notes operations of torch that a GPU would launch."""
 
@@ -140,6 +148,7 @@ def test_little_stands_between_results_and_the_next_pass(
     drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
     engine, noted = make_engine(drafter, tiny_target, tiny_head, "match"), list[str]()
     engine._runner.backend = PackedForKernels(engine.target, noted)
+    keep_features(engine)
 
     def noted_download(*tensors: torch.Tensor) -> list[npt.NDArray[np.float64]]:
         found = download(*tensors)

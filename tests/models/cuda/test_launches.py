@@ -153,7 +153,7 @@ def test_ranks_search_for_top_p_with_few_launches(monkeypatch: pytest.MonkeyPatc
     with torch.inference_mode(), Launches() as found:
         likely_logits(logits, draws, 1, 4)
     assert exchanges == ["all_reduce"] * 9 + ["all_gather"]
-    assert found.num + len(exchanges) <= 80, found.by_name
+    assert found.num + len(exchanges) <= 81, found.by_name
     assert found.by_name["_masses_from"] == 9
     assert found.other_bytes <= 11.1 * logits.nbytes, found.bytes_by_name
 
