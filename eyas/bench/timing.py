@@ -24,7 +24,7 @@ from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.engine.runner import ModelRunner, tree_segments
+from eyas.engine.runner import ModelRunner, slot_width, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
@@ -274,7 +274,7 @@ def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: in
     """Time one verify step for each number of rows, in turn. A short context caches fewer tokens."""
     cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
     num_slots = cached + max(sizes)
-    width = 0 if fuser is None else fuser.state_width if target.device.type == "cpu" else fuser.width  # as engines have it
+    width = slot_width(fuser, target.device.type != "cpu")
     kv_cache = KVCache(batch * num_slots, target.kv_shapes, width, target.dtype, target.device)
     runner = ModelRunner(target, kv_cache, fuser)
     steps = [_verify_step(runner, batch, cached, num_slots, rows) for rows in sizes]

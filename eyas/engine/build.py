@@ -26,7 +26,7 @@ from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget, PrunedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
-from eyas.engine.runner import BatchInvariantRunner, ModelRunner
+from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.attention import kv_sources
@@ -111,9 +111,7 @@ def assemble_engine(
     if engine.deterministic and engine.emulated_device:
         raise ConfigError("engine.deterministic runs each sequence by itself; leave engine.emulated_device empty")
     fuser = fuser.to(target.dtype) if fuser else None
-    # a CPU has memory for states, and less time than a GPU to fuse those that no drafter asks for
-    fuses_late = not has_gpu(engine, target.device)
-    width = (fuser.state_width if fuses_late else fuser.width) if fuser else 0
+    width = slot_width(fuser, has_gpu(engine, target.device))
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))

@@ -189,6 +189,16 @@ class BatchInvariantRunner(ModelRunner):
         return out.logits[upload(block.logits_indices, out.logits.device)]
 
 
+def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
+    """Numbers of a slot beside its KV: of features, or on a CPU of the states that they are made of; 0 without a head.
+
+    A CPU has memory for states, and less time than a GPU to fuse those that no drafter asks for.
+    """
+    if fuser is None:
+        return 0
+    return fuser.width if on_gpu else fuser.state_width
+
+
 def _parts(segment: Segment, rows: int) -> list[Segment]:
     """The segment in parts of at most `rows` rows; a tree is one part."""
     count = len(segment.tokens)
