@@ -57,6 +57,8 @@ class ModelRunner:
         self.backend: ForwardBackend = backend or target
         self._fuser = fuser
         self._fuses_late = fuser is not None and kv_cache.features.shape[1] != fuser.width
+        if self._fuses_late:
+            kv_cache.state_layers = target.aux_hidden_state_layers
         self._workers = workers or TargetWorkers()
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.models.cpu import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, CpuLayer, CpuRows, HalfProduct, PackedLinear
-from eyas.models.inputs import PackedInputs, RowKeys, pack
+from eyas.models.inputs import NOTHING_KEPT, KeptStates, PackedInputs, RowKeys, pack
 from eyas.process import num_cores
 from eyas.tensors import Floats, Ints, runs_compiled
 
@@ -52,7 +52,7 @@ class CpuDecoder:
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
     ) -> Any:
         """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
-        attend go to its own code.
+        attend go to its own code. No hooks run where the KV cache keeps the states.
 
         Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
         segment.
@@ -76,15 +76,29 @@ class CpuDecoder:
         rows.start(cpu_kernels, self._layers[0].input_norm)
         if prompts or self._stack is None:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
+        elif layers := kv_cache.state_layers:
+            states = KeptStates(np.array(layers), kv_cache.features.numpy(), rows.slots)
+            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            self._keep_last(rows, states)
+            return SimpleNamespace(last_hidden_state=rows.normed[None])
         else:
             hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
-            for index, state in zip(hooked, self._stack.run(rows, rotary, kv_cache, hooked, self._helpers), strict=True):
+            memory = np.empty((rows.count, len(hooked) * rows.state.shape[1]), np.float32)
+            states = KeptStates(np.array(hooked, np.int64), memory, np.arange(rows.count))
+            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            for number, index in enumerate(hooked):
                 module = self._decoder.layers[index]
-                _run_hooks(module._forward_pre_hooks, module, state)
+                _run_hooks(module._forward_pre_hooks, module, torch.from_numpy(states.of(number)))
         norm = self._decoder.norm
         _run_hooks(norm._forward_pre_hooks, norm, rows.state)
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
+
+    def _keep_last(self, rows: CpuRows, kept: KeptStates) -> None:
+        """Keep the states behind all layers: before the final norm, or FINAL_NORM_OUTPUT."""
+        for number, layer in enumerate(kept.layers):
+            if not 0 <= layer < len(self._layers):
+                kept.of(number)[kept.rows] = (rows.normed if layer < 0 else rows.state).numpy()
 
     @property
     def has_stack(self) -> bool:
@@ -211,24 +225,22 @@ class CpuStack:
         rows: CpuRows,
         rotary: Sequence[tuple[Floats, Floats]],
         kv: KVCache,
-        kept: Sequence[int] = (),
+        kept: KeptStates | None = None,
         helpers: Helpers | None = None,
-    ) -> Tensor:
+    ) -> None:
         """Advance `rows` through all layers; no row may belong to a prompt.
 
-        rotary: tables of cos and sin [R, D]. helpers: threads that share the layers of MIN_SHARED_ROWS rows and more; the
-        result is the same, bit for bit.
-        Returns the residual stream before each layer that `kept` names, [., R, C].
+        rotary: tables of cos and sin [R, D]. kept: where states before some layers go. helpers: threads that share the
+        layers of MIN_SHARED_ROWS rows and more; the result is the same, bit for bit.
         """
         from eyas.models.cpu_kernels import NUM_COUNTERS, run_layers
 
-        before = rows.state.new_empty(len(kept), *rows.state.shape)
         cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
         num_heads, num_kv, width, inner = self._sizes
         memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
         arguments = (
             self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
-            kv.scratch + 1, rows.slots, rows.keys, np.array(kept, dtype=np.int64), before.numpy(), memory,
+            kv.scratch + 1, rows.slots, rows.keys, kept or NOTHING_KEPT, memory,
         )  # fmt: skip
         tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)
         if helpers and rows.count >= MIN_SHARED_ROWS:
@@ -236,4 +248,3 @@ class CpuStack:
         else:
             run_layers(*arguments, tickets, 1)
         rows.inputs = rows.normed
-        return before

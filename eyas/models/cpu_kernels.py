@@ -32,7 +32,7 @@ from eyas.models.cpu_products import (
     transpose_keys,
     wait_for_parts,
 )
-from eyas.models.inputs import RowKeys
+from eyas.models.inputs import KeptStates, RowKeys
 from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
 from eyas.tensors import Floats, Ints
 
@@ -389,7 +389,7 @@ def _floats_at(typing, address):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def run_layers(
-    stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, before, memory, tickets, num_parts
+    stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, memory, tickets, num_parts
 ):
     """Advance rows through layers as `CpuLayer.run` does one by one. Threads that call it with the same arguments share it.
 
@@ -402,7 +402,7 @@ def run_layers(
         pools: addresses of keys and values of each layer, `num_slots` tokens each [M, 2].
         slots: where the rows' keys and values belong [R]; empty if they are not kept.
         keys: RowKeys.
-        kept: layers before which the residual stream is copied, ascending. before: to this go the copies [len(kept), R, C].
+        kept: a KeptStates.
         memory: for what products, attention and gates give, of all rows.
         tickets: zeros for M times NUM_COUNTERS, see `eyas.models.cpu_products`. num_parts: of each product.
     """
@@ -419,9 +419,10 @@ def run_layers(
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
         if multiply_shared(left, weights[0], flat, tickets, phase, num_parts):
-            for i in range(len(kept)):
-                if kept[i] == n:
-                    before[i] = state
+            for i in range(len(kept.layers)):
+                if kept.layers[i] == n:
+                    for r in range(num_rows):
+                        kept.states[kept.rows[r], i * state.shape[1] : (i + 1) * state.shape[1]] = state[r]
             for r in range(num_rows):
                 for i in range(stack.biases.shape[1]):
                     flat[r, i] += stack.biases[n, i]
@@ -471,17 +472,18 @@ def compile_kernels() -> None:
             multiply_together: (rows, int64, rows, ids, int64),
             run_layers: (
                 *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
-                *(_type_of(RowKeys), ids, heads, row, ids, int64),
+                *(_type_of(RowKeys), _type_of(KeptStates), row, ids, int64),
             ),
         }
     )
 
 
-def _type_of(kind: type[LayerStack] | type[RowKeys]) -> Any:
+def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
     """numba's type of a tuple of arrays."""
     ids, row, cube = int64[::1], float64[:, ::1], float32[:, :, ::1]
     fields: dict[str, Any] = {
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
         "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
+        "states": float32[:, ::1],
     }  # fmt: skip
     return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.cache.prefix_cache import TableId
 from eyas.request import NoiseKey
 from eyas.sampling.packed_trees import PackedTrees
-from eyas.tensors import Bools, Ints, upload
+from eyas.tensors import Bools, Floats, Ints, upload
 from eyas.tree import Int32s
 
 NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
@@ -381,6 +381,26 @@ def _path_words(segment: Segment) -> Int32s:
     row, key = np.nonzero(segment.visible)
     paths[row, depths[key]] = key
     return paths
+
+
+class KeptStates(NamedTuple):
+    """Where a compiled pass keeps the residual stream before some layers.
+
+    layers: which. states: of each row of memory, one layer beside the other [., len(layers) * C]. rows: of these, for each
+    row of the pass [R].
+    """
+
+    layers: Ints
+    states: Floats
+    rows: Ints
+
+    def of(self, number: int) -> Floats:
+        """The states before one of the layers, by its place among them [., C]; a view."""
+        width = self.states.shape[1] // len(self.layers)
+        return self.states[:, number * width : (number + 1) * width]
+
+
+NOTHING_KEPT = KeptStates(np.zeros(0, np.int64), np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
 
 
 class RowKeys(NamedTuple):

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 class TargetOutput:
     """logits: float32 [N, V]; of a rank that shares the vocabulary, those of its part.
 
-    aux_hidden_states: collected hidden states side by side [R, T * C], or None.
+    aux_hidden_states: collected hidden states side by side [R, T * C], or None: also if the KV cache has got them.
     """
 
     logits: Tensor
@@ -159,7 +159,7 @@ class TargetModel:
             packed=packed,
             kv_cache=kv_cache,
         )
-        states = [self._collected[layer] for layer in self.aux_hidden_state_layers]
+        states = [self._collected[layer] for layer in self.aux_hidden_state_layers] if self._collected else []
         self._collected.clear()
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 

@@ -186,6 +186,30 @@ def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -
         assert torch.equal(together.aux_hidden_states, output.aux_hidden_states)
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_pass_keeps_states_beside_its_keys(name: str, tmp_path: Path) -> None:
+    """In the slots of the rows, whatever their order, as hooks see them; longer prompts go to the hooks."""
+    pytest.importorskip("numba")
+    if not _has_fbgemm():
+        pytest.skip("this torch was built without FBGEMM")
+    kind, settings = FAMILIES[name]
+    layers = (3, 0, FINAL_NORM_OUTPUT, 2)
+    folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
+    target = load_target(folder, aux_hidden_state_layers=(*layers, len(load_target(folder).kv_shapes)))
+    none, rows, slots = np.zeros(0, np.int64), np.arange(ROWS), np.random.default_rng(0).permutation(ROWS + 3)[:ROWS]
+    packed = target.pack([Segment(3 + rows * 7 % 40, rows, slots, none, None, rows)])
+    expected = target.forward(packed, target.new_kv_cache(ROWS + 3)).aux_hidden_states
+    assert expected is not None
+    keeping = target.new_kv_cache(ROWS + 3, expected.shape[1])
+    keeping.state_layers = target.aux_hidden_state_layers
+    assert target.forward(packed, keeping).aux_hidden_states is None
+    assert torch.equal(keeping.features[slots], expected)
+    others = np.setdiff1d(np.arange(len(keeping.features)), slots)
+    assert not keeping.features[others].any()
+    target.model.get_decoder().forward.__self__._stack = None
+    assert torch.equal(target.forward(packed, keeping).aux_hidden_states, expected)
+
+
 def test_rotary_tables_grow_with_the_context(target: TargetModel) -> None:
     pytest.importorskip("numba")
     model = target.model.get_decoder()
