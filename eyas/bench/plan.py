@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import log
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,8 +31,7 @@ PlannedMode = Literal["plain", "local", "serial", "ahead"]
 PERCENTILES = (50, 90, 99)
 # Share of the simulated time that does not count: the fleet fills up.
 WARM_UP = 0.2
-# As in drafters: most sessions with trees before their commits, and most levels of these trees.
-MAX_PREPARED_SESSIONS, MAX_AHEAD_LEVELS = 64, DraftAheadConfig.num_steps
+MAX_AHEAD_LEVELS = DraftAheadConfig.num_steps  # of trees that grow ahead, as in drafters
 NO_DRAFTS = (1.0,)  # weights of a sequence that does not wait for its tree
 CURVE_BATCHES, CURVE_DELAYS, CURVE_COSTS = (1, 8, 64), (0.0, 0.03, 0.1), (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 
@@ -105,7 +105,8 @@ class FleetResult:
 class _Sequence:
     """arrived: time of its arrival. cached: tokens in the KV cache. left: output tokens to come. tree: its weights.
 
-    num_levels: of the tree that the drafter grows ahead, below the last commit.
+    num_levels: of the tree that the drafter grows ahead, below the last commit. is_new: whether it was made on demand.
+    reach: levels that the rows of the profile grow towards this outcome. missing: those that fewer rows do not.
     """
 
     arrived: float
@@ -116,6 +117,9 @@ class _Sequence:
     first_at: float = 0.0
     tree: tuple[float, ...] = ()
     num_levels: float = MAX_AHEAD_LEVELS
+    reach: float = 0.0
+    missing: float = 0.0
+    is_new: bool = False
 
     @property
     def prefilling(self) -> bool:
@@ -255,7 +259,8 @@ class FleetSimulation:
                 weights = sequence.tree
                 accepted = self._random.choices(range(len(weights)), weights)[0] if weights else 0
                 if self._settings.mode == "ahead" and self._settings.profile.grows_on:
-                    accepted = max(min(accepted, int(sequence.num_levels)), 0)
+                    levels = max(sequence.reach, accepted) - sequence.missing + self._random.random()
+                    accepted = max(min(accepted, int(levels), int(sequence.num_levels)), 0)
                     sequence.num_levels -= accepted + 1
                 self._emit(sequence, min(accepted + 1, sequence.left), now)
         ended = [sequence for sequence in verifier.running if not sequence.left]
@@ -308,23 +313,28 @@ class FleetSimulation:
         Sequences without a prepared tree decode a token plainly where waiting costs the others more than it yields.
         """
         profile, s = self._settings.profile, self._settings
-        grown, gained = self._grow(verifier, now, len(wanting))
-        share = 1.0 if profile.grows_on else min(grown / profile.grown, 1.0)
         num_sessions = -(-s.num_verifiers // s.num_drafters) * len(wanting)
-        prepared = profile.prepared * share if profile.one_pass or num_sessions <= MAX_PREPARED_SESSIONS else 0.0
+        grown, gained = self._grow(verifier, now, num_sessions)
+        foreseen = partial(profile.foreseen, s.drafter, grown, num_sessions=num_sessions)
+        for_grown, for_new = foreseen(num_passes=gained), foreseen(num_passes=gained + profile.num_levels)
         is_shorter = profile.grows_on and grown < profile.grown  # than where it was measured
         hits, misses = list[_Sequence](), list[_Sequence]()
         for sequence in wanting:
+            hit_rate, prepared, fewer = for_new if sequence.is_new else for_grown
             drawn, left = self._random.random(), sequence.num_levels + gained if is_shorter else MAX_AHEAD_LEVELS
-            is_hit = bool(sequence.tree) and left >= 1 and drawn < profile.hit_rate * share
+            is_hit = bool(sequence.tree) and left >= 1 and drawn < hit_rate
             sequence.tree = profile.hit if is_hit else profile.miss or profile.fresh
             sequence.num_levels = min(left if is_hit else profile.num_levels, MAX_AHEAD_LEVELS)
+            sequence.is_new, sequence.missing = not is_hit, fewer if is_hit else 0.0
+            sequence.reach = fewer + 1 + mean_tokens(profile.hit) * log((1 - drawn) / (1 - hit_rate)) if fewer else 0.0
             if not is_hit or drawn >= prepared:
                 (hits if is_hit else misses).append(sequence)
-        has_some = prepared and len(wanting) > len(hits) + len(misses) > 0
+        has_some = for_grown[1] and len(wanting) > len(hits) + len(misses) > 0
         if has_some and not (s.waits and self._pays(verifier, hits, misses, now)):
             for sequence in (*hits, *misses):
                 sequence.tree = NO_DRAFTS
+            for sequence in misses:
+                sequence.is_new, sequence.num_levels = False, 0.0
             return 0, 0
         return len(hits), len(misses)
 
@@ -341,7 +351,6 @@ class FleetSimulation:
         Its other work comes first.
         """
         s, drafter = self._settings, verifier.drafter
-        num_sessions *= -(-s.num_verifiers // s.num_drafters)
         needed = s.profile.grown_s(s.drafter, num_sessions)
         free = max(now - verifier.asked_at - (drafter.answered_s - verifier.answered_s), 0.0)
         if now >= self._begin_s:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, takewhile
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ Prompt = tuple[int, ...]
 NUM_RANDOM_PROMPTS = 8
 NUM_RANDOM_TOKENS = 64
 ANY_TASK = "all"
+# As in drafters: nodes that are sent before commits, of all sessions together and at least of each.
+MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ def random_prompt(vocab_size: int, length: int, seed: int) -> Prompt:
 
 def groups(prompts: Sequence[Prompt], batch: int, at_least: int) -> list[list[Prompt]]:
     """Batches that use every prompt; after the last prompt they start again with the first."""
-    count = max(ceil(len(prompts) / batch), at_least)
+    count = max(math.ceil(len(prompts) / batch), at_least)
     return [[prompts[(group * batch + i) % len(prompts)] for i in range(batch)] for group in range(count)]
 
 
@@ -180,8 +182,9 @@ class AcceptanceProfile:
 
     fresh: weights of steps that accept 0, 1, 2 ... drafted tokens, with trees drafted on demand. hit, miss: the same while
     drafting ahead, of trees grown in advance and of others. hit_rate: share of the former, measured where a drafter had the
-    time to grow the share `grown` of its levels during a pass. prepared: share of the steps whose tree came before the
-    commit, so that they need no round trip; a part of hit_rate. 0: every step waits for an answer.
+    time to grow the share `grown` of its levels during a pass, by `ahead_rows` rows for each sequence (0: not known).
+    prepared: share of the steps whose tree came before the commit, so that they need no round trip; a part of hit_rate.
+    0: every step waits for an answer.
     hit_rounds, miss_rounds: time of the drafter for other hits, and for misses, in rounds on demand.
     num_nodes, num_levels, top_k: of trees, the root counted as a node. ahead_top_k: rows of a pass in
     advance; of one-pass heads nodes with a block. one_pass: whether a pass drafts all levels.
@@ -194,6 +197,7 @@ class AcceptanceProfile:
     miss: tuple[float, ...] = ()
     hit_rate: float = 0.0
     grown: float = 1.0
+    ahead_rows: float = 0.0
     prepared: float = 0.0
     hit_rounds: float = 0.0
     miss_rounds: float = 1.0
@@ -213,6 +217,7 @@ class AcceptanceProfile:
         require(bool(self.hit) or not self.hit_rate, f"hit_rate is {self.hit_rate}, so hit must have weights")
         at_least(1, num_nodes=self.num_nodes, num_levels=self.num_levels, top_k=self.top_k)
         above_zero(grown=self.grown)
+        at_least(0, ahead_rows=self.ahead_rows)
         at_least(0, prepared=self.prepared, hit_rounds=self.hit_rounds, miss_rounds=self.miss_rounds)
         require(
             self.prepared <= self.hit_rate <= 1 or not self.prepared,
@@ -238,9 +243,55 @@ class AcceptanceProfile:
         return costs.seconds("draft_round", num_sessions) + self.num_levels * self.ahead_level_s(costs, num_sessions)
 
     def ahead_level_s(self, costs: DeviceCosts, num_sessions: int) -> float:
-        """Seconds of a pass that grows trees in advance. Sessions share its rows, which are no more than are free."""
-        rows = min(num_sessions * self.ahead_top_k, max(costs.free_rows("draft_level"), num_sessions))
-        return costs.seconds("draft_level", rows)
+        """Seconds of a pass that grows trees in advance."""
+        return costs.seconds("draft_level", num_sessions * self.pass_rows(costs, num_sessions))
+
+    def pass_rows(self, costs: DeviceCosts, num_sessions: int) -> float:
+        """Rows of a session in a pass that grows trees in advance. Sessions share them; they are no more than are free."""
+        return min(self.ahead_top_k, max(costs.free_rows("draft_level") / num_sessions, 1.0))
+
+    def measured_on(self, drafter: DeviceCosts, pass_s: float, num_sessions: int) -> AcceptanceProfile:
+        """The same, measured where a drafter grew trees of sessions during a verify pass of `pass_s` seconds."""
+        grown_s, level_s = self.grown_s(drafter, num_sessions), self.ahead_level_s(drafter, num_sessions)
+        rows = self.pass_rows(drafter, num_sessions) * pass_s / level_s if level_s else 0.0
+        return replace(self, grown=min(pass_s / grown_s, 1.0) if grown_s else 1.0, ahead_rows=rows)
+
+    @property
+    def exponent(self) -> float:
+        """Of the law by which trees miss outcomes: of n nodes, n ** -exponent. So hit_rate is that of ahead_rows nodes."""
+        is_known = self.ahead_rows > 1 and 0 < self.hit_rate < 1
+        return -math.log(1 - self.hit_rate) / math.log(self.ahead_rows) if is_known else 0.0
+
+    def foreseen(
+        self, drafter: DeviceCosts, grown: float, num_passes: float, num_sessions: int
+    ) -> tuple[float, float, float]:
+        """The shares of hits and of prepared trees, and levels that trees lack because fewer rows grew them.
+
+        An outcome that has a share of the chances gets as large a share of the nodes. It is a hit if that is a node or more,
+        and its tree is the deeper the more there are. Each session has an equal part of the nodes that are sent; drafters
+        send no part that is too small.
+
+        Args:
+            drafter: its cost table.
+            grown: the share of the levels of trees that a drafter could grow since the last commits.
+            num_passes: the passes that it could run.
+            num_sessions: of this drafter.
+        """
+        if not self.grows_on:
+            share = min(grown / self.grown, 1.0)
+            return self.hit_rate * share, self.prepared * share, 0.0
+        num_nodes, sent = num_passes * self.pass_rows(drafter, num_sessions), MAX_PREPARED_NODES / num_sessions
+        num_sent = min(num_nodes, sent) if sent >= MIN_PREPARED_NODES else 0.0
+        levels = self.exponent * mean_tokens(self.hit) * math.log(self._thinner(num_nodes))
+        return self._share(self.hit_rate, num_nodes), self._share(self.prepared, num_sent), levels
+
+    def _share(self, share: float, num_nodes: float) -> float:
+        """What a share of outcomes, as measured, is with trees of num_nodes."""
+        return max(1 - (1 - share) * self._thinner(num_nodes) ** self.exponent, 0.0) if num_nodes >= 1 else 0.0
+
+    def _thinner(self, num_nodes: float) -> float:
+        """How many times as many rows trees had where they were measured; at least 1."""
+        return max(self.ahead_rows / max(num_nodes, 1.0), 1.0)
 
     def with_host(self, scale: float, wire_ms: float | None = None) -> AcceptanceProfile:
         """The same acceptance on hosts whose times are multiplied: 0 for none. wire_ms: of another wire, as it is."""
@@ -257,9 +308,15 @@ def load_profile(file: Path, temperature: float) -> AcceptanceProfile:
     """The profile in a JSON file, or that of a temperature in a report of `eyas bench split`. Raises ConfigError."""
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
-        data = data["results"]["profiles"][f"{temperature:g}"] if "results" in data else data
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return AcceptanceProfile(**fields)
+        results = data.get("results", {})
+        own = results["profiles"][f"{temperature:g}"] if results else data
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+        profile = AcceptanceProfile(**fields)
+        serial = [r for r in results.get("results", ()) if (r["mode"], r["temperature"]) == ("serial", temperature)]
+        if serial and not profile.ahead_rows:  # of an older report
+            drafter = DeviceCosts.from_json(results["drafter"])
+            profile = profile.measured_on(drafter, 1e-3 * serial[0]["verify_ms"], serial[0]["batch"])
+        return profile
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"cannot read a profile for temperature {temperature:g} from {file}: {error!r}") from error
 

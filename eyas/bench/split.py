@@ -399,8 +399,7 @@ def profile_of(settings: SplitSettings, found: SplitResults, temperature: float)
         draft_host_ms=draft_host_ms,
         one_pass=settings.methods[0].name in BLOCK_METHODS,
     )
-    grown_s = profile.grown_s(found.drafter, serial.batch)
-    return replace(profile, grown=min(verify_s / grown_s, 1.0) if grown_s else 1.0)
+    return profile.measured_on(found.drafter, verify_s, serial.batch)
 
 
 def _planned(found: SplitResults) -> Table:

@@ -129,11 +129,15 @@ class DeviceCosts:
         if not name.endswith(".json"):
             return preset(name)
         try:
-            data = json.loads(Path(name).read_text(encoding="utf-8"))
-            passes = {kind: _pass_costs(raw) for kind, raw in data.pop("passes").items()}
-            return cls(**data, passes=passes)
+            return cls.from_json(json.loads(Path(name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"cannot read a cost table from {name}: {error!r}; see docs/emulation.md") from error
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DeviceCosts:
+        """The table that `write` wrote. Raises TypeError and KeyError."""
+        passes: Any = {kind: _pass_costs(raw) for kind, raw in data["passes"].items()}
+        return cls(**{**data, "passes": passes})
 
 
 def _pass_costs(raw: Mapping[str, Any]) -> PassCosts:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from eyas.bench import settings as bench_settings
 from eyas.bench.plan import (
-    MAX_PREPARED_SESSIONS,
     FleetResult,
     FleetSettings,
     FleetSimulation,
@@ -21,7 +21,7 @@ from eyas.bench.plan import (
 from eyas.bench.settings import AcceptanceProfile, Arrival, load_profile, poisson, read_trace
 from eyas.cli import app
 from eyas.config.device_costs import DeviceCosts, PassCosts, flat
-from eyas.drafters.trees_ahead import MAX_PREPARED_NODES, MIN_PREPARED_NODES
+from eyas.drafters import trees_ahead
 from eyas.errors import ConfigError
 
 PROFILE = AcceptanceProfile(fresh=(1, 1, 1, 1, 1), hit=(0, 0, 0, 1), miss=(0, 1), hit_rate=1.0)
@@ -153,7 +153,8 @@ def test_late_hits_take_the_drafter_less_than_misses() -> None:
 def test_many_sessions_have_no_prepared_trees() -> None:
     small, large = (run("ahead", profile=READY, concurrency=n, max_num_seqs=n, seconds=30.0) for n in (64, 65))
     assert large.tokens_per_s / 65 < 0.9 * small.tokens_per_s / 64
-    assert MAX_PREPARED_SESSIONS == MAX_PREPARED_NODES // MIN_PREPARED_NODES
+    for name in ("MAX_PREPARED_NODES", "MIN_PREPARED_NODES"):
+        assert getattr(bench_settings, name) == getattr(trees_ahead, name), "as drafters send"
 
 
 def test_a_batch_waits_for_trees_only_where_that_yields_more() -> None:
@@ -207,6 +208,68 @@ def test_a_drafter_with_no_time_to_grow_ahead_still_answers() -> None:
     assert 1.0 < shared.tokens_per_s * PASS_S / 16 < 1.5
     alone = run("ahead", profile=READY, level_ms=20.0, seconds=60.0)
     assert alone.tokens_per_s * PASS_S > 2.3
+
+
+THICK = replace(READY, hit=(0, 0, 0, 1), hit_rate=0.9, prepared=0.9, ahead_top_k=64, ahead_rows=640.0)
+
+
+def test_thinner_trees_foresee_fewer_outcomes() -> None:
+    """Of 640 nodes a tenth of the outcomes is missed, and of n nodes n ** -0.356; no tree is better than as measured."""
+    assert THICK.exponent == pytest.approx(0.356, abs=0.001)
+    ten_ms, alone, shared = flat("d", draft_round=10.0, draft_level=10.0), [], []
+    for num_passes in (20.0, 10.0, 5.0, 1.0, 0.0):
+        alone.append(THICK.foreseen(ten_ms, 1.0, num_passes, 1))
+    assert [hits for hits, _, _ in alone] == pytest.approx([0.9, 0.9, 1 - 320**-0.3564, 1 - 64**-0.3564, 0], abs=0.001)
+    assert [levels for _, _, levels in alone][:3] == pytest.approx([0, 0, 4 * 0.3564 * math.log(2)], abs=0.01)
+    few = DeviceCosts("d", "m", "made up", {"draft_level": PassCosts((1, 64, 640), (10.0, 10.0, 100.0))})
+    for num_sessions in (1, 16):
+        shared.append(THICK.foreseen(few, 1.0, 10.0, num_sessions)[0])
+    assert shared == pytest.approx([0.9, 1 - 44**-0.3564], abs=0.001), "16 sessions have 70 rows of a pass together"
+
+
+def test_a_report_says_how_many_rows_grew_its_trees(tmp_path: Path) -> None:
+    """Ten passes of 64 rows in a verify pass; what a profile says itself stays."""
+    drafter = flat("d", draft_round=6.0, draft_level=6.0)
+    assert replace(THICK, ahead_rows=0.0).measured_on(drafter, PASS_S, 1).ahead_rows == pytest.approx(640)
+    report, own = tmp_path / "report.json", {"fresh": [1, 1], "hit": [1, 1], "hit_rate": 0.5, "ahead_top_k": 64}
+    serial = {"mode": "serial", "temperature": 0.8, "verify_ms": 60.0, "batch": 2}
+    drafter.write(tmp_path / "drafter.json")
+    costs = json.loads((tmp_path / "drafter.json").read_text())
+    for known, expected in ((0.0, 640.0), (100.0, 100.0)):
+        profiles = {"0.8": {**own, "ahead_rows": known}}
+        report.write_text(json.dumps({"results": {"profiles": profiles, "drafter": costs, "results": [serial]}}))
+        assert load_profile(report, 0.8).ahead_rows == pytest.approx(expected)
+
+
+def test_a_tree_begins_anew_after_a_step_without_one() -> None:
+    """Levels of a third of a pass: a miss has a token, the next step at most three instead of four."""
+    profile = replace(READY, hit_rate=0.5, prepared=0.5)
+    many = FleetSimulation(fleet("ahead", level_ms=20.0, profile=profile, concurrency=4, waits=False)).run()
+    assert many.tokens_per_s * PASS_S / 4 < 0.5 * 1 + 0.5 * 3
+
+
+@pytest.mark.parametrize(
+    ("temperature", "gpu", "measured"),
+    [
+        (0, "l40s", (1.02, 0.99, 1.10)),
+        (1, "l40s", (0.92, 0.88, 1.05)),
+        (0, "l4", (0.67, 0.64, 0.93)),
+        (1, "l4", (0.71, 0.64, 0.85)),
+    ],
+)
+def test_thin_trees_agree_with_virtual_time(temperature: int, gpu: str, measured: tuple[float, ...]) -> None:
+    """Ahead over local with batches of 4, 8 and 16, by a profile of one sequence at c = .1, see docs/split.md."""
+    fresh = (1, 1, 2, 1, 1, 39), (5, 6, 16, 11, 7, 18)
+    hit = (0, 2, 0, 5, 4, 31), (3, 13, 18, 12, 8, 9)
+    miss = (0, 1, 1, 0, 1, 2), (0, 0, 4, 1, 1, 1)
+    rates = {"prepared": (0.894, 0.829)[temperature], "hit_rounds": (0, 0.055)[temperature], "miss_rounds": 0.65}
+    weights = fresh[temperature], hit[temperature], miss[temperature]
+    profile = AcceptanceProfile(*weights, 0.9, ahead_rows=640, ahead_top_k=64, **rates)
+    verifier, drafter, local = map(DeviceCosts.read, ("llama-3.1-8b@h100", f"eagle3-8b@{gpu}", "eagle3-8b@h100"))
+    for batch, ratio in zip((4, 8, 16), measured, strict=True):
+        beside = FleetSettings(verifier, drafter, local, profile, "local", concurrency=batch, seconds=8.0)
+        planned = simulate(replace(beside, mode="ahead")).tokens_per_s / simulate(beside).tokens_per_s
+        assert planned == pytest.approx(ratio, rel=0.11), batch
 
 
 def test_rates_agree_with_those_in_virtual_time() -> None:
