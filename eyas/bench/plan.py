@@ -320,16 +320,18 @@ class FleetSimulation:
         is_shorter = profile.grows_on and grown < profile.grown  # than where it was measured
         hits, misses = list[_Sequence](), list[_Sequence]()
         for sequence in wanting:
-            hit_rate, prepared, fewer = for_new if sequence.is_new else for_grown
+            known = for_new if sequence.is_new else for_grown
             drawn, left = self._random.random(), sequence.num_levels + gained if is_shorter else MAX_AHEAD_LEVELS
-            is_hit = bool(sequence.tree) and left >= 1 and drawn < hit_rate
+            is_hit = bool(sequence.tree) and left >= 1 and drawn < known.hits
             sequence.tree = profile.hit if is_hit else profile.miss or profile.fresh
             sequence.num_levels = min(left if is_hit else profile.num_levels, MAX_AHEAD_LEVELS)
-            sequence.is_new, sequence.missing = not is_hit, fewer if is_hit else 0.0
-            sequence.reach = fewer + 1 + mean_tokens(profile.hit) * log((1 - drawn) / (1 - hit_rate)) if fewer else 0.0
-            if not is_hit or drawn >= prepared:
+            sequence.is_new, sequence.missing = not is_hit, known.missing_levels if is_hit else 0.0
+            if sequence.missing:
+                reach = 1 + mean_tokens(profile.hit) * log((1 - drawn) / (1 - known.hits))
+                sequence.reach = reach + sequence.missing
+            if not is_hit or drawn >= known.prepared:
                 (hits if is_hit else misses).append(sequence)
-        has_some = for_grown[1] and len(wanting) > len(hits) + len(misses) > 0
+        has_some = for_grown.prepared and len(wanting) > len(hits) + len(misses) > 0
         if has_some and not (s.waits and self._pays(verifier, hits, misses, now)):
             for sequence in (*hits, *misses):
                 sequence.tree = NO_DRAFTS

@@ -177,6 +177,19 @@ def _token_ids(entry: dict[str, object], model: str) -> Prompt:
 
 
 @dataclass(frozen=True)
+class Foreseen:
+    """What trees that grow ahead are good for.
+
+    hits: share of outcomes that have a tree. prepared: share of those whose tree is there before the commit.
+    missing_levels: levels that trees lack because fewer rows grew them than where a profile was measured.
+    """
+
+    hits: float
+    prepared: float
+    missing_levels: float = 0.0
+
+
+@dataclass(frozen=True)
 class AcceptanceProfile:
     """What a drafter achieves, for `eyas plan`, and what a step costs besides passes.
 
@@ -262,10 +275,8 @@ class AcceptanceProfile:
         is_known = self.ahead_rows > 1 and 0 < self.hit_rate < 1
         return -math.log(1 - self.hit_rate) / math.log(self.ahead_rows) if is_known else 0.0
 
-    def foreseen(
-        self, drafter: DeviceCosts, grown: float, num_passes: float, num_sessions: int
-    ) -> tuple[float, float, float]:
-        """The shares of hits and of prepared trees, and levels that trees lack because fewer rows grew them.
+    def foreseen(self, drafter: DeviceCosts, grown: float, num_passes: float, num_sessions: int) -> Foreseen:
+        """What trees foresee that a drafter has grown since the last commits.
 
         An outcome that has a share of the chances gets as large a share of the nodes. It is a hit if that is a node or more,
         and its tree is the deeper the more there are. Each session has an equal part of the nodes that are sent; drafters
@@ -273,17 +284,17 @@ class AcceptanceProfile:
 
         Args:
             drafter: its cost table.
-            grown: the share of the levels of trees that a drafter could grow since the last commits.
+            grown: the share of their levels that it could grow.
             num_passes: the passes that it could run.
             num_sessions: of this drafter.
         """
         if not self.grows_on:
             share = min(grown / self.grown, 1.0)
-            return self.hit_rate * share, self.prepared * share, 0.0
+            return Foreseen(self.hit_rate * share, self.prepared * share)
         num_nodes, sent = num_passes * self.pass_rows(drafter, num_sessions), MAX_PREPARED_NODES / num_sessions
         num_sent = min(num_nodes, sent) if sent >= MIN_PREPARED_NODES else 0.0
         levels = self.exponent * mean_tokens(self.hit) * math.log(self._thinner(num_nodes))
-        return self._share(self.hit_rate, num_nodes), self._share(self.prepared, num_sent), levels
+        return Foreseen(self._share(self.hit_rate, num_nodes), self._share(self.prepared, num_sent), levels)
 
     def _share(self, share: float, num_nodes: float) -> float:
         """What a share of outcomes, as measured, is with trees of num_nodes."""

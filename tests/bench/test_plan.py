@@ -219,11 +219,11 @@ def test_thinner_trees_foresee_fewer_outcomes() -> None:
     ten_ms, alone, shared = flat("d", draft_round=10.0, draft_level=10.0), [], []
     for num_passes in (20.0, 10.0, 5.0, 1.0, 0.0):
         alone.append(THICK.foreseen(ten_ms, 1.0, num_passes, 1))
-    assert [hits for hits, _, _ in alone] == pytest.approx([0.9, 0.9, 1 - 320**-0.3564, 1 - 64**-0.3564, 0], abs=0.001)
-    assert [levels for _, _, levels in alone][:3] == pytest.approx([0, 0, 4 * 0.3564 * math.log(2)], abs=0.01)
+    assert [found.hits for found in alone] == pytest.approx([0.9, 0.9, 1 - 320**-0.3564, 1 - 64**-0.3564, 0], abs=0.001)
+    assert [found.missing_levels for found in alone][:3] == pytest.approx([0, 0, 4 * 0.3564 * math.log(2)], abs=0.01)
     few = DeviceCosts("d", "m", "made up", {"draft_level": PassCosts((1, 64, 640), (10.0, 10.0, 100.0))})
     for num_sessions in (1, 16):
-        shared.append(THICK.foreseen(few, 1.0, 10.0, num_sessions)[0])
+        shared.append(THICK.foreseen(few, 1.0, 10.0, num_sessions).hits)
     assert shared == pytest.approx([0.9, 1 - 44**-0.3564], abs=0.001), "16 sessions have 70 rows of a pass together"
 
 
@@ -241,7 +241,7 @@ def test_a_report_says_how_many_rows_grew_its_trees(tmp_path: Path) -> None:
         assert load_profile(report, 0.8).ahead_rows == pytest.approx(expected)
 
 
-def test_a_tree_begins_anew_after_a_step_without_one() -> None:
+def test_a_tree_starts_from_its_root_after_a_plain_step() -> None:
     """Levels of a third of a pass: a miss has a token, the next step at most three instead of four."""
     profile = replace(READY, hit_rate=0.5, prepared=0.5)
     many = FleetSimulation(fleet("ahead", level_ms=20.0, profile=profile, concurrency=4, waits=False)).run()
