@@ -1,8 +1,9 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there.
 
 `python -m tests.compiling 80 90` prints what becomes of the kernels of KERNEL_CALLS on sm_80 and sm_90 as JSON lines. Those
-that COMPILED holds, by their source, arguments and compiler, are not compiled again. `python -m tests.compiling --write`
-compiles all that it lacks and writes it; `--again 80` compiles those of attention and prints them.
+that COMPILED holds, by their source, arguments and compiler, are not compiled again; if it lacks some, that is an error.
+`python -m tests.compiling --write` compiles all that it lacks and writes it: run it after every edit of a kernel's file.
+`--again 80` compiles those of attention and prints them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ FLOAT8_LINEAR = (89, 90, 100)
 # What became of each kernel, by its key. A change of a kernel, of its place in its file, of its arguments or of Triton makes
 # another key.
 COMPILED = Path(__file__).parent / "models" / "cuda" / "compiled.json"
+
+WRITE = "After an edit of kernels, of their launches or of Triton's version run: python -m tests.compiling --write"
 
 
 @dataclass(frozen=True)
@@ -347,11 +350,14 @@ def main(options: list[str]) -> None:
     if options == ["--write"]:
         write_compiled()
         return
-    is_again = "--again" in options
+    is_again, known, lacking = "--again" in options, known_kernels(), list[str]()
     for number in [int(option) for option in options if option.isdigit()]:
-        found = kernels_of(number, {}, [attention_calls]) if is_again else kernels_of(number, known_kernels())
+        found = kernels_of(number, {}, [attention_calls]) if is_again else kernels_of(number, known)
         for kernel in found.values():
             print(json.dumps(kernel), flush=True)
+        lacking += [kernel["name"] for key, kernel in found.items() if key not in known]
+    if lacking:
+        sys.exit(f"{COMPILED} lacks what becomes of {', '.join(sorted(set(lacking)))}. {WRITE}")
 
 
 if __name__ == "__main__":

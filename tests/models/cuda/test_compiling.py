@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.compiling import COMPILED, SHARED_KIB
+from tests.compiling import COMPILED, SHARED_KIB, WRITE
 from tests.launches import launched_kernels
 
 # After a change of Triton two minutes of compiling for each kind of GPU, on a slow processor that other tests use as well.
@@ -47,4 +47,4 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, tmp_path: Path) -> None:
     assert tree["residents"] >= {90: 2}.get(sm, 1)
     again = kernels_of(tmp_path, "--again", str(sm))
     assert again
-    assert all(kernel in kernels for kernel in again), f"{COMPILED} holds something else than the compiler makes"
+    assert all(kernel in kernels for kernel in again), f"{COMPILED} holds something else than the compiler makes. {WRITE}"
