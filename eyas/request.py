@@ -127,7 +127,7 @@ class SamplingParams:
 
     @property
     def has_logit_rules(self) -> bool:
-        """Whether biases, penalties or bans change logits before a draw, see eyas.sampling.penalties."""
+        """Whether biases, penalties or bans change logits before a draw, see eyas.sampling.logit_rules."""
         return bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.has_penalties
 
     @property

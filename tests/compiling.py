@@ -266,7 +266,8 @@ def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
     from eyas.request import NoiseKey
     from eyas.sampling.kernels import best_of_races, draw_rows, race, top_k
-    from eyas.sampling.sampler import Draw, warm_up_search
+    from eyas.sampling.sampler import Draw
+    from eyas.sampling.sharded_top_p import warm_up_search
 
     keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
     draw_rows(torch.zeros(64, 128256, device=META), [Draw(keys[0], 0)] * 64)

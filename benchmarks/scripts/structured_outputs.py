@@ -28,7 +28,7 @@ from eyas.engine.grammar_manager import GrammarManager
 from eyas.grammar import Grammar, GrammarCompiler, OutputMatchers
 from eyas.request import GenerationStats, Request, SamplingParams, StructuredOutputs
 from eyas.sampling.acceptance import LogitRows
-from eyas.sampling.token_masks import TokenMasks
+from eyas.sampling.logit_rules import TokenMasks
 from eyas.services.local import read_prompts
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree

@@ -23,10 +23,9 @@ from eyas.grammar import GrammarCompiler, OutputMatchers
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
+from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.packed_trees import kernels
-from eyas.sampling.penalties import LogitRules
 from eyas.sampling.sampler import Draws
-from eyas.sampling.token_masks import TokenMasks
 from eyas.sampling.verify import nothing, verify, verify_trees
 from eyas.tensors import out_of_memory_text
 from eyas.validation import check_engine_request, check_request

@@ -20,7 +20,7 @@ from eyas.errors import InvalidRequest
 from eyas.grammar import Matcher, OutputMatchers, TokenBits, bits_of
 from eyas.request import Request
 from eyas.sampling.acceptance import LogitRows
-from eyas.sampling.token_masks import NodeMask, TokenMasks, TreeMasks
+from eyas.sampling.logit_rules import NodeMask, TokenMasks, TreeMasks
 from eyas.tree import DraftTree, SampledProposal
 
 ResultT = TypeVar("ResultT")

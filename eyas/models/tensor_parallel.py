@@ -30,11 +30,10 @@ from eyas.sampling.sampler import (
     candidates,
     draw_candidates,
     has_filters,
-    likely_logits,
     race,
     takes_candidates,
-    warm_up_search,
 )
+from eyas.sampling.sharded_top_p import likely_logits, warm_up_search
 from eyas.tensors import Bools, upload
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from eyas.request import NoiseKey
 from eyas.sampling.noise import row_keys, signed
-from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, Kept, Scale, has_filters
+from eyas.sampling.sampler import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
+from eyas.sampling.sharded_top_p import Kept, Scale
 from eyas.tensors import Ints, on_device_of, upload
 
 BLOCK = 2048
 # Tokens of a block that are listed at most, and neighbouring ids in a block of a row with filters.
-LISTED = 32
-LINE = 32
+LISTED, LINE = 32, 32
 # Bits of a token's id in its key, whose higher bits are its logit; how many ids there can be.
 ID_BITS = tl.constexpr(20)
 IDS = tl.constexpr(1 << 20)
@@ -98,7 +98,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """`eyas.sampling.sampler.masses_from`. Two launches."""
+    """`eyas.sampling.sharded_top_p.masses_from`. Two launches."""
     rows, width = logits.shape
     masses = torch.zeros(rows, len(borders), dtype=torch.int64, device=logits.device)
     with on_device_of(logits):
@@ -110,7 +110,7 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
 
 
 def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """`eyas.sampling.sampler.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
+    """`eyas.sampling.sharded_top_p.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)

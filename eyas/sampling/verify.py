@@ -10,12 +10,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
+from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.packed_trees import PackedTrees
-from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import MAX_CANDIDATES, Draw, Draws, sample
-from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
 

@@ -27,12 +27,11 @@ from eyas.models.target import TargetModel, TargetOutput
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.sampling import verify
 from eyas.sampling.acceptance import LogitRows, StepOutput, TreeOutputs, accept
+from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.packed_trees import pack_trees
-from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.sampler import Draws
-from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from eyas.request import NoiseKey
-from eyas.sampling import sampler
+from eyas.sampling import sampler, sharded_top_p
 from eyas.sampling.noise import exponential_noise, row_keys, signed
-from eyas.sampling.sampler import Draw, Kept, Scale, likely_logits, rank, sample
+from eyas.sampling.sampler import Draw, rank, sample
+from eyas.sampling.sharded_top_p import Kept, Scale, likely_logits
 from tests.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -121,11 +122,11 @@ def hard_logits() -> torch.Tensor:
 @pytest.mark.parametrize("shift", [28, 20, 12, 0])
 def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
     logits = hard_logits()
-    scale = Scale(sampler.largest_logits(logits), torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0, 1.0, 1.0, 1e-6]))
+    scale = Scale(sharded_top_p.largest_logits(logits), torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0, 1.0, 1.0, 1e-6]))
     lowest = sampler.ordered_bits(scale.largest).long() - (7 << shift)
     on_device = Scale(*(tensor.to(DEVICE) for tensor in scale))
-    for borders in (sampler.SEARCH_BORDERS, sampler.LAST_BORDERS):
-        expected = sampler.masses_from(logits, scale, lowest, shift, borders)
+    for borders in (sharded_top_p.SEARCH_BORDERS, sharded_top_p.LAST_BORDERS):
+        expected = sharded_top_p.masses_from(logits, scale, lowest, shift, borders)
         with np.errstate(all="ignore"):
             found = kernels.masses_from(logits.to(DEVICE), on_device, lowest.to(DEVICE), shift, borders)
         torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=1e-6, atol=0)
@@ -136,7 +137,7 @@ def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
 def test_kernels_keep_what_plain_operations_keep() -> None:
     """Also some of equal logits, as many as the wanted mass has room for."""
     logits, third = hard_logits(), torch.arange(8) / 3
-    largest, unit = sampler.largest_logits(logits), 2.0**sampler.MASS_BITS
+    largest, unit = sharded_top_p.largest_logits(logits), 2.0**sampler.MASS_BITS
     last = sampler.ordered_bits(torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])).long()
     wanted = (unit * torch.tensor([9.0, 1.0, 2100.5, 9.0, 9.0, 9.0, 9.0, 9.0])).long()
     scale = Scale(largest, torch.full((8,), 0.8))
@@ -144,7 +145,7 @@ def test_kernels_keep_what_plain_operations_keep() -> None:
     on_device = logits.to(DEVICE, copy=True)
     with np.errstate(all="ignore"):
         kernels.kept_logits(on_device, Scale(*(x.to(DEVICE) for x in scale)), Kept(*(x.to(DEVICE) for x in kept)))
-    logits = sampler.kept_logits(logits, scale, kept)
+    logits = sharded_top_p.kept_logits(logits, scale, kept)
     torch.testing.assert_close(on_device.cpu(), logits, rtol=0, atol=0, equal_nan=True)
     counts = (logits > -torch.inf).sum(1).tolist()
     assert counts[2] == 2100, "2,100 of equal logits fit, as two thirds come before them"
@@ -166,8 +167,8 @@ def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.Monk
 
         return run
 
-    monkeypatch.setattr(sampler, "masses_from", locked(kernels.masses_from))
-    monkeypatch.setattr(sampler, "kept_logits", locked(kernels.kept_logits))
+    monkeypatch.setattr(sharded_top_p, "masses_from", locked(kernels.masses_from))
+    monkeypatch.setattr(sharded_top_p, "kept_logits", locked(kernels.kept_logits))
     own = [part.to(DEVICE, copy=True).contiguous() for part in logits.chunk(parts, 1)]
     found = RankThreads(parts).run(lambda rank: likely_logits(own[rank], rows, rank, parts))
     assert plain(torch.cat(found, 1).cpu(), [Draw(NoiseKey(row.key.seed, 0.9), row.position) for row in rows]) == plain(

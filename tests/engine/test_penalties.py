@@ -17,7 +17,7 @@ from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
-from eyas.sampling.penalties import LogitRules
+from eyas.sampling.logit_rules import LogitRules
 from eyas.tree import DraftTree
 from tests import reference
 from tests.engine.drafters import KnowingDrafter

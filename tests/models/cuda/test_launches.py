@@ -22,7 +22,8 @@ from eyas.models.fused import fuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, best_of_races, likely_logits, race, sample
+from eyas.sampling.sampler import Draw, best_of_races, race, sample
+from eyas.sampling.sharded_top_p import likely_logits
 
 pytest.importorskip("triton", reason="triton is not installed")
 

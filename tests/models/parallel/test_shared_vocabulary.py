@@ -13,7 +13,8 @@ from torch import Tensor
 from eyas.models.inputs import Segment
 from eyas.models.tensor_parallel import Shard, SharedVocabulary
 from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.sampling.sampler import Draw, likely_logits, sample
+from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.sharded_top_p import likely_logits
 from eyas.sampling.verify import can_draw_in_parts
 from tests.device_syncs import Waits
 from tests.rank_threads import RankThreads
