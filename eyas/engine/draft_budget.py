@@ -70,8 +70,7 @@ class AdaptiveDraftBudget:
     # What a size must yield, relative to plain decoding: to go on, and to begin, as drafters have to catch up.
     MARGIN, FIRST_MARGIN = 1.02, 1.06
     AS_GOOD = 0.99  # of the best rate: the deepest of such sizes is chosen, as its trees say the most, and stays whole
-    # Estimates from so few sequences are less certain: trees stay, and stay the largest, unless others, or none, are better
-    # by more.
+    # Estimates from so few sequences are less certain: the largest trees stay unless others, or none, are better by more.
     FEW, AS_GOOD_OF_FEW, DOUBT = 4, 0.9, 0.02
     OBSERVE_STEPS = 4  # of few sequences, or without trees, from one that is learned from to the next: they are short
     PLAN_STEPS, MAX_PLAIN_STEPS = 12, 64  # that a choice of trees holds for, and of none, unless the sequences are others
@@ -82,9 +81,6 @@ class AdaptiveDraftBudget:
     RELAXING = 0.99  # of what catching up seems to cost, for each step in which a sequence has no tree because of it
     MAX_NEW_SHARE, MAX_CATCH_UP = 0.25, 10.0  # see choose; seconds of a first tree, relative to those of others
     CATCH_UP_GAIN = 2.0  # what trees must save, relative to catching up for them: a slight gain may be none
-    # Steps with trees from one without to the next, while trees gain less than SLIGHT of plain decoding: what a step without
-    # trees takes would not be known any more.
-    COMPARE_STEPS, SLIGHT = 16, 0.3
 
     def __init__(
         self,
@@ -112,7 +108,6 @@ class AdaptiveDraftBudget:
         self._plans: dict[bool, Plan] = {}  # the last ones, for steps with prompts and without
         self._others_s: tuple[float, ...] = (0.0, 0.0)  # between and host of a step
         self._num_others = 0  # how often these were measured
-        self._num_uncompared = 0  # steps with trees since the last one without
         self._most = 1
         self._step = DECODE_ONLY
         self._begun: set[str] = set()  # requests that have had trees
@@ -174,9 +169,7 @@ class AdaptiveDraftBudget:
             self._observe_others(between_s, host_s)
         self._num_steps += 1
         is_settled = self._is_settled(len(batch)) if requested else True
-        is_compared = not requested and self._num_uncompared > 0
-        self._num_uncompared = self._num_uncompared + 1 if requested else 0
-        learns = bool(not is_settled or self._scouts or is_compared or self._num_steps % self.OBSERVE_STEPS == 0)
+        learns = bool(not is_settled or self._scouts or self._num_steps % self.OBSERVE_STEPS == 0)
         decode_only = bool(requested or learns) and all(scheduled.tree is not None for scheduled in batch)
         if decode_only and learns:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
@@ -276,8 +269,7 @@ class AdaptiveDraftBudget:
         if plan and plan.size.depth:
             if self._debt_s and not self._is_load_of_debt(num_rows):
                 self._pay(self._debt_s)
-            is_slight = plan.saved_s * plan.rate < self.SLIGHT
-            if self._is_stopped or (is_slight and self._num_uncompared >= self.COMPARE_STEPS):
+            if self._is_stopped:
                 return {}
             drafting = self._worth_drafting(decoding, plan, num_rows)
             if not drafting:
@@ -410,7 +402,7 @@ class AdaptiveDraftBudget:
         best_rate, plain = float(rates.max()), num_rows / self._step_s(num_rows)
         last = plan or self._plan
         is_drafting = not self._is_stopped and (bool(last.size.depth) if last else is_few)
-        least_rate = plain * (self.MARGIN - self.DOUBT * is_few if is_drafting else self.FIRST_MARGIN)
+        least_rate = plain * ((self.MARGIN if is_drafting else self.FIRST_MARGIN) - (self.DOUBT if is_few else 0.0))
         as_good = self.AS_GOOD_OF_FEW if is_few else self.AS_GOOD
         good_rate = min(max(as_good * best_rate, least_rate), best_rate)
         first = int(np.argmax(rates.max(axis=1) >= good_rate))
