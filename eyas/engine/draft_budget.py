@@ -52,7 +52,8 @@ class AdaptiveDraftBudget:
     Scouts, a few sequences, have the largest trees in the first steps, and later as often as costs about SCOUT_SHARE of the
     time. They are as many as are drafted in about the time of one, and draft twice in a row if the drafter has to catch up.
 
-    Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time.
+    Trees that lost time against plain decoding leave a debt, in seconds. Without trees it falls by RETRY_SHARE of the time,
+    and after trials that failed one after the other by less, FAILED_SHARE of it at least.
     A debt of several steps stops drafting until RESTART_DEBT of it, or a third after a trial, is paid, or until it seems to
     pay for another number of sequences. Then it may lose no more than that until it has gained: one bad text or slow
     stretch says little of the next.
@@ -61,7 +62,7 @@ class AdaptiveDraftBudget:
     lose COLD_START_S or STOP_DEBT: a drafter apart may have to load and to catch up.
     """
 
-    RETRY_SHARE, COLD_START_S = 0.01, 1.0
+    RETRY_SHARE, FAILED_SHARE, COLD_START_S = 0.01, 0.25, 1.0
     TRIAL_TREES, TRIAL_DEBT, FREE_TRIALS, PLAIN_STEPS = 8, 4.0, 3, 4
     MAX_SCOUTS, SCOUT_COST = 8, 1.2  # the last: of a round for scouts, relative to one for one sequence
     HIDDEN_SHARE = 0.2  # of the wait in the time that it hid: with less, trees had probably come before
@@ -103,6 +104,7 @@ class AdaptiveDraftBudget:
         self._scouts: tuple[str, ...] = ()
         self._num_scouts = self._num_drafted = self._num_steps = 0
         self._is_trial, self._num_trials, self._num_left = False, 0, 0  # the last: steps that scouts still have trees in
+        self._retry_share = self.RETRY_SHARE
         self._catch_up_s = 0.0  # that this trial has waited for
         self._plan: Plan | None = None
         self._plans: dict[bool, Plan] = {}  # the last ones, for steps with prompts and without
@@ -177,7 +179,7 @@ class AdaptiveDraftBudget:
             rows_s = self._verify.seconds(num_rows)
             self._verify.observe(num_rows, verify_s * rows_s / (rows_s + context_s))
         if not requested:
-            self._pay(self.RETRY_SHARE * (wait_s + verify_s + sum(self._others_s)))
+            self._pay(self._retry_share * (wait_s + verify_s + sum(self._others_s)))
             return
         if self._num_missed:
             extra_s = min(max(wait_s - draft_s, 0.0), wait_s)
@@ -236,6 +238,7 @@ class AdaptiveDraftBudget:
             self._is_stopped, self._stop_debt = True, self.RESTART_DEBT
             self._debt_s = self._debt_s / 3 if self._is_trial else min(self._debt_s, self.RESTART_DEBT * plain_s)
         elif gain_s > 0:
+            self._retry_share = self._retry_share if self._is_trial else self.RETRY_SHARE
             self._stop_debt = min(self._stop_debt + gain_s / plain_s, self.STOP_DEBT)
 
     def _step_s(self, num_rows: float) -> float:
@@ -263,12 +266,15 @@ class AdaptiveDraftBudget:
         if self._is_trial:
             self._is_trial, self._plan, self._num_trials = False, None, self._num_trials + 1
             self._debt_s = max(self._debt_s, self.PLAIN_STEPS * self.RETRY_SHARE * self._step_s(num_rows))
+            if self._num_trials > self.FREE_TRIALS:
+                self._retry_share = max(self._retry_share / 2, self.FAILED_SHARE * self.RETRY_SHARE)
         elif self._waits_for_payment(num_rows):
             return {}
         plan = self._planned(len(decoding), most, num_plain) if is_known else None
         if plan and plan.size.depth:
             if self._debt_s and not self._is_load_of_debt(num_rows):
                 self._pay(self._debt_s)
+                self._retry_share = self.RETRY_SHARE
             if self._is_stopped:
                 return {}
             drafting = self._worth_drafting(decoding, plan, num_rows)

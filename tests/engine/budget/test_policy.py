@@ -328,6 +328,17 @@ def test_trials_cost_less_than_two_percent(seed: int) -> None:
     assert simulation.seconds_per_token(budget, 2000, seed + 10) < simulation.expected_seconds_per_token(1) / 0.98
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_that_go_on_failing_become_rare(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(fixed=0.003, row=0.0002, draft=0.0096)
+    budget, other = simulation.budget(), simulation.budget()
+    monkeypatch.setattr(other, "FAILED_SHARE", 1.0)
+    with_trees = [sum(nodes > 1 for nodes in simulation.sizes(each, 8000, seed)[2000:]) for each in (budget, other)]
+    assert 0 < with_trees[0] < 0.5 * with_trees[1]
+    simulation.draft, simulation.right = 0.001, 0.9
+    assert usual(simulation.sizes(budget, 4000, seed + 10)[-100:]) == NODES
+
+
 def test_few_sequences_keep_the_largest_trees() -> None:
     simulation = Simulation(row=0.24, draft=0.2)
     best = min(range(1, NODES), key=simulation.expected_seconds_per_token)
