@@ -7,11 +7,12 @@ is ordinary decoding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import lt
-from typing import ClassVar
+from itertools import chain, groupby, repeat
+from operator import attrgetter, lt
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Cells = npt.NDArray[np.generic]
 
 MASS_TOLERANCE = 1e-4
 WORD = (1 << 64) - 1
@@ -76,6 +78,8 @@ class DraftTree:
     sampled: how the nodes were drawn; None for a deterministic proposal.
     sources: of a combined drafter, which of its parts proposed each node: 1 for the first, 2 for the second, 3 for both; 0
         for the root. Empty for other drafters, and unless the commit wants them.
+    batch, number: arrays that hold its nodes too, if any, and its number among the trees there.
+    num_nodes: the root included.
     """
 
     tokens: tuple[int, ...]
@@ -84,6 +88,22 @@ class DraftTree:
     grown_ahead: bool = False
     sampled: SampledProposal | None = None
     sources: tuple[int, ...] = ()
+    batch: TreeBatch | None = field(default=None, init=False, repr=False, compare=False)
+    number: int = field(default=0, init=False, repr=False, compare=False)
+    num_nodes: int = field(init=False, repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # to which attributes are as declared
+
+        def __getattr__(self, name: str) -> Any:
+            """Make on first use what `TreeBatch.trees` leaves out."""
+            if name == "num_nodes":
+                found = {name: len(self.tokens)}
+            elif name in ("tokens", "parents", "log_probs") and self.batch is not None:
+                found = self.batch.columns(self.number)
+            else:
+                raise AttributeError(f"a draft tree has no {name!r}")
+            self.__dict__.update(found)
+            return found[name]
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
@@ -96,12 +116,12 @@ class DraftTree:
         return cls(tuple(tokens), tuple(max(i - 1, 0) for i in range(len(tokens))), (0.0,) * len(tokens))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.num_nodes
 
     @property
     def num_drafted(self) -> int:
         """Number of guesses, the root excluded."""
-        return len(self.tokens) - 1
+        return self.num_nodes - 1
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -190,8 +210,8 @@ class DraftTree:
 
     def _name_fault(self, vocab_size: int) -> None:
         """Raises InvalidTree for the first node whose parent or token is out of range."""
-        for node in range(1, len(self)):
-            if not 0 <= self.parents[node] < node:
+        for node in range(len(self)):
+            if not 0 <= self.parents[node] < max(node, 1):
                 raise InvalidTree(f"node {node} has parent {self.parents[node]}, which does not come before it")
             if not 0 <= self.tokens[node] < vocab_size:
                 raise InvalidTree(f"node {node} has token {self.tokens[node]}, outside [0, {vocab_size})")
@@ -210,6 +230,107 @@ class DraftTree:
                 )
             if not sampled.replacement and len(set(tokens)) < len(tokens):
                 raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")
+
+
+class TreeBatch:
+    """The nodes of several trees as arrays, one tree after the other.
+
+    A drafter that has arrays makes trees of them by `trees`, and whoever needs arrays gets them back by `of`. So nothing is
+    copied node by node from the drafter to the pass.
+
+    counts: nodes of each tree, int64 [B]. tokens, parents: int64 [R], log_probs: float64 [R], as those of DraftTree.
+    """
+
+    def __init__(self, counts: Ints, tokens: Ints, parents: Ints, log_probs: npt.NDArray[np.float64]) -> None:
+        self.counts, self.tokens, self.parents, self.log_probs = counts, tokens, parents, log_probs
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> TreeBatch:
+        """The arrays of at least one tree.
+
+        Raises InvalidTree for one without nodes, or with lists of different lengths.
+        """
+        runs = groupby(trees, attrgetter("batch"))
+        parts = [
+            cls._packed(list(run)) if batch is None else batch._taken([tree.number for tree in run]) for batch, run in runs
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*((part.counts, part.tokens, part.parents, part.log_probs) for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+    @classmethod
+    def below(cls, roots: Sequence[int], tokens: Cells, parents: Cells, log_probs: Cells, counts: Ints) -> TreeBatch:
+        """Trees of drafted nodes below roots.
+
+        tokens, parents, log_probs: of the first `counts` nodes of each row; 0 is the root's number [B, N].
+        """
+        is_filled = np.arange(-1, tokens.shape[1]) < counts[:, None]
+        columns = np.zeros((3, *is_filled.shape))
+        columns[0, :, 0], columns[0, :, 1:], columns[1, :, 1:], columns[2, :, 1:] = roots, tokens, parents, log_probs
+        (own_tokens, own_parents), scores = columns[:2, is_filled].astype(np.int64), columns[2, is_filled]
+        return cls(counts + 1, own_tokens, own_parents, scores)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """The row of each root [B]."""
+        firsts: Ints = self.counts.cumsum() - self.counts
+        return firsts
+
+    def trees(self, grown_ahead: Iterable[bool] = repeat(False)) -> list[DraftTree]:
+        """The trees. Their tuples are made on first use. grown_ahead: of each."""
+        trees = []
+        for number, (num_nodes, ahead) in enumerate(zip(self.counts.tolist(), grown_ahead, strict=False)):
+            tree = object.__new__(DraftTree)
+            tree.__dict__.update(batch=self, number=number, num_nodes=num_nodes, grown_ahead=ahead)
+            trees.append(tree)
+        return trees
+
+    def cut(self, is_kept: Bools) -> TreeBatch:
+        """The trees with some of their nodes only: all roots, and no node without its parent. is_kept: [R]."""
+        numbers, firsts = is_kept.cumsum() - 1, np.repeat(self.firsts, self.counts)
+        parents = numbers[self.parents + firsts] - numbers[firsts]
+        counts = np.add.reduceat(is_kept, self.firsts, dtype=np.int64)
+        return TreeBatch(counts, self.tokens[is_kept], parents[is_kept], self.log_probs[is_kept])
+
+    def columns(self, number: int) -> dict[str, tuple[Any, ...]]:
+        """The tuples of one tree."""
+        firsts, lists = self._lists
+        own = slice(firsts[number], firsts[number] + int(self.counts[number]))
+        return {name: tuple(values[own]) for name, values in lists.items()}
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], dict[str, list[Any]]]:
+        lists = {"tokens": self.tokens.tolist(), "parents": self.parents.tolist(), "log_probs": self.log_probs.tolist()}
+        return self.firsts.tolist(), lists
+
+    @classmethod
+    def _packed(cls, trees: Sequence[DraftTree]) -> TreeBatch:
+        """`of` trees without arrays. They are kept, as they may be asked for again."""
+        counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+        others = np.array([[len(tree.parents), len(tree.log_probs), len(tree.sources or tree.tokens)] for tree in trees])
+        if not counts.all() or (others != counts[:, None]).any():
+            raise InvalidTree("there is a tree without nodes, or with lists of different lengths")
+        names = {"tokens": np.int64, "parents": np.int64, "log_probs": np.float64}
+        count = int(counts.sum())
+        batch = cls(
+            counts,
+            *(np.fromiter(chain.from_iterable(map(attrgetter(n), trees)), kind, count) for n, kind in names.items()),
+        )
+        for number, tree in enumerate(trees):
+            tree.__dict__.update(batch=batch, number=number)
+        return batch
+
+    def _taken(self, numbers: list[int]) -> TreeBatch:
+        """The arrays of some trees."""
+        if numbers == list(range(len(self.counts))):
+            return self
+        counts, firsts = self.counts[numbers], self.firsts[numbers]
+        rows = np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
+        return TreeBatch(counts, self.tokens[rows], self.parents[rows], self.log_probs[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +364,6 @@ class TreeArrays:
                 return
         tree = self.tree()
         tree.validate(tree.tokens[0] if tree.tokens else 0, vocab_size, max_nodes, num_nodes)
-        raise InvalidTree(f"the root is token {tree.tokens[0]}, outside [0, {vocab_size})")
 
     def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
         """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 
@@ -32,7 +33,7 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput, load_target
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.sampling import verify
-from eyas.tree import DraftTree
+from eyas.tree import TreeBatch
 
 TARGET, HEAD = "models/demo/target", "models/demo/eagle3"
 # Of an H100 and Llama 3.1 8B.
@@ -108,10 +109,12 @@ class FixedTrees(LocalDrafter):
     needs = DrafterNeeds(features=True)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """A tree for each session."""
-        tokens = [DRAWN if node in ACCEPTED else OTHER + node for node in range(len(PARENTS))]
-        scores = tuple(-0.1 * node for node in range(len(PARENTS)))
-        return [DraftTree((context.tokens[-1], *tokens[1:]), PARENTS, scores) for context in contexts]
+        """A tree for each session, from arrays, as drafters with a network make them."""
+        tokens = [DRAWN if node in ACCEPTED else OTHER + node for node in range(1, len(PARENTS))]
+        rows = [tokens, PARENTS[1:], [-0.1 * node for node in range(1, len(PARENTS))]]
+        cells = np.broadcast_to(np.array(rows)[:, None], (3, len(contexts), len(tokens)))
+        roots, counts = [context.tokens[-1] for context in contexts], np.full(len(contexts), len(tokens))
+        return list(TreeBatch.below(roots, *cells, counts).trees())
 
     def release(self, sessions: Sequence[str]) -> None:
         """Nothing is kept."""
@@ -129,7 +132,11 @@ def build(num_sequences: int, context: int, steps: int) -> Engine:
     engine = assemble_engine(target, fuser, config, TreeConfig(len(PARENTS), 3, 5), FixedTrees())
     memory = SlotMemory(num_sequences, num_slots // num_sequences, target.device)
     packing = KernelBackend(target, TILING, num_slots, memory)
-    engine._runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
+    runner = engine._runner
+    runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
+    # Features come from the pass, as on a GPU.
+    runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, fuser.width)
+    runner._fuses_late = False
     return engine
 
 

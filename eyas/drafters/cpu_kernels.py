@@ -23,7 +23,7 @@ from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu_products import multiply
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
 from eyas.tensors import Ints
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, TreeBatch
 
 # Draft tokens whose biases are computed at a time.
 COLUMNS = 256
@@ -33,12 +33,8 @@ NO_BIASES, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.f
 
 def trees_of(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
     """The trees that a kernel wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees`."""
-    (tokens, parents), found = cells.tolist(), scores.tolist()
-    return [
-        DraftTree((root, *own[:n]), (0, *above[:n]), (0.0, *own_scores[:n]))
-        for root, own, above, own_scores in zip(roots, tokens, parents, found, strict=True)
-        for n in own[-1:]
-    ]
+    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
+    return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
 
 
 def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:

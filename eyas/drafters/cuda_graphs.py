@@ -302,7 +302,7 @@ class TreeGraphs:
         graphs = self.rounds[scorer_kind(columns[:NUM_NOISE_WORDS])]
         results = graphs.run(columns, slots, scratch, states, num_levels).cpu().numpy()[: len(contexts)]
         tree_cells = NUM_RESULTS * self._spec.num_cells(num_levels)
-        found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2).tolist()
+        found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2)
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
         return trees, results[:, tree_cells:].astype(np.int64).reshape(len(contexts), 2, -1)
 

@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
     LevelCosts,
+    Reals,
     StaticTree,
     TreeGrowth,
     chain_trees,
@@ -307,7 +308,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         masked = masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, on_device, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
-        return chain_trees(found, contexts, self.tree.num_draft_tokens)
+        return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
     def _grow_candidates(
         self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
@@ -327,13 +328,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return scorer
         return MaskedScorer(scorer, contexts, self.draft_ids, self._path_masks)
 
-    def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Any:
-        """`columns` as nested lists. Copies the rows to keep together with them, so that the host waits once."""
+    def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Reals:
+        """`columns` as an array. Copies the rows to keep together with them, so that the host waits once."""
         if rows is None:
-            return columns.tolist()
+            return columns.cpu().numpy()  # type: ignore[no-any-return]
         found, kept = download(columns, rows)
         self._keep_rows(contexts, kept.astype(np.int64), top_k)
-        return found.tolist()
+        return found
 
     def _roots(
         self, contexts: Sequence[DraftContext], states: Tensor, slots: TreeSlots | None, is_chain: bool = False

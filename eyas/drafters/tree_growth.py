@@ -35,7 +35,7 @@ from eyas.drafters.scoring import Scorer, Scores, draws_by_kernels, rank_childre
 from eyas.sampling.noise import exponential_noise_at
 from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.tree import DraftProbs, DraftTree, SampledProposal, TreeBatch
 
 Reals = npt.NDArray[np.float64]
 
@@ -366,21 +366,11 @@ def _levels(ends: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.cat([torch.full((end - start,), i, dtype=torch.int64, device=device) for i, (start, end) in spans])
 
 
-def trees_from_columns(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:
+def trees_from_columns(columns: Reals, roots: Sequence[int]) -> list[DraftTree]:
     """The trees behind the output of `select_columns`, copied to the host."""
-    return [_tree(*cells) for cells in zip(roots, *columns, strict=True)]
-
-
-def _tree(
-    root: int, filled: list[float], tokens: list[float], parents: list[float], closed: list[float], scores: list[float]
-) -> DraftTree:
-    assert all(closed), "a node was selected without its parent"
-    count = int(sum(filled))
-    return DraftTree(
-        tokens=(root, *(int(token) for token in tokens[:count])),
-        parents=(0, *(int(parent) for parent in parents[:count])),
-        log_probs=(0.0, *scores[:count]),
-    )
+    is_filled, tokens, parents, is_closed, scores = columns
+    assert is_closed.all(), "a node was selected without its parent"
+    return TreeBatch.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64)).trees()
 
 
 def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
@@ -472,11 +462,9 @@ def forest_trees(
     numbers[places] = np.arange(len(places)) - ends[of_places] + 1
     above = np.maximum(parents[places], -1)
     assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
-    node_tokens, node_parents, node_scores = tokens[places].tolist(), numbers[above].tolist(), scores[places].tolist()
-    return [
-        DraftTree((root, *node_tokens[start:end]), (0, *node_parents[start:end]), (0.0, *node_scores[start:end]))
-        for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    ]
+    nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
+    nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
+    return TreeBatch.below(roots, *nodes, np.diff(ends)).trees()
 
 
 def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:

@@ -21,7 +21,7 @@ from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
-from eyas.sampling.packed_trees import PackedTrees, TreeLimits, pack_valid_trees
+from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 from eyas.tree import DraftTree
 
 # What contexts are copied from, see `changed`.
@@ -34,11 +34,7 @@ class DraftManager:
     """Requests drafts at the end of a step and collects them at the start of the next, so that the drafter works meanwhile.
 
     A sequence without an answer has no tree: a failed drafter is no error.
-
-    packed: the trees that `collect` returned last, if there are several, all valid and none is sampled.
     """
-
-    packed: PackedTrees | None = None
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
         """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
@@ -164,8 +160,8 @@ class DraftManager:
             self._note_no_memory(len(requested))
             drafts = [ResyncRequired(context.session, context.epoch, -1) for context in contexts]
         assert len(drafts) == len(requested), "a drafter answers every context"
-        self.packed = self._pack_valid(contexts, drafts) if len(drafts) > 1 else None
-        replies = list(map(self._reply, requested, contexts, drafts))
+        are_valid = self._are_valid(contexts, drafts)
+        replies = [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
         if self._drafter is not None and self._rejected:
             self._drafter.reject(self._rejected)
             self._rejected = []
@@ -217,10 +213,11 @@ class DraftManager:
             tenant_key=request.tenant_key,
         )
 
-    def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:
+    def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft, is_valid: bool) -> DraftReply:
+        """is_valid: whether the tree is known to be valid."""
         if isinstance(draft, DraftTree):
-            is_valid = self.packed is not None or self._is_valid(draft, context)
-            tree = draft if is_valid and context.budget.wants_tree else None
+            wants_tree = context.budget.wants_tree
+            tree = draft if (wants_tree and is_valid) or (self._is_valid(draft, context) and wants_tree) else None
             return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
         if isinstance(draft, ResyncRequired):
             if 0 <= draft.committed_length <= sequence.num_draftable:
@@ -229,18 +226,19 @@ class DraftManager:
             return DraftReply(sequence, None, 0, sequence.epoch + 1)
         return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
 
-    def _pack_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> PackedTrees | None:
-        """All trees that came, packed, if they are several and each of them passes `_is_valid`."""
-        found = [(context, draft) for context, draft in zip(contexts, drafts, strict=True) if isinstance(draft, DraftTree)]
-        if len(found) < 2 or [context for context, _ in found if context.proposal != "deterministic"]:
-            return None
+    def _are_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> bool:
+        """Whether several trees came, and each that was wanted passes `_is_valid`."""
+        pairs = zip(contexts, drafts, strict=True)
+        found = [(c, draft) for c, draft in pairs if isinstance(draft, DraftTree) and c.budget.wants_tree]
+        if len(found) < 2 or [c for c, _ in found if c.proposal != "deterministic"]:
+            return False
         limits = TreeLimits(
             roots=[context.tokens[-1] for context, _ in found],
             max_nodes=[context.budget.max_nodes for context, _ in found],
             max_depths=[context.budget.max_depth for context, _ in found],
             vocab_size=self._runner.target.vocab_size,
         )
-        return pack_valid_trees([tree for _, tree in found], limits)
+        return are_valid_trees([tree for _, tree in found], limits)
 
     def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:

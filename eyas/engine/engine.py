@@ -143,7 +143,7 @@ class Engine:
                 outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed.ended)
-            chunks = Chunks([*cancelled, *committed.last], committed.emissions)
+            chunks = Chunks([*cancelled, *committed.last], committed.emissions, committed.finished)
         else:
             meanwhile()
             chunks = Chunks(cancelled)
@@ -182,7 +182,7 @@ class Engine:
             if are_few or [scheduled for scheduled in batch if scheduled.tree is None]:
                 output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
             else:
-                segments = tree_segments(batch, draws_on_ranks, self._draft_manager.packed)
+                segments = tree_segments(batch, draws_on_ranks)
                 output, trees = self._runner.forward(segments), segments.trees
                 if not self._grammars.outputs and _want_tokens_alone(batch) and all(output.is_drawn):
                     keys = [scheduled.sequence.request.noise_key for scheduled in batch]

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from operator import is_
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from eyas.models.workers import TargetWorkers
 from eyas.process import has_numba
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.packed_trees import PackedTrees, pack_trees
+from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 from eyas.tensors import upload
 
@@ -230,18 +229,12 @@ def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Se
     )
 
 
-def tree_segments(
-    batch: Seq[ScheduledSequence], draws_on_ranks: bool = False, known: PackedTrees | None = None
-) -> TreeSegments:
+def tree_segments(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -> TreeSegments:
     """`segment_of` of sequences that all have trees. Their rows are laid out at once, and no segment is made before somebody
-    reads it.
-
-    known: trees that are packed already; of use if they are those of the batch.
-    """
+    reads it."""
     trees = [scheduled.tree for scheduled in batch if scheduled.tree is not None]
     assert len(trees) == len(batch) > 0, "not for prompts"
-    is_known = known is not None and len(known.trees) == len(trees) and all(map(is_, known.trees, trees))
-    packed = known if known is not None and is_known else pack_trees(trees)
+    packed = pack_trees(trees)
     keys: list[NoiseKey | None] = [None] * len(batch)
     if draws_on_ranks:
         keys = [s.sequence.request.noise_key if can_draw_in_parts(s.logit_rows) else None for s in batch]

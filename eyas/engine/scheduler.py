@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 
@@ -143,7 +144,7 @@ class Scheduler:
     def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> Chunks:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
         if isinstance(outputs, TreeOutputs):
-            return Chunks((), self._commit_trees(batch, outputs))
+            return self._commit_trees(batch, outputs)
         last, emissions = list[Chunk](), list[Emission]()
         rows, ends = kept_rows(batch, outputs)
         kept, start = self._kept_slots(rows), 0
@@ -160,7 +161,8 @@ class Scheduler:
                 last.append(ended)
             elif output.accepted is not None:
                 emissions.append(self._emit(scheduled, output.accepted.tokens, output))
-        return Chunks(last, emissions)
+        finished = [emission.request.id for emission in emissions if emission.finish_reason is not None]
+        return Chunks(last, lambda: emissions, finished)
 
     def tree_budget(
         self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
@@ -266,20 +268,19 @@ class Scheduler:
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
-    def _commit_trees(self, batch: Seq[ScheduledSequence], outputs: TreeOutputs) -> list[Emission]:
+    def _commit_trees(self, batch: Seq[ScheduledSequence], outputs: TreeOutputs) -> Chunks:
         """`commit` of trees that ask for nothing but tokens. Their sequences have emitted some before."""
-        kept, tokens, ends = self._kept_slots(outputs.rows), outputs.tokens.tolist(), outputs.ends.tolist()
-        emissions, start, depths = list[Emission](), 0, outputs.depths.tolist()
-        for index, (scheduled, end) in enumerate(zip(batch, ends, strict=True)):
-            sequence, request = scheduled.sequence, scheduled.sequence.request
+        kept, tokens, start = self._kept_slots(outputs.rows), outputs.tokens.tolist(), 0
+        emitted, finished = list[tuple[tuple[int, ...], FinishReason | None]](), list[str]()
+        for scheduled, end in zip(batch, outputs.ends.tolist(), strict=True):
+            sequence = scheduled.sequence
             sequence.extend(kept[start:end])
-            own, reason = self._append(sequence, tuple(tokens[start:end]))
-            accepted = outputs[index].accepted if request.return_verify_steps else None
-            num_drafted = min(len(own), end - start - 1)
-            path = accepted.path if accepted else ()
-            emissions.append(Emission(request, scheduled.tree, depths[index], path, own, num_drafted, reason))
+            own = self._append(sequence, tuple(tokens[start:end]))
+            emitted.append(own)
+            if own[1] is not None:
+                finished.append(sequence.request.id)
             start = end
-        return emissions
+        return Chunks((), partial(_tree_emissions, batch, outputs, emitted), finished)
 
     def _kept_slots(self, rows: Ints | Seq[int]) -> Slots:
         """The slots of the rows that are kept, among all of the step. All others are freed at once."""
@@ -310,7 +311,13 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Emit accepted tokens up to the sequence's end: these, and why it ends with them; None if it goes on."""
-        tokens, reason = cut_at_end(sequence, tokens)
+        reason: FinishReason | None = None
+        num_remaining = sequence.num_remaining
+        if len(tokens) >= num_remaining:
+            tokens, reason = tokens[:num_remaining], "length"
+        if not sequence.end_ids.isdisjoint(tokens):
+            index = next(index for index, token in enumerate(tokens) if token in sequence.end_ids)
+            tokens, reason = tokens[: index + 1], "stop"
         sequence.tokens.extend(tokens)
         self.waiting.served[sequence.request.tenant] += OUTPUT_COST * len(tokens)
         sequence.prefilling = False
@@ -409,21 +416,23 @@ def allocate_rows(
             prompt_rows -= num_rows
         else:
             tree = trees.get(sequence.request.id)
-            if tree is None or len(tree.tokens) > spare + 1:
+            if tree is None or tree.num_nodes > spare + 1:
                 tree = DraftTree.root_only(sequence.tokens[-1])
-            num_rows = len(tree.tokens)
+            num_rows = tree.num_nodes
         if num_rows:
             spare -= num_rows - 1
             allocations.append((sequence, num_rows, tree))
     return allocations
 
 
-def cut_at_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-    """The tokens up to the first stop token, that one included, or up to the sequence's length limit; and why the sequence
-    ends with them, None if it goes on."""
-    num_remaining = sequence.num_remaining
-    tokens = tokens[:num_remaining]
-    if not sequence.end_ids.isdisjoint(tokens):
-        index = next(index for index, token in enumerate(tokens) if token in sequence.end_ids)
-        return tokens[: index + 1], "stop"
-    return tokens, "length" if len(tokens) == num_remaining else None
+def _tree_emissions(
+    batch: Seq[ScheduledSequence], outputs: TreeOutputs, emitted: Seq[tuple[tuple[int, ...], FinishReason | None]]
+) -> list[Emission]:
+    """What a step of trees adds to requests. emitted: the tokens of each, and why it ends with them."""
+    emissions, lengths = list[Emission](), np.diff(outputs.ends, prepend=0).tolist()
+    for index, ((tokens, reason), length, depth) in enumerate(zip(emitted, lengths, outputs.depths.tolist(), strict=True)):
+        scheduled, num_drafted = batch[index], min(len(tokens), length - 1)
+        accepted = outputs[index].accepted if scheduled.sequence.request.return_verify_steps else None
+        path = accepted.path if accepted else ()
+        emissions.append(Emission(scheduled.sequence.request, scheduled.tree, depth, path, tokens, num_drafted, reason))
+    return emissions

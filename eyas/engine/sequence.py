@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -185,7 +185,7 @@ class Emission(NamedTuple):
             path = self.path[1 : 1 + num_drafted]
             details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
         if tree is not None:
-            step = VerifyStep(len(tree.tokens) - 1, self.depth, num_drafted, tree.grown_ahead, details)
+            step = VerifyStep(tree.num_drafted, self.depth, num_drafted, tree.grown_ahead, details)
         return changed(
             _CHUNK,
             request_id=self.request.id,
@@ -205,14 +205,19 @@ class Chunks(SequenceOf[Chunk]):
     ended: ids of the requests that end with them.
     """
 
-    def __init__(self, last: SequenceOf[Chunk], emissions: SequenceOf[Emission] = ()) -> None:
-        """last: final chunks of requests that are cancelled or fail."""
-        self.last, self.emissions = last, emissions
-        self.ended = [chunk.request_id for chunk in last]
-        self.ended += [emission.request.id for emission in emissions if emission.finish_reason is not None]
+    def __init__(
+        self,
+        last: SequenceOf[Chunk],
+        emissions: Callable[[], SequenceOf[Emission]] = tuple,
+        finished: SequenceOf[str] = (),
+    ) -> None:
+        """last: final chunks of requests that are cancelled or fail. emissions: makes what others emit. finished: ids of
+        those that end with it."""
+        self.last, self.emissions, self.finished = last, emissions, finished
+        self.ended = [*(chunk.request_id for chunk in last), *finished]
 
     def __len__(self) -> int:
-        return len(self.last) + len(self.emissions)
+        return len(self._chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)
@@ -222,4 +227,4 @@ class Chunks(SequenceOf[Chunk]):
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        return [*self.last, *(emission.chunk() for emission in self.emissions)]
+        return [*self.last, *(emission.chunk() for emission in self.emissions())]

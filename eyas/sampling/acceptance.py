@@ -95,15 +95,14 @@ class TreeOutputs(Sequence[VerifyOutput]):
     are made on first use.
 
     rows: packed rows of all accepted paths, one path after the other [A]. tokens: what is emitted after each [A]. ends:
-    where the path of each tree ends among these [B]. depths: levels of each tree [B].
+    where the path of each tree ends among these [B].
     """
 
     def __init__(self, trees: PackedTrees, samples: Ints) -> None:
         """Apply the rule `match`. samples: the target's sample at every row [R]."""
         self.rows, self.ends = accepted_rows(trees, samples)
         self.tokens = samples[self.rows]
-        self.depths = np.maximum.reduceat(trees.depths, trees.counts.cumsum() - trees.counts)
-        self._roots, self._counts, self._samples = trees.roots, trees.counts, samples
+        self._trees, self._samples = trees, samples
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -115,10 +114,17 @@ class TreeOutputs(Sequence[VerifyOutput]):
         return self._outputs[index]
 
     @cached_property
+    def depths(self) -> Ints:
+        """Levels of each tree [B]."""
+        counts = self._trees.counts
+        levels: Ints = np.maximum.reduceat(self._trees.depths, counts.cumsum() - counts)
+        return levels
+
+    @cached_property
     def _outputs(self) -> list[VerifyOutput]:
-        nodes, tokens = (self.rows - self._roots[self.rows]).tolist(), self.tokens.tolist()
+        nodes, tokens = (self.rows - self._trees.roots[self.rows]).tolist(), self.tokens.tolist()
         samples, outputs, start, first = self._samples.tolist(), list[VerifyOutput](), 0, 0
-        for end, last in zip(self.ends.tolist(), self._counts.cumsum().tolist(), strict=True):
+        for end, last in zip(self.ends.tolist(), self._trees.counts.cumsum().tolist(), strict=True):
             accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end]))
             outputs.append(VerifyOutput(accepted, tuple(samples[first:last])))
             start, first = end, last

@@ -6,16 +6,16 @@ Kernels compiled with numba do this in a tenth of the time; where numba is not i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
-from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from eyas.errors import InvalidTree
 from eyas.process import has_numba
-from eyas.tree import Bools, DraftTree, Ints
+from eyas.tree import Bools, DraftTree, Ints, TreeBatch
 
 TreeWords = npt.NDArray[np.uint64]
 
@@ -39,7 +39,7 @@ class PackedTrees(NamedTuple):
     each.
     """
 
-    trees: Sequence[DraftTree]
+    trees: TreeBatch
     counts: Ints
     tokens: Ints
     above: Ints
@@ -64,31 +64,24 @@ class TreeLimits(NamedTuple):
 
 def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
     """Pack at least one tree."""
-    counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
-    return _packed(trees, counts, _column(trees, "tokens", counts), _column(trees, "parents", counts))
+    batch = TreeBatch.of(trees)
+    above, roots, depths, words = (kernels() or PlainKernels).layout(batch.counts, batch.parents)
+    return PackedTrees(batch, batch.counts, batch.tokens, above, roots, depths, words)
 
 
-def pack_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> PackedTrees | None:
-    """Pack deterministic trees that may come from an untrusted drafter; None if there are none, or if one is sampled or not
-    valid. `DraftTree.validate` is the plain way, which also says what is wrong."""
-    sizes = [len(tree.tokens) for tree in trees]
-    shapes = [(len(tree.parents), len(tree.log_probs), len(tree.sources or tree.tokens), tree.sampled) for tree in trees]
-    if not all(sizes) or not trees or shapes != [(size, size, size, None) for size in sizes]:
-        return None
-    counts = np.array(sizes, dtype=np.int64)
-    tokens, parents = _column(trees, "tokens", counts), _column(trees, "parents", counts)
-    bounds = np.array(limits[:3], dtype=np.int64)
-    valid = (kernels() or PlainKernels).are_valid(counts, tokens, parents, bounds, limits.vocab_size)
-    return _packed(trees, counts, tokens, parents) if valid else None
+def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
+    """Whether trees that may come from an untrusted drafter are deterministic and valid.
 
-
-def _column(trees: Sequence[DraftTree], name: str, counts: Ints) -> Ints:
-    return np.fromiter(chain.from_iterable(map(attrgetter(name), trees)), np.int64, int(counts.sum()))
-
-
-def _packed(trees: Sequence[DraftTree], counts: Ints, tokens: Ints, parents: Ints) -> PackedTrees:
-    above, roots, depths, words = (kernels() or PlainKernels).layout(counts, parents)
-    return PackedTrees(trees, counts, tokens, above, roots, depths, words)
+    `DraftTree.validate` is the plain way, which also says what is wrong.
+    """
+    if not trees or [tree for tree in trees if tree.sampled is not None]:
+        return False
+    with suppress(InvalidTree):
+        batch = TreeBatch.of(trees)
+        bounds = np.array(limits[:3], dtype=np.int64)
+        kernel = (kernels() or PlainKernels).are_valid
+        return bool(kernel(batch.counts, batch.tokens, batch.parents, bounds, limits.vocab_size))
+    return False
 
 
 def accepted_rows(trees: PackedTrees, samples: Ints) -> tuple[Ints, Ints]:

@@ -82,7 +82,9 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
 
 def _verify_packed(trees: PackedTrees, drawn: Ints, vocab_size: int) -> Sequence[VerifyOutput]:
     """`_verify_tokens`, all at once where no logits are NaN."""
-    return TreeOutputs(trees, drawn) if (drawn < vocab_size).all() else _verify_tokens(trees.trees, drawn, vocab_size)
+    if (drawn < vocab_size).all():
+        return TreeOutputs(trees, drawn)
+    return _verify_tokens(trees.trees.trees(), drawn, vocab_size)
 
 
 def _verify_tokens(trees: Sequence[DraftTree | None], drawn: Ints, vocab_size: int) -> list[VerifyOutput]:
