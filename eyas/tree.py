@@ -333,6 +333,19 @@ class TreeBatch:
         return TreeBatch(counts, self.tokens[rows], self.parents[rows], self.log_probs[rows])
 
 
+def cut_trees(trees: Sequence[DraftTree], is_kept: Bools) -> list[DraftTree]:
+    """Trees with some of their nodes: roots, and what is kept of the drafted nodes of all trees, one after the other."""
+    if is_kept.all():
+        return list(trees)
+    batch = TreeBatch.of(trees)
+    kept = np.insert(is_kept, batch.firsts - np.arange(len(trees)), True)
+    parts = batch.cut(kept).trees([tree.grown_ahead for tree in trees])
+    return [
+        tree.pruned(np.flatnonzero(kept[first : first + len(tree)]).tolist()) if tree.sources else part
+        for tree, part, first in zip(trees, parts, batch.firsts.tolist(), strict=True)
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class TreeArrays:
     """A deterministic tree of many nodes, as arrays: tokens, parents int32 [N], log_probs float32 [N], as in DraftTree."""

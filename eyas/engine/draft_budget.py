@@ -35,11 +35,10 @@ from eyas.engine.draft_costs import (
     StepTimes,
     SurvivalModel,
     TreeSize,
-    cut_trees,
 )
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.tree import DraftTree
+from eyas.tree import DraftTree, cut_trees
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.tree import DraftTree
+from eyas.sampling.packed_trees import PackedTrees, pack_trees
+from eyas.tree import DraftTree, cut_trees
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -95,7 +96,7 @@ class DraftBudget(Protocol):
         ...
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        """The parts to verify of deterministic trees that came; the same objects where nothing is left out.
+        """The parts to verify of deterministic trees that came; the same objects if nothing is left out.
 
         num_plain: requests that decode beside them.
         """
@@ -339,13 +340,14 @@ class SurvivalModel:
 
     def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
         """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
-        for tree, path in zip(trees, paths, strict=False):
-            accepted, first = set(path), self._first(tree)
-            for node, parent in enumerate(tree.parents):
-                if node and parent in accepted:
-                    number = first + bisect_right(self._edges, _own(tree.log_probs[node], tree.log_probs[parent]))
-                    self._verified[number] += 1
-                    self._accepted[number] += node in accepted
+        if not trees:
+            return
+        packed, lengths = pack_trees(trees), np.array(list(map(len, paths)), dtype=np.int64)
+        accepted = np.zeros(len(packed.tokens), np.bool_)
+        accepted[np.repeat(packed.trees.firsts, lengths) + np.fromiter(chain.from_iterable(paths), np.int64)] = True
+        numbers, is_counted = self._numbers(trees, packed), accepted[packed.above] & (packed.depths > 0)
+        self._verified += np.bincount(numbers[is_counted], minlength=len(self._prior))
+        self._accepted += np.bincount(numbers[is_counted & accepted], minlength=len(self._prior))
 
     def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
         """Probability that each node of each tree is accepted, 1 for the root."""
@@ -373,18 +375,21 @@ class SurvivalModel:
 
     def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
         """Level by level, the nodes of all trees at once, one tree behind the other."""
-        starts = np.repeat(np.cumsum([0, *map(len, trees)])[:-1], [len(tree) for tree in trees])
-        scores = np.fromiter(chain.from_iterable(tree.log_probs for tree in trees), np.float64)
-        parents = starts + np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64)
-        depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        own = np.where(scores > -np.inf, scores - np.maximum(scores[parents], scores), -np.inf)
-        numbers = np.repeat([self._first(tree) for tree in trees], [len(tree) for tree in trees])
-        survival: Floats = np.where(depths > 0, means[numbers + np.searchsorted(self.EDGES, own, side="right")], 1.0)
-        order, levels = np.argsort(depths, kind="stable"), np.cumsum(np.bincount(depths))
+        packed = pack_trees(trees)
+        survival: Floats = np.where(packed.depths > 0, means[self._numbers(trees, packed)], 1.0)
+        order, levels = np.argsort(packed.depths, kind="stable"), np.cumsum(np.bincount(packed.depths))
         for first, end in itertools.pairwise(levels):
             level = order[first:end]
-            survival[level] *= survival[parents[level]]
-        return np.split(survival, np.cumsum([len(tree) for tree in trees])[:-1])
+            survival[level] *= survival[packed.above[level]]
+        return np.split(survival, packed.trees.firsts[1:])
+
+    def _numbers(self, trees: Seq[DraftTree], packed: PackedTrees) -> Ints:
+        """The number of each node's mean; of a root it means nothing."""
+        scores = packed.trees.log_probs
+        own = np.where(scores > -np.inf, scores - np.maximum(scores[packed.above], scores), -np.inf)
+        firsts = np.repeat([self._first(tree) for tree in trees], packed.counts)
+        numbers: Ints = firsts + np.searchsorted(self.EDGES, own, side="right")
+        return numbers
 
 
 def _own(score: float, parent: float) -> float:
@@ -439,15 +444,6 @@ class RecentTrees:
         order = order[depths[order] > 0]
         places_of: Ints = np.concatenate(places)[order]
         return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)
-
-
-def cut_trees(trees: Seq[DraftTree], is_kept: npt.NDArray[np.bool_]) -> list[DraftTree]:
-    """Trees with some of their nodes: roots, and what is kept of the drafted nodes of all trees, one after the other."""
-    parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
-    return [
-        tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
-        for tree, part in zip(trees, parts, strict=True)
-    ]
 
 
 class PrunedDraftBudget(FixedDraftBudget):

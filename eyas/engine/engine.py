@@ -314,7 +314,7 @@ class Engine:
         pruned = self._budget.prune(list(with_trees.values()), max(num_decoding - len(with_trees), 0))
         for i, tree in zip(with_trees, pruned, strict=True):
             if tree is not with_trees[i]:
-                drafts[i] = drafts[i]._replace(tree=tree, is_edited=True)
+                drafts[i] = drafts[i]._replace(tree=tree, is_edited=len(tree) < len(with_trees[i]))
         return drafts
 
     def _release(self, request_ids: Seq[str]) -> None:
