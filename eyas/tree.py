@@ -298,14 +298,10 @@ class TreeBatch:
 
     def columns(self, number: int) -> dict[str, tuple[Any, ...]]:
         """The tuples of one tree."""
-        firsts, lists = self._lists
-        own = slice(firsts[number], firsts[number] + int(self.counts[number]))
-        return {name: tuple(values[own]) for name, values in lists.items()}
-
-    @cached_property
-    def _lists(self) -> tuple[list[int], dict[str, list[Any]]]:
-        lists = {"tokens": self.tokens.tolist(), "parents": self.parents.tolist(), "log_probs": self.log_probs.tolist()}
-        return self.firsts.tolist(), lists
+        first = int(self.firsts[number])
+        own = slice(first, first + int(self.counts[number]))
+        columns = {"tokens": self.tokens, "parents": self.parents, "log_probs": self.log_probs}
+        return {name: tuple(values[own].tolist()) for name, values in columns.items()}
 
     @classmethod
     def _packed(cls, trees: Sequence[DraftTree]) -> TreeBatch:
@@ -314,12 +310,9 @@ class TreeBatch:
         others = np.array([[len(tree.parents), len(tree.log_probs), len(tree.sources or tree.tokens)] for tree in trees])
         if not counts.all() or (others != counts[:, None]).any():
             raise InvalidTree("there is a tree without nodes, or with lists of different lengths")
-        names = {"tokens": np.int64, "parents": np.int64, "log_probs": np.float64}
-        count = int(counts.sum())
-        batch = cls(
-            counts,
-            *(np.fromiter(chain.from_iterable(map(attrgetter(n), trees)), kind, count) for n, kind in names.items()),
-        )
+        flat = {n: chain.from_iterable(map(attrgetter(n), trees)) for n in ("tokens", "parents", "log_probs")}
+        tokens, parents = (np.fromiter(flat[name], np.int64) for name in ("tokens", "parents"))
+        batch = cls(counts, tokens, parents, np.fromiter(flat["log_probs"], np.float64))
         for number, tree in enumerate(trees):
             tree.__dict__.update(batch=batch, number=number)
         return batch
@@ -338,7 +331,10 @@ def cut_trees(trees: Sequence[DraftTree], is_kept: Bools) -> list[DraftTree]:
     if is_kept.all():
         return list(trees)
     batch = TreeBatch.of(trees)
-    kept = np.insert(is_kept, batch.firsts - np.arange(len(trees)), True)
+    is_drafted = np.ones(len(batch.tokens), np.bool_)
+    is_drafted[batch.firsts] = False
+    kept = ~is_drafted
+    kept[is_drafted] = is_kept
     parts = batch.cut(kept).trees([tree.grown_ahead for tree in trees])
     return [
         tree.pruned(np.flatnonzero(kept[first : first + len(tree)]).tolist()) if tree.sources else part

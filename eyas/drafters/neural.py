@@ -331,7 +331,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Reals:
         """`columns` as an array. Copies the rows to keep together with them, so that the host waits once."""
         if rows is None:
-            return columns.cpu().numpy()  # type: ignore[no-any-return]
+            return columns.cpu().numpy()
         found, kept = download(columns, rows)
         self._keep_rows(contexts, kept.astype(np.int64), top_k)
         return found

@@ -464,7 +464,7 @@ def forest_trees(
     assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
     nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
     nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
-    return TreeBatch.below(roots, *nodes, np.diff(ends)).trees()
+    return TreeBatch.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends)).trees()
 
 
 def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:

@@ -340,7 +340,8 @@ class SurvivalModel:
 
     def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
         """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
-        if not trees:
+        if sum(map(len, trees)) <= self.FEW_NODES:
+            self._observe_few(trees, paths)
             return
         packed, lengths = pack_trees(trees), np.array(list(map(len, paths)), dtype=np.int64)
         accepted = np.zeros(len(packed.tokens), np.bool_)
@@ -357,21 +358,30 @@ class SurvivalModel:
         few = sum(map(len, trees)) <= self.FEW_NODES
         return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
 
-    def _first(self, tree: DraftTree) -> int:
-        """One less than the number of the first mean for a tree's nodes."""
-        return len(self._edges) - 1 if tree.sampled else -1
+    def _observe_few(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
+        """Node by node, which takes less time than arrays while there are few nodes."""
+        for tree, path in zip(trees, paths, strict=True):
+            for node, (number, parent) in enumerate(zip(self._numbers_of(tree), tree.parents, strict=True)):
+                if node and parent in path:
+                    self._verified[number] += 1
+                    self._accepted[number] += node in path
 
     def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
-        """Node by node, which takes less time than arrays while there are few nodes."""
+        """As `_observe_few`."""
         survivals = []
         for tree in trees:
-            scores, survival, first = tree.log_probs, [1.0], self._first(tree)
-            for node in range(1, len(tree)):
-                parent = tree.parents[node]
-                number = first + bisect_right(self._edges, _own(scores[node], scores[parent]))
+            survival = [1.0]
+            for number, parent in zip(self._numbers_of(tree)[1:], tree.parents[1:], strict=True):
                 survival.append(means[number] * survival[parent])
             survivals.append(np.array(survival))
         return survivals
+
+    def _numbers_of(self, tree: DraftTree) -> list[int]:
+        """`_numbers` of one tree."""
+        scores, first = tree.log_probs, len(self._edges) - 1 if tree.sampled else -1
+        pairs = zip(scores, [scores[parent] for parent in tree.parents], strict=True)
+        own = [score - max(above, score) if score > -math.inf else score for score, above in pairs]
+        return [first + bisect_right(self._edges, score) for score in own]
 
     def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
         """Level by level, the nodes of all trees at once, one tree behind the other."""
@@ -384,17 +394,12 @@ class SurvivalModel:
         return np.split(survival, packed.trees.firsts[1:])
 
     def _numbers(self, trees: Seq[DraftTree], packed: PackedTrees) -> Ints:
-        """The number of each node's mean; of a root it means nothing."""
+        """The number of each node's mean; those of roots mean nothing."""
         scores = packed.trees.log_probs
         own = np.where(scores > -np.inf, scores - np.maximum(scores[packed.above], scores), -np.inf)
-        firsts = np.repeat([self._first(tree) for tree in trees], packed.counts)
-        numbers: Ints = firsts + np.searchsorted(self.EDGES, own, side="right")
+        is_sampled = np.repeat([tree.sampled is not None for tree in trees], packed.counts)
+        numbers: Ints = np.searchsorted(self.EDGES, own, side="right") - 1 + len(self.EDGES) * is_sampled
         return numbers
-
-
-def _own(score: float, parent: float) -> float:
-    """A node's own score, by the cumulative ones."""
-    return score - max(parent, score) if score > -math.inf else score
 
 
 class DraftedNodes(NamedTuple):

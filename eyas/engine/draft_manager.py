@@ -89,7 +89,10 @@ class DraftManager:
         return [
             s
             for s in sequences
-            if s.request.num_draft_tokens != 1 and _has_new_tokens(s) and drafter.can_draft(s.request.id)
+            # the drafter lacks tokens, and there is room for a drafted one
+            if 0 < s.computed >= s.drafted < len(s.tokens) < len(s.slots) - 1
+            and s.request.num_draft_tokens != 1
+            and drafter.can_draft(s.request.id)
         ]
 
     def request(
@@ -182,7 +185,7 @@ class DraftManager:
 
     def _features(self, sequences: Seq[Sequence]) -> list[Tensor | None]:
         """The features that the drafter lacks of each sequence, all gathered at once."""
-        slots = [sequence.slots[max(sequence.drafted - 1, 0) : sequence.computed] for sequence in sequences]
+        slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in sequences]
         return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
 
     def _context(self, sequence: Sequence, budget: TreeBudget, features: Tensor | None) -> DraftContext:
@@ -216,8 +219,7 @@ class DraftManager:
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft, is_valid: bool) -> DraftReply:
         """is_valid: whether the tree is known to be valid."""
         if isinstance(draft, DraftTree):
-            wants_tree = context.budget.wants_tree
-            tree = draft if (wants_tree and is_valid) or (self._is_valid(draft, context) and wants_tree) else None
+            tree = draft if (is_valid or self._is_valid(draft, context)) and context.budget.wants_tree else None
             return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
         if isinstance(draft, ResyncRequired):
             if 0 <= draft.committed_length <= sequence.num_draftable:
@@ -227,10 +229,9 @@ class DraftManager:
         return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
 
     def _are_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> bool:
-        """Whether several trees came, and each that was wanted passes `_is_valid`."""
-        pairs = zip(contexts, drafts, strict=True)
-        found = [(c, draft) for c, draft in pairs if isinstance(draft, DraftTree) and c.budget.wants_tree]
-        if len(found) < 2 or [c for c, _ in found if c.proposal != "deterministic"]:
+        """Whether each tree that came passes `_is_valid`, and none is sampled."""
+        found = [pair for pair in zip(contexts, drafts, strict=True) if isinstance(pair[1], DraftTree)]
+        if not found or [context for context, _ in found if context.proposal != "deterministic"]:
             return False
         limits = TreeLimits(
             roots=[context.tokens[-1] for context, _ in found],
@@ -252,9 +253,3 @@ class DraftManager:
             self._rejected.append(context.session)
             return False
         return True
-
-
-def _has_new_tokens(sequence: Sequence) -> bool:
-    """Whether the drafter lacks tokens, and the sequence has room for a drafted one."""
-    length = len(sequence.tokens)
-    return 0 < sequence.computed >= sequence.drafted < length < len(sequence.slots) - 1

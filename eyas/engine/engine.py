@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from eyas.draft_protocol import KnownLogitBias
 from eyas.engine.draft_costs import Candidate, DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
@@ -290,14 +289,13 @@ class Engine:
         if self._budget.num_nodes == 1 and not (prefilling and self._draft_manager.takes_prompts):
             return  # no request drafts
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
-        biases, masks = dict[str, tuple[KnownLogitBias, ...]](), dict[str, bytes]()
-        wanting = [s for s, budget in zip(ready, budgets, strict=True) if budget.wants_tree]
-        for sequence in wanting:
-            if found := self._rules.known_biases(sequence.request, sequence.tokens):
-                biases[sequence.request.id] = found
+        pairs = list(zip(ready, budgets, strict=True))
+        ruled = [s for s, budget in pairs if not s.request.wants_tokens_alone and budget.wants_tree]
+        known = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ruled}
+        biases, masks = {name: found for name, found in known.items() if found}, dict[str, bytes]()
         if self._grammars.outputs:
-            self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in zip(ready, budgets, strict=True)}
-            masks = self._grammars.root_masks({s.request.id: s.tokens for s in wanting})
+            self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in pairs}
+            masks = self._grammars.root_masks({s.request.id: s.tokens for s in ruled})
         self._draft_manager.request(ready, budgets, masks, biases)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
@@ -308,13 +306,12 @@ class Engine:
         """
         if self._draft_manager.needs_samples:
             return drafts
-        found = [(i, reply.tree) for i, reply in enumerate(drafts) if reply.tree is not None]
-        with_trees = {i: tree for i, tree in found if tree.sampled is None}
+        found = [(i, reply.tree) for i, reply in enumerate(drafts) if reply.tree is not None and not reply.tree.sampled]
         num_decoding = sum([not sequence.prefilling for sequence in self._scheduler.running])
-        pruned = self._budget.prune(list(with_trees.values()), max(num_decoding - len(with_trees), 0))
-        for i, tree in zip(with_trees, pruned, strict=True):
-            if tree is not with_trees[i]:
-                drafts[i] = drafts[i]._replace(tree=tree, is_edited=len(tree) < len(with_trees[i]))
+        pruned = self._budget.prune([tree for _, tree in found], max(num_decoding - len(found), 0))
+        for (i, whole), tree in zip(found, pruned, strict=True):
+            if tree is not whole:
+                drafts[i] = drafts[i]._replace(tree=tree, is_edited=len(tree) < len(whole))
         return drafts
 
     def _release(self, request_ids: Seq[str]) -> None:

@@ -184,8 +184,8 @@ class Scheduler:
         usual, budgets = dict[TreeSize, TreeBudget](), list[TreeBudget]()
         for sequence in sequences:
             size, is_limited = sizes.get(sequence.request.id, NO_TREE), sequence.request.num_draft_tokens
-            budget = usual.get(size)
-            if budget is None or sequence.prefilling or is_limited or sequence.num_remaining <= budget.max_depth:
+            budget, num_remaining = usual.get(size), len(sequence.slots) - len(sequence.tokens)
+            if budget is None or sequence.prefilling or is_limited or num_remaining <= budget.max_depth:
                 budget = self.tree_budget(sequence, *size, tokens_per_s)
                 if not (sequence.prefilling or is_limited or budget.max_depth < min(size.depth, self._tree.num_steps)):
                     usual[size] = budget
@@ -312,7 +312,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Emit accepted tokens up to the sequence's end: these, and why it ends with them; None if it goes on."""
         reason: FinishReason | None = None
-        num_remaining = sequence.num_remaining
+        num_remaining = len(sequence.slots) - len(sequence.tokens)
         if len(tokens) >= num_remaining:
             tokens, reason = tokens[:num_remaining], "length"
         if not sequence.end_ids.isdisjoint(tokens):
