@@ -269,7 +269,7 @@ class BlockDrafter(NeuralDrafter[None]):
         expansion = EmulatedExpansion(expansion, self.device, 0) if self.device else expansion
         budgets = [within(context.budget, self.tree) for context in contexts]
         columns = select_nodes(grow_dynamic(masked_expansion(expansion, scorer), shape), budgets, self.draft_ids)
-        trees = trees_from_columns(columns.numpy(), [context.tokens[-1] for context in contexts])
+        trees = trees_from_columns(columns.cpu().numpy(), [context.tokens[-1] for context in contexts])
         for context, tree in zip(contexts, trees, strict=True):
             self.ranking.proposed(context, tree)
         return trees

@@ -230,7 +230,8 @@ class DraftManager:
 
     def _are_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> bool:
         """Whether each tree that came passes `_is_valid`, and none is sampled."""
-        found = [pair for pair in zip(contexts, drafts, strict=True) if isinstance(pair[1], DraftTree)]
+        pairs = zip(contexts, drafts, strict=True)
+        found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
         if not found or [context for context, _ in found if context.proposal != "deterministic"]:
             return False
         limits = TreeLimits(

@@ -105,7 +105,7 @@ def test_independent_levels_give_the_best_tree_of_all() -> None:
     shape = TreeConfig(num_draft_tokens=9, num_steps=3, top_k=2)
     expansion = IndependentExpansion(logits, lambda x, level: torch.log_softmax(x, -1))
     candidates = grow_dynamic(expansion, ddtree_shape(shape, 5))
-    trees = trees_from_columns(select_nodes(candidates, [TreeBudget(9, 3)] * 2, torch.arange(5)).tolist(), [7, 7])
+    trees = trees_from_columns(select_nodes(candidates, [TreeBudget(9, 3)] * 2, torch.arange(5)).numpy(), [7, 7])
     for probs, tree in zip(torch.log_softmax(logits, -1).tolist(), trees, strict=True):
         paths = [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]
         paths += [(*path, c) for path in paths[5:] for c in range(5)]

@@ -182,7 +182,7 @@ class _Tied:
 def test_ties_never_orphan_a_node(nodes: int) -> None:
     columns = select_nodes(grow_dynamic(_Tied(), SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
-    tree.validate(7, 7, nodes, 4)
+    tree.validate(7, 8, nodes, 4)
     assert len(tree) == min(nodes, 31)
     assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
 
@@ -201,7 +201,7 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
     candidates: Candidates = grow_dynamic(Coarse(), SHAPE)
     columns = select_nodes(candidates, [TreeBudget(nodes, depth)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
-    tree.validate(7, 7, nodes, depth)
+    tree.validate(7, 8, nodes, depth)
     order = sorted(range(candidates.scores.shape[1]), key=lambda i: (-candidates.scores[0, i].item(), i))
     reach = candidates.ends[depth - 1] if depth else 0
     expected = sorted([i for i in order if i < reach][: nodes - 1])
