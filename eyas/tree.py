@@ -265,11 +265,14 @@ class TreeBatch:
 
         tokens, parents, log_probs: of the first `counts` nodes of each row; 0 is the root's number [B, N].
         """
-        is_filled = np.arange(-1, tokens.shape[1]) < counts[:, None]
-        columns = np.zeros((3, *is_filled.shape))
-        columns[0, :, 0], columns[0, :, 1:], columns[1, :, 1:], columns[2, :, 1:] = roots, tokens, parents, log_probs
-        (own_tokens, own_parents), scores = columns[:2, is_filled].astype(np.int64), columns[2, is_filled]
-        return cls(counts + 1, own_tokens, own_parents, scores)
+        is_filled, firsts = np.arange(tokens.shape[1]) < counts[:, None], counts.cumsum() - counts + np.arange(len(counts))
+        num_nodes = int(counts.sum()) + len(counts)
+        batch = cls(counts + 1, np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64), np.zeros(num_nodes))
+        is_drafted = np.ones(num_nodes, np.bool_)
+        is_drafted[firsts], batch.tokens[firsts] = False, roots
+        batch.tokens[is_drafted], batch.parents[is_drafted] = tokens[is_filled], parents[is_filled]
+        batch.log_probs[is_drafted] = log_probs[is_filled]
+        return batch
 
     def __len__(self) -> int:
         return len(self.counts)
