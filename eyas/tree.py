@@ -232,17 +232,20 @@ class DraftTree:
                 raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")
 
 
+@dataclass(frozen=True, eq=False)
 class TreeBatch:
     """The nodes of several trees as arrays, one tree after the other.
 
-    A drafter that has arrays makes trees of them by `trees`, and whoever needs arrays gets them back by `of`. So nothing is
-    copied node by node from the drafter to the pass.
+    A drafter that has arrays makes trees of them by `trees`, and `of` gives these arrays back. So nothing is copied node by
+    node from the drafter to the pass.
 
     counts: nodes of each tree, int64 [B]. tokens, parents: int64 [R], log_probs: float64 [R], as those of DraftTree.
     """
 
-    def __init__(self, counts: Ints, tokens: Ints, parents: Ints, log_probs: npt.NDArray[np.float64]) -> None:
-        self.counts, self.tokens, self.parents, self.log_probs = counts, tokens, parents, log_probs
+    counts: Ints
+    tokens: Ints
+    parents: Ints
+    log_probs: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> TreeBatch:

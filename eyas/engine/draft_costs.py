@@ -380,8 +380,7 @@ class SurvivalModel:
         """`_numbers` of one tree."""
         scores, first = tree.log_probs, len(self._edges) - 1 if tree.sampled else -1
         pairs = zip(scores, [scores[parent] for parent in tree.parents], strict=True)
-        own = [score - max(above, score) if score > -math.inf else score for score, above in pairs]
-        return [first + bisect_right(self._edges, score) for score in own]
+        return [first + bisect_right(self._edges, s - max(above, s) if s > -math.inf else s) for s, above in pairs]
 
     def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
         """Level by level, the nodes of all trees at once, one tree behind the other."""

@@ -163,7 +163,7 @@ class DraftManager:
             self._note_no_memory(len(requested))
             drafts = [ResyncRequired(context.session, context.epoch, -1) for context in contexts]
         assert len(drafts) == len(requested), "a drafter answers every context"
-        are_valid = self._are_valid(contexts, drafts)
+        are_valid = bool(drafts) and self._are_valid(contexts, drafts)
         replies = [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
         if self._drafter is not None and self._rejected:
             self._drafter.reject(self._rejected)
