@@ -277,9 +277,6 @@ class TreeBatch:
         batch.log_probs[is_drafted] = log_probs[is_filled]
         return batch
 
-    def __len__(self) -> int:
-        return len(self.counts)
-
     @cached_property
     def firsts(self) -> Ints:
         """The row of each root [B]."""

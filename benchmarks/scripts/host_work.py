@@ -136,7 +136,7 @@ def build(num_sequences: int, context: int, steps: int) -> Engine:
     runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
     # Features come from the pass, as on a GPU.
     runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, fuser.width)
-    runner._fuses_late = False
+    runner.kv_cache.state_layers = ()
     return engine
 
 

@@ -44,7 +44,7 @@ class KVCache:
     """Per layer one key and one value tensor [S, J, D], and one feature tensor [S, H]; H is 0 without a head.
 
     scratch: the last slot, which no sequence owns; padding rows write to it, and no row reads it.
-    state_layers: those whose states a compiled pass on the CPU keeps as features, see TargetModel; usually none.
+    state_layers: those whose states are kept instead of features, see TargetModel; usually none.
     """
 
     state_layers: tuple[int, ...] = ()

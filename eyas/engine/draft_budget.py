@@ -269,11 +269,12 @@ class AdaptiveDraftBudget:
                 self._retry_share = max(self._retry_share / 2, self.FAILED_SHARE * self.RETRY_SHARE)
         elif self._waits_for_payment(num_rows):
             return {}
+        if not self._is_load_of_debt(num_rows):
+            self._retry_share = self.RETRY_SHARE
         plan = self._planned(len(decoding), most, num_plain) if is_known else None
         if plan and plan.size.depth:
             if self._debt_s and not self._is_load_of_debt(num_rows):
                 self._pay(self._debt_s)
-                self._retry_share = self.RETRY_SHARE
             if self._is_stopped:
                 return {}
             drafting = self._worth_drafting(decoding, plan, num_rows)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -102,9 +103,7 @@ class DraftBudget(Protocol):
         """
         ...
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
-        """Take note of a step."""
-        ...
+    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
 
 
 class FixedDraftBudget:
@@ -424,7 +423,7 @@ class RecentTrees:
 
     def observe(self, tree: DraftTree, most: int) -> None:
         """Keep a tree that could have had `most` nodes, before nodes were left out."""
-        self._trees.append((tree, most))
+        self._trees.append((replace(tree), most))  # without the arrays of the trees that it came with
 
     @property
     def num_missing(self) -> int:

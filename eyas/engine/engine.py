@@ -311,7 +311,7 @@ class Engine:
         pruned = self._budget.prune([tree for _, tree in found], max(num_decoding - len(found), 0))
         for (i, whole), tree in zip(found, pruned, strict=True):
             if tree is not whole:
-                drafts[i] = drafts[i]._replace(tree=tree, is_edited=len(tree) < len(whole))
+                drafts[i] = drafts[i]._replace(tree=tree)
         return drafts
 
     def _release(self, request_ids: Seq[str]) -> None:

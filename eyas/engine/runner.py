@@ -55,8 +55,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.backend: ForwardBackend = backend or target
         self._fuser = fuser
-        self._fuses_late = fuser is not None and kv_cache.features.shape[1] != fuser.width
-        if self._fuses_late:
+        if fuser is not None and kv_cache.features.shape[1] != fuser.width:
             kv_cache.state_layers = target.aux_hidden_state_layers
         self._workers = workers or TargetWorkers()
 
@@ -108,6 +107,10 @@ class ModelRunner:
         features = self.kv_cache.features
         found = features.index_select(0, upload(slots, features.device))
         return self._fused(found) if self._fuses_late else found
+
+    @property
+    def _fuses_late(self) -> bool:
+        return bool(self.kv_cache.state_layers)
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:
         if self._fuser is not None and out.aux_hidden_states is not None:

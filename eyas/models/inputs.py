@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from eyas.cache.prefix_cache import TableId
 from eyas.request import NoiseKey
@@ -398,6 +399,39 @@ class KeptStates(NamedTuple):
         """The states before one of the layers, by its place among them [., C]; a view."""
         width = self.states.shape[1] // len(self.layers)
         return self.states[:, number * width : (number + 1) * width]
+
+
+class StateHooks:
+    """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._handles = model, list[RemovableHandle]()
+        self._layers: tuple[int, ...] = ()
+        self._states: dict[int, Tensor] = {}
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        """Collect the states of these layers from now on, see TargetModel. Forget what is collected: a pass may fail."""
+        self._states = {}
+        if layers != self._layers:
+            for handle in self._handles:
+                handle.remove()
+            self._layers, self._handles = layers, [self._collect(layer) for layer in dict.fromkeys(layers)]
+
+    def take(self) -> dict[int, Tensor]:
+        """The states [R, C] of the pass, by layer."""
+        states, self._states = self._states, {}
+        return states
+
+    def _collect(self, layer: int) -> RemovableHandle:
+        decoder: Any = self._model.get_decoder()
+
+        def keep(states: Tensor) -> None:
+            self._states[layer] = states[0]
+
+        if layer < 0:  # FINAL_NORM_OUTPUT
+            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
+        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
+        return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
 
 
 NOTHING_KEPT = KeptStates(np.zeros(0, np.int64), np.zeros((0, 0), np.float32), np.zeros(0, np.int64))

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales
 from eyas.errors import CheckpointError, ConfigError
@@ -38,7 +37,7 @@ from eyas.models.checkpoint import (
 from eyas.models.cpu import optimize_for_cpu
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
 from eyas.models.tensor_parallel import (
     Shard,
@@ -87,8 +86,10 @@ class TargetModel:
         aux_hidden_state_layers: Sequence[int] = (),
         shard: Shard | None = None,
         kv_shapes: Sequence[tuple[int, int]] | None = None,
+        hooks: StateHooks | None = None,
     ) -> None:
-        """shard: the part of the model that this process holds. kv_shapes: of the whole model; None measures them."""
+        """shard: the part of the model that this process holds. kv_shapes: of the whole model; None measures them. hooks: of
+        another target on the same model."""
         self.model: Any = model.eval()
         self.name_or_path: str = model.name_or_path
         self.config: Any = model.config.get_text_config()
@@ -106,15 +107,14 @@ class TargetModel:
         self.shared_vocabulary: SharedVocabulary | None = None
         if shard and shares_vocabulary(model, shard):
             self.shared_vocabulary = SharedVocabulary(shard, self.vocab_size)
-        self._collected: dict[int, Tensor] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = hooks or StateHooks(self.model)
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         self.set_aux_hidden_state_layers(aux_hidden_state_layers)
 
     def with_features(self, aux_hidden_state_layers: Sequence[int] = ()) -> TargetModel:
         """Another target on the same weights and scales, which collects these layers. Only for a whole model on one rank."""
         assert self._num_ranks == 1, "ranks share one target"
-        other = TargetModel(self.model, aux_hidden_state_layers, kv_shapes=self._whole_kv_shapes)
+        other = TargetModel(self.model, aux_hidden_state_layers, kv_shapes=self._whole_kv_shapes, hooks=self._hooks)
         other.kv_scales = self.kv_scales
         return other
 
@@ -127,22 +127,8 @@ class TargetModel:
                     f"the draft head reads the hidden state of layer {layer}, but the target has {num_layers} layers; "
                     "take a head that was trained for this target"
                 )
-        for hook in self._hooks:
-            hook.remove()
         self.aux_hidden_state_layers = tuple(layers)
-        self._hooks = [self._collect(layer) for layer in dict.fromkeys(layers)]
-
-    def _collect(self, layer: int) -> RemovableHandle:
-        """Keep the hidden state of a layer in every forward pass."""
-        decoder: Any = self.model.get_decoder()
-
-        def keep(states: Tensor) -> None:
-            self._collected[layer] = states[0]
-
-        if layer == FINAL_NORM_OUTPUT:
-            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
-        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
-        return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
+        self._hooks.keep(self.aux_hidden_state_layers)
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments in the form that `forward` takes, for the plain attention."""
@@ -151,6 +137,7 @@ class TargetModel:
     @torch.inference_mode()
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """Run all rows once; new keys and values go to the rows' slots in `kv_cache`."""
+        self._hooks.keep(self.aux_hidden_state_layers)
         out = self.model(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
@@ -159,8 +146,8 @@ class TargetModel:
             packed=packed,
             kv_cache=kv_cache,
         )
-        states = [self._collected[layer] for layer in self.aux_hidden_state_layers] if self._collected else []
-        self._collected.clear()
+        found = self._hooks.take()
+        states = [found[layer] for layer in self.aux_hidden_state_layers] if found else []
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 
     def on_any_rank(self, found: bool) -> bool:

@@ -91,7 +91,7 @@ def keep_features(engine: Engine) -> None:
     runner = engine._runner
     assert runner._fuser is not None
     runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, runner._fuser.width)
-    runner._fuses_late = False
+    runner.kv_cache.state_layers = ()
 
 
 class Operations(TorchDispatchMode):

@@ -1,0 +1,99 @@
+"""Trees as arrays are those that lists of nodes make, and what is done with the arrays is what is done node by node."""
+
+import copy
+import pickle
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eyas.engine.draft_costs import SurvivalModel
+from eyas.errors import InvalidTree
+from eyas.tree import DraftTree, TreeBatch, cut_trees
+
+MOST = 20
+
+
+def some_trees(rng: random.Random, count: int) -> list[DraftTree]:
+    trees = []
+    for _ in range(count):
+        parents, scores = [0], [0.0]
+        for node in range(1, rng.randrange(1, MOST)):
+            parents.append(rng.randrange(node))
+            scores.append(scores[parents[-1]] - 3 * rng.random())
+        tokens = tuple(rng.randrange(50) for _ in parents)
+        trees.append(DraftTree(tokens, tuple(parents), tuple(scores), grown_ahead=rng.random() < 0.5))
+    return trees
+
+
+def as_batch(trees: list[DraftTree]) -> list[DraftTree]:
+    """The trees as a drafter with arrays makes them; cells that it does not fill hold anything."""
+
+    def cells(name: str, anything: float) -> np.ndarray:
+        return np.array([[*getattr(tree, name)[1:], *[anything] * (MOST - len(tree))] for tree in trees])
+
+    columns = cells("tokens", -7), cells("parents", -7), cells("log_probs", np.nan)
+    counts = np.array([tree.num_drafted for tree in trees])
+    return TreeBatch.below([tree.tokens[0] for tree in trees], *columns, counts).trees([t.grown_ahead for t in trees])
+
+
+def mixed(trees: list[DraftTree], rng: random.Random) -> tuple[list[DraftTree], list[DraftTree]]:
+    """Some of the trees in another order, with arrays of their own, those of all, or none; and the same without arrays."""
+    order = rng.sample(range(len(trees)), rng.randrange(1, len(trees) + 1))
+    found = as_batch(trees), as_batch(trees), trees
+    return [rng.choice(found)[i] for i in order], [replace(trees[i]) for i in order]
+
+
+@pytest.fixture(params=range(40))
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.param)
+
+
+def test_arrays_make_the_trees_of_lists(rng: random.Random) -> None:
+    trees = some_trees(rng, 6)
+    assert [len(tree) for tree in as_batch(trees)] == [len(tree) for tree in trees]
+    assert as_batch(trees) == trees
+    for again in (copy.deepcopy, lambda tree: pickle.loads(pickle.dumps(tree)), replace):
+        assert [again(tree) for tree in as_batch(trees)] == trees
+
+
+def test_arrays_of_any_trees_are_their_nodes(rng: random.Random) -> None:
+    found, trees = mixed(some_trees(rng, 6), rng)
+    batch = TreeBatch.of(found)
+    assert batch.counts.tolist() == list(map(len, trees))
+    for name in ("tokens", "parents", "log_probs"):
+        assert getattr(batch, name).tolist() == [value for tree in trees for value in getattr(tree, name)]
+
+
+@pytest.mark.parametrize("has_sources", [False, True])
+def test_cut_arrays_equal_cut_trees(has_sources: bool, rng: random.Random) -> None:
+    found, trees = mixed(some_trees(rng, 6), rng)
+    if has_sources:
+        found = [replace(tree, sources=tuple(i % 3 for i in range(len(tree)))) for tree in found]
+        trees = [replace(tree, sources=tuple(i % 3 for i in range(len(tree)))) for tree in trees]
+    kept = list[list[bool]]()
+    for tree in trees:
+        own = [True]
+        for parent in tree.parents[1:]:
+            own.append(own[parent] and rng.random() < 0.7)
+        kept.append(own)
+    expected = [tree.pruned(np.flatnonzero(own).tolist()) for tree, own in zip(trees, kept, strict=True)]
+    assert cut_trees(found, np.array([is_kept for own in kept for is_kept in own[1:]], dtype=np.bool_)) == expected
+
+
+def test_many_nodes_are_learned_from_as_few(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, trees = mixed(some_trees(rng, 6), rng)
+    few, many = SurvivalModel(), SurvivalModel()
+    monkeypatch.setattr(few, "FEW_NODES", 10**9)
+    monkeypatch.setattr(many, "FEW_NODES", 0)
+    for _ in range(3):
+        few.observe(trees, [tree.path(len(tree) - 1) for tree in trees])
+        many.observe(found, [tree.path(len(tree) - 1) for tree in trees])
+    for one, other in zip(few.survival(trees), many.survival(found), strict=True):
+        assert np.allclose(one, other)
+
+
+def test_trees_without_nodes_have_no_arrays() -> None:
+    with pytest.raises(InvalidTree, match="without nodes"):
+        TreeBatch.of([DraftTree.root_only(1), DraftTree((), (), ())])
