@@ -402,31 +402,27 @@ class KeptStates(NamedTuple):
 
 
 class StateHooks:
-    """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks."""
+    """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
+
+    layers: which, see TargetModel. states: what is collected [R, C], by layer.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model, self._handles = model, list[RemovableHandle]()
-        self._layers: tuple[int, ...] = ()
-        self._states: dict[int, Tensor] = {}
+        self.layers: tuple[int, ...] = ()
+        self.states: dict[int, Tensor] = {}
 
-    def keep(self, layers: tuple[int, ...]) -> None:
-        """Collect the states of these layers from now on, see TargetModel. Forget what is collected: a pass may fail."""
-        self._states = {}
-        if layers != self._layers:
-            for handle in self._handles:
-                handle.remove()
-            self._layers, self._handles = layers, [self._collect(layer) for layer in dict.fromkeys(layers)]
-
-    def take(self) -> dict[int, Tensor]:
-        """The states [R, C] of the pass, by layer."""
-        states, self._states = self._states, {}
-        return states
+    def use(self, layers: tuple[int, ...]) -> None:
+        """Collect the states of these layers, and of no others, from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self.layers, self._handles = layers, [self._collect(layer) for layer in dict.fromkeys(layers)]
 
     def _collect(self, layer: int) -> RemovableHandle:
         decoder: Any = self._model.get_decoder()
 
         def keep(states: Tensor) -> None:
-            self._states[layer] = states[0]
+            self.states[layer] = states[0]
 
         if layer < 0:  # FINAL_NORM_OUTPUT
             return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]

@@ -128,7 +128,7 @@ class TargetModel:
                     "take a head that was trained for this target"
                 )
         self.aux_hidden_state_layers = tuple(layers)
-        self._hooks.keep(self.aux_hidden_state_layers)
+        self._hooks.use(self.aux_hidden_state_layers)
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments in the form that `forward` takes, for the plain attention."""
@@ -137,7 +137,9 @@ class TargetModel:
     @torch.inference_mode()
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """Run all rows once; new keys and values go to the rows' slots in `kv_cache`."""
-        self._hooks.keep(self.aux_hidden_state_layers)
+        self._hooks.states = {}  # a pass that failed may have left some
+        if self._hooks.layers != self.aux_hidden_state_layers:
+            self._hooks.use(self.aux_hidden_state_layers)
         out = self.model(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
@@ -146,7 +148,7 @@ class TargetModel:
             packed=packed,
             kv_cache=kv_cache,
         )
-        found = self._hooks.take()
+        found, self._hooks.states = self._hooks.states, {}
         states = [found[layer] for layer in self.aux_hidden_state_layers] if found else []
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 
