@@ -132,12 +132,17 @@ def build(num_sequences: int, context: int, steps: int) -> Engine:
     engine = assemble_engine(target, fuser, config, TreeConfig(len(PARENTS), 3, 5), FixedTrees())
     memory = SlotMemory(num_sequences, num_slots // num_sequences, target.device)
     packing = KernelBackend(target, TILING, num_slots, memory)
-    runner = engine._runner
-    runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
-    # Features come from the pass, as on a GPU.
-    runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, fuser.width)
-    runner.kv_cache.state_layers = ()
+    engine._runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
+    keep_features(engine)
     return engine
+
+
+def keep_features(engine: Engine) -> None:
+    """Fuse the states of each pass in the pass, as on a GPU."""
+    runner = engine._runner
+    assert runner._fuser is not None
+    runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, runner._fuser.width)
+    runner.kv_cache.state_layers = ()
 
 
 @contextmanager

@@ -360,7 +360,7 @@ def tree_paths(segments: Sequence[Segment]) -> TreePaths:
 
 def _packed_paths(trees: PackedTrees) -> TreePaths:
     """`_path_words` of each tree: in each turn all rows go one node up."""
-    rows, firsts = np.arange(len(trees.roots)), trees.counts.cumsum() - trees.counts
+    rows, firsts = np.arange(len(trees.roots)), trees.trees.firsts
     is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
     depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
     sizes, own = trees.counts * depths, rows - trees.roots

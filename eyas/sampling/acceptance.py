@@ -116,8 +116,7 @@ class TreeOutputs(Sequence[VerifyOutput]):
     @cached_property
     def depths(self) -> Ints:
         """Levels of each tree [B]."""
-        counts = self._trees.counts
-        levels: Ints = np.maximum.reduceat(self._trees.depths, counts.cumsum() - counts)
+        levels: Ints = np.maximum.reduceat(self._trees.depths, self._trees.trees.firsts)
         return levels
 
     @cached_property

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.scripts.host_work import keep_features
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
@@ -84,14 +85,6 @@ class ChainDrafter(LocalDrafter):
 
     def release(self, sessions: Sequence[str]) -> None:
         pass
-
-
-def keep_features(engine: Engine) -> None:
-    """Fuse the states of each pass in the pass, as on a GPU."""
-    runner = engine._runner
-    assert runner._fuser is not None
-    runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, runner._fuser.width)
-    runner.kv_cache.state_layers = ()
 
 
 class Operations(TorchDispatchMode):
