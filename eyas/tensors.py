@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,15 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
     """Ask the kernel to move the memory of these tensors to huge pages. Addresses and contents stay.
 
     collapse: also move memory that is in use; without it, pages become huge when they are first touched. Where the kernel
-    refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
+    refuses, and for less than a huge page in all, nothing changes. Tensors on other devices and wrapper tensors (quantised
+    ones) are skipped.
     """
     plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"]
-    wanted = {page for tensor in plain for page in _huge_pages_of(tensor)}
-    if not wanted or not MAPPINGS.exists():
+    spans = [_memory_of(tensor) for tensor in plain]
+    if sum(size for _, size in spans) < HUGE_PAGE or not MAPPINGS.exists():
         return
+    pages = [range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE)) for start, size in spans if size]
+    wanted = set(chain.from_iterable(pages))
     madvise = ctypes.CDLL(None).madvise
     for mapping in _anonymous_mappings():
         for first, end in _runs(sorted(wanted.intersection(mapping))):
@@ -169,13 +172,12 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
                 madvise(*memory, MADV_HUGEPAGE)
 
 
-def _huge_pages_of(tensor: Tensor) -> range:
-    """Numbers of the huge pages that hold the tensor, in part or whole."""
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of the tensor's memory."""
     if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        start, size = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
-    else:
-        start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-    return range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE)) if size else range(0)
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _anonymous_mappings() -> Iterator[range]:

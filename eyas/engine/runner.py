@@ -15,7 +15,6 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError, Unavailable
-from eyas.models.cpu import fix_products
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.emulation import EmulatedBackend
@@ -153,8 +152,6 @@ class BatchInvariantRunner(ModelRunner):
         is_kept_here = target.device.type == "cpu" and is_batch_invariant(target.model) and not kv_cache.is_narrow
         keeps_rows = self.backend is not target or is_kept_here
         self.keeps_batches = rows <= self._max_rows and keeps_rows
-        if self.keeps_batches and self.backend is target:
-            fix_products(target.model)
         if not self.keeps_batches and target.device.type == "cpu":
             message = "deterministic mode runs each sequence by itself, in passes of %d rows, which is slow: %s"
             log.warning(message, rows, self._why_alone())

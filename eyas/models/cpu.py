@@ -1,9 +1,9 @@
 """Faster forward passes on the CPU: packed linear layers, and decoder layers that run as kernels.
 
-Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same
-(docs/decisions/0038-compiled-cpu.md). For other float32 weights torch calls MKL. On processors that are not Intel's it takes
-two to three times as long for the 8 to 64 rows of a tree as oneDNN over packed weights; on Intel's it is the faster, with
-transposed weights (docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
+Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, others as
+float32, both by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several threads, libraries
+multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is the faster
+(docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def optimize_for_cpu(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack every plain float32 linear layer on the CPU for the library that multiplies faster. Others stay as they are.
-
-    That is FBGEMM for weights that float16 holds exactly; for others MKL on Intel's processors and oneDNN elsewhere. Without
-    these libraries nothing changes.
+    """Pack every plain float32 linear layer on the CPU for what multiplies fastest, see `PackedWeight`. Others stay as they
+    are. Without MKL and oneDNN nothing changes.
     """
     backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
     if not backend.is_available():
@@ -74,35 +72,18 @@ def pack_weights(model: nn.Module) -> None:
             _pack(module)
 
 
-def fix_products(model: nn.Module) -> None:
-    """Have every packed layer give a row the same result whatever the other rows are, see `FloatProduct.fix`."""
-    for module in model.modules():
-        packed = _product_of(module)
-        if isinstance(packed, FloatProduct):
-            packed.fix()
-            if "packed" in module._buffers:  # siblings have one buffer
-                module._buffers["packed"] = packed.weight.layout
-    to_huge_pages(list(model.buffers()))
-
-
-def can_fix(module: nn.Module) -> bool:
-    """Whether `fix_products` makes a row's result independent of the other rows, where the kernels multiply."""
-    packed = _product_of(module)
-    return isinstance(packed, FloatProduct) or (packed is not None and packed.weight.in_blocks)
-
-
-def _product_of(module: nn.Module) -> HalfProduct | FloatProduct | None:
-    """The product of a packed layer, or of the layers that it is merged with; None for other modules."""
+def has_kernel(module: nn.Module) -> bool:
+    """Whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
     if isinstance(module, MergedLinearPart):
-        return module.merged.product
-    return module.product if isinstance(module, PackedLinear) else None
+        return module.merged.weight.in_blocks
+    return isinstance(module, PackedLinear) and module.packed_weight.in_blocks
 
 
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in a packed layout only."""
 
     packed_weight: PackedWeight
-    product: HalfProduct | FloatProduct
+    product: PackedProduct
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -127,10 +108,10 @@ class MergedLinear:
     sizes: list[int]
     rows: Tensor | None = None
     parts: Sequence[Tensor] = ()
-    product: HalfProduct | FloatProduct = field(init=False)
+    product: PackedProduct = field(init=False)
 
     def __post_init__(self) -> None:
-        self.product = self.weight.product(self.bias)
+        self.product = PackedProduct(self.weight, self.bias)
 
 
 class MergedLinearPart(nn.Linear):
@@ -180,7 +161,7 @@ def _pack(module: Any) -> None:
     module.register_buffer("packed", packed.layout, persistent=False)
     del module.weight
     module.__class__ = PackedLinear
-    module.packed_weight, module.product = packed, packed.product(module.bias)
+    module.packed_weight, module.product = packed, PackedProduct(packed, module.bias)
 
 
 @cache
@@ -190,7 +171,7 @@ def _is_intel() -> bool:
 
 @dataclass(eq=False)
 class PackedWeight:
-    """A weight [N, K] in the layout of the library that multiplies by it.
+    """A weight [N, K] in the layout of what multiplies by it.
 
     layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its
     own; oneDNN's; or for MKL a view of the transposed weight.
@@ -210,9 +191,9 @@ class PackedWeight:
                 half = (weight * scale).half()
                 if torch.equal(half.float(), weight * scale):
                     return cls(in_blocks(half) if _has_kernel(half) else half, len(half), scale)
-        if _is_intel():
-            return cls(weight.t().contiguous().t(), len(weight))
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS), len(weight))
+        if _has_kernel(weight) and runs_compiled(weight.device):
+            return cls(in_blocks(weight), len(weight))
+        return cls(_library_layout(weight), len(weight))
 
     @property
     def dense(self) -> Tensor:
@@ -241,20 +222,12 @@ class PackedWeight:
         """Whether the kernels' layout has no zeros that fill up the last block."""
         return self.in_blocks and self.num_outputs % BLOCK_OUTPUTS == 0
 
-    def use_blocks(self) -> None:
-        """Have float32 blocks as the layout."""
-        self.layout = in_blocks(self.dense)
 
-    def product(self, bias: Tensor | None) -> HalfProduct | FloatProduct:
-        """What multiplies rows [..., K] by the weight and adds a bias [N]: [..., N]."""
-        return HalfProduct(self, bias) if self.is_half else FloatProduct(self, bias)
-
-
-class HalfProduct:
-    """Products in float32 with a weight that is stored in float16: half the bytes of a pass.
+class PackedProduct:
+    """Products in float32 with a packed weight. One that is stored in float16 takes half the bytes of a pass.
 
     With one thread and numba `eyas.models.cpu_products` multiplies, and a row's result does not depend on the other rows.
-    Otherwise FBGEMM does, whose sums depend on the number of rows for some outputs on some processors.
+    Otherwise a library does, whose sums depend on the number of rows for some outputs on some processors.
     scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
     """
 
@@ -264,7 +237,7 @@ class HalfProduct:
         self.weight, self.scale, self._unscale = weight, weight.scale, 1.0 / weight.scale
         self.bias = None if bias is None else bias.detach() * weight.scale
         if not weight.in_blocks:
-            self._fbgemm  # noqa: B018 (packed now, not at the first product)
+            self._by_library  # noqa: B018 (packed now, not at the first product)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -272,61 +245,42 @@ class HalfProduct:
 
     def scaled(self, rows: Tensor) -> Tensor:
         """rows [..., K] to the output [..., N] times `scale`."""
-        layout = self.weight.layout
+        layout, is_half = self.weight.layout, self.weight.is_half
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
-            return self._fbgemm(rows)
-        from eyas.models.cpu_products import PHASE_SIZE, multiply_halves, multiply_together
+            return self._by_library(rows)
+        from eyas.models.cpu_products import PHASE_SIZE, multiply_together, multiply_weight
 
         out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
         flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
-        arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), into.numpy()), self.helpers
+        arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), is_half, into.numpy()), self.helpers
         if helpers and len(flat) >= MIN_SHARED_ROWS:
             helpers.run(multiply_together, *arguments, tickets=np.zeros(PHASE_SIZE, np.int64))
         else:
-            multiply_halves(*arguments)
+            multiply_weight(*arguments)
         out = out[..., : self.weight.num_outputs].contiguous()
         return out if self.bias is None else out.add_(self.bias)
 
     @cached_property
-    def _fbgemm(self) -> Product:
-        """The product by FBGEMM, for several threads and weights that are not in blocks."""
+    def _by_library(self) -> Product:
+        """The product by FBGEMM, MKL or oneDNN: for several threads, and where there are no kernels."""
+        weight = self.weight
+        if not weight.is_half:
+            layout = _library_layout(weight.dense) if weight.in_blocks else weight.layout
+            if layout.is_mkldnn:
+                return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, layout, self.bias, "none", [], "")
+            return lambda rows: F.linear(rows, layout, self.bias)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
-            halves = self.weight.rows
-            packed = torch.fbgemm_pack_gemm_matrix_fp16(halves.float())
-            torch.fbgemm_linear_fp16_weight_fp32_activation(halves.new_zeros(1, halves.shape[1]).float(), packed, None)
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.rows.float())
+            torch.fbgemm_linear_fp16_weight_fp32_activation(torch.zeros(1, weight.rows.shape[1]), packed, None)
         return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=self.bias)
 
 
-class FloatProduct:
-    """Products with a float32 weight, by oneDNN or MKL. `fix` makes a row's result independent of the other rows.
-
-    is_fixed: whether it is.
-    """
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.is_fixed = weight, bias, False
-
-    def fix(self) -> None:
-        """Multiply by `eyas.models.cpu_products` from now on."""
-        if not self.is_fixed:
-            self.weight.use_blocks()
-            self.is_fixed = True
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to [..., N]."""
-        layout = self.weight.layout
-        if not self.is_fixed:
-            if not layout.is_mkldnn:
-                return F.linear(rows, layout, self.bias)
-            return torch.ops.mkldnn._linear_pointwise(rows, layout, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        from eyas.models.cpu_products import multiply_floats
-
-        out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
-        flat = rows.reshape(-1, layout.shape[1]).contiguous()
-        multiply_floats(flat.numpy(), layout.data_ptr(), out.view(-1, out.shape[-1]).numpy())
-        out = out[..., : self.weight.num_outputs].contiguous()
-        return out if self.bias is None else out.add_(self.bias)
+def _library_layout(weight: Tensor) -> Tensor:
+    """A float32 weight as MKL reads it fastest on Intel's processors, and for oneDNN on others."""
+    if _is_intel():
+        return weight.t().contiguous().t()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
 
 def in_blocks(weight: Tensor) -> Tensor:
@@ -335,9 +289,9 @@ def in_blocks(weight: Tensor) -> Tensor:
     return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def _has_kernel(halves: Tensor) -> bool:
+def _has_kernel(weight: Tensor) -> bool:
     """Whether the kernel multiplies by a weight [N, K]. It converts float16 by an instruction of the processor."""
-    return len(halves) > 0 and _converts_halves() and has_numba()
+    return len(weight) > 0 and _converts_halves() and has_numba()
 
 
 @cache
@@ -395,16 +349,16 @@ class CpuRows:
 
 
 class CpuProduct(NamedTuple):
-    """A product, and what to multiply its output by. half: the product, if its weight is in blocks."""
+    """A product, and what to multiply its output by. packed: the product, if its weight is in blocks."""
 
     multiply: Product
     by: float
-    half: HalfProduct | None = None
+    packed: PackedProduct | None = None
 
     @classmethod
     def of(cls, product: Product) -> CpuProduct:
         """The product, whose scale is left to the kernel behind it."""
-        if not isinstance(product, HalfProduct):
+        if not isinstance(product, PackedProduct):
             return cls(product, 1.0)
         return cls(product.scaled, 1 / product.scale, product if product.weight.in_blocks else None)
 
@@ -444,8 +398,9 @@ class CpuLayer:
     @property
     def shape(self) -> tuple[object, ...]:
         """What layers of a CpuStack have in common."""
-        sizes = tuple(product.half and len(product.half.weight.layout) for product in self.products)
-        biases = tuple(product.half is not None and product.half.bias is not None for product in self.products)
+        products = [product.packed for product in self.products]
+        sizes = tuple(packed and len(packed.weight.layout) for packed in products)
+        biases = tuple(packed is not None and packed.bias is not None for packed in products)
         norms = self.heads.norms is None, self.out_norm is None, self.down_norm is None
         heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.width
         return sizes, biases, norms, heads, self.scaling, self.softcap, self.activation
@@ -453,9 +408,9 @@ class CpuLayer:
     @property
     def can_stack(self) -> bool:
         """Whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the first product."""
-        _, *others = (product.half for product in self.products)
-        is_biased = any(half is not None and half.bias is not None for half in others)
-        return all(product.half and product.half.weight.fills_blocks for product in self.products) and not is_biased
+        packed = [product.packed for product in self.products]
+        is_biased = any(product is not None and product.bias is not None for product in packed[1:])
+        return all(product and product.weight.fills_blocks for product in packed) and not is_biased
 
     def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
         """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""

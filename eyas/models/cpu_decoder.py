@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, CpuLayer, CpuRows, HalfProduct, PackedLinear
+from eyas.models.cpu import BLOCK_OUTPUTS, MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, CpuLayer, CpuRows, PackedLinear
 from eyas.models.inputs import NOTHING_KEPT, KeptStates, PackedInputs, RowKeys, pack
 from eyas.process import num_cores
 from eyas.tensors import Floats, Ints, runs_compiled
@@ -124,7 +124,7 @@ class CpuDecoder:
         from eyas.models.cpu_products import Helpers
 
         self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
-        if isinstance(self._head, PackedLinear) and isinstance(self._head.product, HalfProduct):
+        if isinstance(self._head, PackedLinear):
             self._head.product.helpers = self._helpers
 
     def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
@@ -177,7 +177,8 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
         )
     if is_narrow:
         return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
-    return "" if decoder.has_stack else "they differ in shape, or have weights that float16 does not hold, or more biases"
+    odd = f"they differ in shape, or have more biases, or numbers of outputs that are no multiple of {BLOCK_OUTPUTS}"
+    return "" if decoder.has_stack else odd
 
 
 class CpuStack:
@@ -188,16 +189,17 @@ class CpuStack:
         from eyas.models.cpu_kernels import NO_WINDOW, LayerStack
 
         first, heads = layers[0], layers[0].heads
-        # halves own the memory that the stack names
-        self._halves = [[product.half for product in layer.products if product.half] for layer in layers]
-        biases = [own[0].bias for own in self._halves]
+        # they own the memory that the stack names
+        self._products = [[product.packed for product in layer.products if product.packed] for layer in layers]
+        biases = [own[0].bias for own in self._products]
         norms = [(layer.mlp_norm, layer.next_norm, layer.out_norm, layer.down_norm, layer.heads.norms) for layer in layers]
         factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
         head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
         self._kinds = np.array(kinds)
-        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._halves[0][3].weight.layout.shape[1]
+        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.layout.shape[1]
         self._stack = LayerStack(
-            weights=np.array([[half.weight.layout.data_ptr() for half in own] for own in self._halves]),
+            weights=np.array([[product.weight.layout.data_ptr() for product in own] for own in self._products]),
+            halves=np.array([[product.weight.is_half for product in own] for own in self._products]),
             scales=np.array([[product.by for product in layer.products] for layer in layers]),
             biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
             norms=np.stack([np.stack(own[:2]) for own in factors]),
@@ -213,7 +215,7 @@ class CpuStack:
 
     @classmethod
     def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
-        """The layers, if their shapes and kinds of norms are the same and their weights are halves in blocks; else None.
+        """The layers, if their shapes and kinds of norms are the same and their weights are in blocks; else None.
 
         kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
         """

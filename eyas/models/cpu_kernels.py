@@ -23,10 +23,10 @@ from eyas.models.cpu_products import (
     PHASE_SIZE,
     finish_part,
     multiply,
-    multiply_halves,
     multiply_keys,
     multiply_shared,
     multiply_together,
+    multiply_weight,
     next_part,
     sum_values,
     transpose_keys,
@@ -34,7 +34,7 @@ from eyas.models.cpu_products import (
 )
 from eyas.models.inputs import KeptStates, RowKeys
 from eyas.sampling.cpu_kernels import HIGHEST, compile_all, draw_rows, exp, highest_of, kernel, sum_of, top_k
-from eyas.tensors import Floats, Ints
+from eyas.tensors import Bools, Floats, Ints
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
@@ -356,14 +356,15 @@ def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, sof
 class LayerStack(NamedTuple):
     """Layers of one shape, as `run_layers` takes them. Legend: M layers, E products of a layer, in the order of CpuProducts.
 
-    weights: their addresses [M, E]. scales: what to multiply the products by [M, E]. biases: of the first product [M, N], or
-    [M, 0]. norms: factors of the norms before the MLP and before the next layer [M, 2, C]. delta_norms: of those behind
-    attention and MLP [M, 2, C], or [M, 2, 0]. head_norms: of query and key heads [M, H + J, D], or [M, 0, 0].
-    eps: of the five norms, in this order [M, 5]. windows: see `attend` [M]. sizes: H, J, D and I. scaling, softcap: see
-    `attend`. is_silu: see `gate`.
+    weights: their addresses [M, E]. halves: which of them are float16, not float32 [M, E]. scales: what to multiply the
+    products by [M, E]. biases: of the first product [M, N], or [M, 0]. norms: factors of the norms before the MLP and before
+    the next layer [M, 2, C]. delta_norms: of those behind attention and MLP [M, 2, C], or [M, 2, 0]. head_norms: of query
+    and key heads [M, H + J, D], or [M, 0, 0]. eps: of the five norms, in this order [M, 5]. windows: see `attend` [M].
+    sizes: H, J, D and I. scaling, softcap: see `attend`. is_silu: see `gate`.
     """
 
     weights: Ints
+    halves: Bools
     scales: npt.NDArray[np.float64]
     biases: Floats
     norms: Floats
@@ -415,10 +416,10 @@ def run_layers(
     delta, left, phase = memory[d:e].reshape(num_rows, -1), inputs, 0
     qkv, heads = flat.reshape(num_rows, -1, head_width), attended.reshape(num_rows, num_heads, head_width)
     for n in range(len(stack.weights)):
-        weights, by, eps = stack.weights[n], stack.scales[n], stack.eps[n]
+        weights, halves, by, eps = stack.weights[n], stack.halves[n], stack.scales[n], stack.eps[n]
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
-        if multiply_shared(left, weights[0], flat, tickets, phase, num_parts):
+        if multiply_shared(left, weights[0], halves[0], flat, tickets, phase, num_parts):
             for i in range(len(kept.layers)):
                 if kept.layers[i] == n:
                     for r in range(num_rows):
@@ -435,15 +436,15 @@ def run_layers(
         _attend_shared(
             qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, heads, tickets, phase + 1, num_parts > 1
         )
-        if multiply_shared(attended, weights[1], delta, tickets, phase + 2, num_parts):
+        if multiply_shared(attended, weights[1], halves[1], delta, tickets, phase + 2, num_parts):
             add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
             finish_part(tickets, phase + 2)
         wait_for_parts(tickets, phase + 2, num_parts + 1)
-        if multiply_shared(normed, weights[2], gate_up, tickets, phase + 3, num_parts):
+        if multiply_shared(normed, weights[2], halves[2], gate_up, tickets, phase + 3, num_parts):
             gate(gate_up, by[2], stack.is_silu, gated)
             finish_part(tickets, phase + 3)
         wait_for_parts(tickets, phase + 3, num_parts + 1)
-        if multiply_shared(gated, weights[3], delta, tickets, phase + 4, num_parts):
+        if multiply_shared(gated, weights[3], halves[3], delta, tickets, phase + 4, num_parts):
             add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
             finish_part(tickets, phase + 4)
         wait_for_parts(tickets, phase + 4, num_parts + 1)
@@ -468,8 +469,8 @@ def compile_kernels() -> None:
             ),
             top_k: (rows, rows, int64[:, ::1]),
             draw_rows: (rows, ids, ids, row, ids),
-            multiply_halves: (rows, int64, rows),
-            multiply_together: (rows, int64, rows, ids, int64),
+            multiply_weight: (rows, int64, boolean, rows),
+            multiply_together: (rows, int64, boolean, rows, ids, int64),
             run_layers: (
                 *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
                 *(_type_of(RowKeys), _type_of(KeptStates), row, ids, int64),
@@ -484,6 +485,7 @@ def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
     fields: dict[str, Any] = {
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
         "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
+        "halves": boolean[:, ::1],
         "states": float32[:, ::1],
     }  # fmt: skip
     return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

@@ -58,35 +58,27 @@ _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BL
 
 
 @kernel(error_model="numpy")
-def multiply_halves(left, address, out):
+def multiply_weight(left, address, is_half, out):
     """Rows left [R, K] times the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
 
-    address: of the weight as `eyas.models.cpu.in_blocks` lays it out, float16 [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
+    address: of the weight as `eyas.models.cpu.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
+    is_half: whether it is float16, not float32.
     """
-    multiply_blocks(left, address, out, 0, out.shape[1] // BLOCK_OUTPUTS)
+    multiply_blocks(left, address, is_half, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
 
 @kernel(error_model="numpy")
-def multiply_blocks(left, address, out, first_block, end_block):
-    """The columns of `multiply_halves` that are made of some blocks of the weight."""
+def multiply_blocks(left, address, is_half, out, first_block, end_block):
+    """The columns of `multiply_weight` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
-    rows, group = _spread_rows(left), max(GROUP_BYTES // (2 * BLOCK_OUTPUTS * num_inputs), 8)
+    rows, group = _spread_rows(left), max(GROUP_BYTES // ((2 if is_half else 4) * BLOCK_OUTPUTS * num_inputs), 8)
     for start in range(first_block, end_block, group):
         first, count = 0, min(group, end_block - start)
         while first < num_rows:
-            first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
-
-
-@kernel(error_model="numpy")
-def multiply_floats(left, address, out):
-    """`multiply_halves` by a weight of float32 in the same layout."""
-    num_rows, num_inputs = left.shape
-    rows, group = _spread_rows(left), max(GROUP_BYTES // (4 * BLOCK_OUTPUTS * num_inputs), 8)
-    num_blocks = out.shape[1] // BLOCK_OUTPUTS
-    for start in range(0, num_blocks, group):
-        first, count = 0, min(group, num_blocks - start)
-        while first < num_rows:
-            first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
+            if is_half:
+                first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+            else:
+                first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
 
 
 @kernel(error_model="numpy")
@@ -411,21 +403,22 @@ def wait_for_parts(tickets, phase, count):
 
 
 @kernel(error_model="numpy")
-def multiply_shared(left, address, out, tickets, phase, num_parts):
-    """`multiply_halves` by all threads that call it. Returns whether this one has finished the last part."""
+def multiply_shared(left, address, is_half, out, tickets, phase, num_parts):
+    """`multiply_weight` by all threads that call it. Returns whether this one has finished the last part."""
     num_blocks, is_last = out.shape[1] // BLOCK_OUTPUTS, False
     part = next_part(tickets, phase)
     while part < num_parts:
-        multiply_blocks(left, address, out, num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts)
+        first, end = num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts
+        multiply_blocks(left, address, is_half, out, first, end)
         is_last = finish_part(tickets, phase) == num_parts
         part = next_part(tickets, phase)
     return is_last
 
 
 @kernel(error_model="numpy")
-def multiply_together(left, address, out, tickets, num_parts):
-    """`multiply_halves` by all threads that call it; each returns when all of it is done."""
-    multiply_shared(left, address, out, tickets, 0, num_parts)
+def multiply_together(left, address, is_half, out, tickets, num_parts):
+    """`multiply_weight` by all threads that call it; each returns when all of it is done."""
+    multiply_shared(left, address, is_half, out, tickets, 0, num_parts)
     wait_for_parts(tickets, 0, num_parts)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import UNSCALED, KVCache, KVScales, store_rows
 from eyas.models.attention import attend_layer, kv_sources
 from eyas.models.checkpoint import merge_quantised
-from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, can_fix
+from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.cpu_decoder import CpuDecoder
 from eyas.models.experts import EXPERT_BLOCKS, RoutedExperts, with_experts
 from eyas.models.inputs import PackedInputs
@@ -369,9 +369,8 @@ def unfuse_layers(model: Any) -> None:
 def is_batch_invariant(model: Any) -> bool:
     """Whether a row can get the same bits in any pass.
 
-    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run, once
-    `fix_products` has been called. On CUDA it holds for fused layers with plain weights, if a KernelBackend has parts at
-    fixed positions.
+    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run. On CUDA
+    it holds for fused layers with plain weights, if a KernelBackend has parts at fixed positions.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.device.type != "cpu":
@@ -380,7 +379,7 @@ def is_batch_invariant(model: Any) -> bool:
         is_plain = bool(fused) and len(fused) == len(layers) and all(each.is_plain for each in fused)
         return is_plain and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
     runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
-    return runs_here and runs_compiled(model.device) and all(map(can_fix, linear))
+    return runs_here and runs_compiled(model.device) and all(map(has_kernel, linear))
 
 
 def _can_fuse(layer: Any) -> bool:

@@ -26,6 +26,7 @@ from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, 
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from tests.models.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
+from tests.tiny import write_target
 
 FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
 ROUTED = ("mixtral", "qwen-3-moe")  # no kernel of the CPU runs their layers
@@ -141,7 +142,7 @@ def test_fused_layers_run_without_numba(target: TargetModel) -> None:
 def test_a_pass_compiles_no_kernel(target: TargetModel) -> None:
     """All were compiled for what they get when the target was loaded."""
     kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
-    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_halves")
+    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_weight")
     compiled = [getattr(kernels, name) for name in names]
     signatures = [list(kernel.signatures) for kernel in compiled]
     assert all(signatures)
@@ -273,8 +274,8 @@ def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
     assert passed == [products.FAILED]  # the other thread has ended, and finds no part in later phases
     rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half())
     expected, out = np.empty((4, 32), np.float32), np.empty((4, 32), np.float32)
-    arguments = rows.numpy(), weight.data_ptr()
-    products.multiply_halves(*arguments, expected)
+    arguments = rows.numpy(), weight.data_ptr(), True
+    products.multiply_weight(*arguments, expected)
     helpers.run(products.multiply_together, *arguments, out, tickets=np.zeros(products.PHASE_SIZE, np.int64))
     assert np.array_equal(out, expected)
 
@@ -291,7 +292,7 @@ def test_threads_that_no_kernel_uses_are_named(tiny_target: str, caplog: pytest.
 
 
 def test_layers_that_threads_cannot_share_are_named(
-    tiny_target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba")
     monkeypatch.setattr(cpu_decoder, "num_cores", lambda: 2)
@@ -301,8 +302,8 @@ def test_layers_that_threads_cannot_share_are_named(
         assert not caplog.records
         share_layers(stacked, 2, is_narrow=True)
         assert "engine.kv_cache_dtype" in caplog.messages[-1]
-        share_layers(load_target(tiny_target).model, 2)  # its weights are no halves
-        assert "float16 does not hold" in caplog.messages[-1]
+        share_layers(load_target(str(write_target(tmp_path, hidden=24))).model, 2)
+        assert "no multiple of 16" in caplog.messages[-1]
         share_layers(stacked, 1000)
         assert "may use 2 cores" in caplog.messages[-1]
     assert stacked.get_decoder().forward.__self__._helpers.num_threads == 2

@@ -7,32 +7,37 @@ import torch
 from torch import nn
 
 from eyas.models.cpu import (
-    HalfProduct,
     MergedLinearPart,
     PackedLinear,
     _converts_halves,
     _has_fbgemm,
-    fix_products,
+    has_kernel,
     pack_weights,
 )
 from eyas.process import has_numba
 
+BLOCKS, HALVES = ("float32 blocks", "float16 blocks"), ("fbgemm", "float16 blocks")
+
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
 
-@pytest.fixture(autouse=True, params=["mkl", "onednn", "fbgemm"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """All layouts, whatever processor this is. New layers have weights of bfloat16 for FBGEMM, and of float32 for others."""
+@pytest.fixture(autouse=True, params=["mkl", "onednn", "fbgemm", "float32 blocks", "float16 blocks"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All layouts, whatever processor this is. New layers have weights of bfloat16 where it is of float16."""
     if request.param == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")
-    if request.param == "fbgemm" and not _has_fbgemm():
+    if request.param in HALVES and not _has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
+    if request.param in BLOCKS and not (has_numba() and _converts_halves()):
+        pytest.skip("kernels need numba, and a processor that converts float16")
     monkeypatch.setattr("eyas.models.cpu._is_intel", lambda: request.param == "mkl")
+    if request.param not in BLOCKS:
+        monkeypatch.setattr("eyas.models.cpu._has_kernel", lambda weight: False)
     reset = nn.Linear.reset_parameters
 
     def reset_and_round(layer: nn.Linear) -> None:
         reset(layer)
-        if request.param == "fbgemm":
+        if request.param in HALVES:
             layer.weight.data = layer.weight.data.bfloat16().to(layer.weight.dtype)
 
     monkeypatch.setattr(nn.Linear, "reset_parameters", reset_and_round)
@@ -41,14 +46,15 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("sizes", [(32, 48), (256, 512), (256, 4096), (7, 3)])
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool, library: str) -> None:
+def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool, layout: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(*sizes, bias=bias)
     rows = [torch.randn(*shape, sizes[0]) for shape in ((1,), (2,), (1, 9), (1, 64), (3, 5), (0,), (1, 0))]
     expected = [layer(x).detach() for x in rows]
     pack_weights(layer)
     assert isinstance(layer, PackedLinear)
-    assert isinstance(layer.product, HalfProduct) == (library == "fbgemm")
+    assert layer.packed_weight.is_half == (layout in HALVES)
+    assert has_kernel(layer) == (layout in BLOCKS)
     with torch.inference_mode():
         for x, before in zip(rows, expected, strict=True):
             torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
@@ -132,14 +138,13 @@ def test_sharded_siblings_merge_with_their_local_sizes() -> None:
 
 @pytest.mark.parametrize("sizes", [(300, 70), (300, 208), (512, 64)], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_a_row_gets_the_same_result_in_any_batch(sizes: tuple[int, int], bias: bool, library: str) -> None:
+def test_a_row_gets_the_same_result_in_any_batch(sizes: tuple[int, int], bias: bool, layout: str) -> None:
     """Blocks of outputs fill tiles and leave some over. Libraries sum in other orders for other numbers of rows."""
-    if not has_numba() or (library == "fbgemm" and not _converts_halves()):
+    if layout not in BLOCKS:
         pytest.skip("a library multiplies")
     layer, rows = nn.Linear(*sizes, bias=bias), torch.randn(40, sizes[0])
     weight, expected = layer.weight.detach().clone(), layer(rows).detach()
     pack_weights(layer)
-    fix_products(layer)
     assert torch.equal(layer.weight, weight)
     assert sum(buffer.nbytes for buffer in layer.buffers()) <= (sizes[0] * (sizes[1] + 15)) * 4, "it is kept once"
     torch.testing.assert_close(layer(rows).detach(), expected, rtol=1e-4, atol=1e-5)
@@ -149,27 +154,37 @@ def test_a_row_gets_the_same_result_in_any_batch(sizes: tuple[int, int], bias: b
 
 
 @pytest.mark.parametrize("sizes", [(48, 16), (300, 208), (512, 4096)], ids=str)
-def test_the_kernel_multiplies_as_fbgemm_does(sizes: tuple[int, int], library: str) -> None:
-    if library != "fbgemm" or not _converts_halves() or not has_numba():
-        pytest.skip("the kernel multiplies by half weights, on processors that convert them")
+def test_kernels_multiply_as_libraries_do(sizes: tuple[int, int], layout: str) -> None:
+    if layout not in BLOCKS:
+        pytest.skip("a library multiplies")
     layer = nn.Linear(*sizes)
-    layer.weight.data *= 2.0**-20  # so that the weight has a scale
+    layer.weight.data *= 2.0**-20  # so that a half weight has a scale
     pack_weights(layer)
     product = layer.product
-    assert isinstance(product, HalfProduct)
-    assert product.weight.in_blocks
-    assert product.scale != 1
+    assert (product.scale != 1) == (layout in HALVES)
     with torch.inference_mode():
         for count in (1, 9, 23):
             rows = torch.randn(count, sizes[0])
-            torch.testing.assert_close(product.scaled(rows), product._fbgemm(rows), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(product.scaled(rows), product._by_library(rows), rtol=1e-5, atol=1e-4)
 
 
-def test_weights_that_float16_does_not_hold_stay_float32(library: str) -> None:
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
+def test_several_threads_multiply_by_a_library(bias: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that was packed for kernels serves later threads too."""
+    layer, rows = nn.Linear(48, 70, bias=bias), torch.randn(9, 48)
+    pack_weights(layer)
+    with torch.inference_mode():
+        expected = layer(rows)
+        monkeypatch.setattr("eyas.models.cpu.runs_compiled", lambda device: False)
+        monkeypatch.setattr("eyas.models.cpu_products.multiply_weight", None)
+        torch.testing.assert_close(layer(rows), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_float16_does_not_hold_stay_float32() -> None:
     layer = nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.tensor([[1.0, 1e-38, 0.5, 0.25], [1.0 + 2**-20, 3.0, 2.0, 4.0]])
     before = layer.weight.detach().clone()
     pack_weights(layer)
     assert torch.equal(layer.weight, before)
     assert isinstance(layer, PackedLinear)
-    assert not isinstance(layer.product, HalfProduct)
+    assert not layer.packed_weight.is_half
