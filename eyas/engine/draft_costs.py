@@ -322,7 +322,7 @@ class SurvivalModel:
     FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
     PRIOR_NODES = 2.0  # nodes of each bin that the prior counts for
     SAMPLED_PRIOR = 0.5
-    FEW_NODES = 128
+    FEW_NODES = 64
     EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
 
     def __init__(self) -> None:
