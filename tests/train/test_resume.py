@@ -197,7 +197,7 @@ def uneven_steps(config: TrainConfig) -> int:
 def test_a_dry_run_gives_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
     """The first process speaks for both, in warnings too."""
     warm = {"draft_model": tiny_block_head("dspark", str(folder / "target")), "head": {}}
-    file = write_settings(folder, tmp_path / "run", optimizer__batch_size=1, **warm)
+    file = write_settings(folder, tmp_path / "run", optimizer__batch_size=1, eval__num_prompts=0, **warm)
     first, second = run_on_two_processes(file, "--dry-run")
     assert "keeps its own settings in place of the defaults" in first
     assert "keeps its own settings" not in second
