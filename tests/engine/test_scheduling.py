@@ -12,7 +12,8 @@ from tests.engine.test_equality import BATCHES, PARAMS, make_drafter, make_engin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("eagle3", "greedy"), ("eagle3", "mixed"), ("random", "mixed"), ("dying", "mixed"), ("none", "greedy")]
+    ("name", "kinds"),
+    [("eagle3", "greedy"), ("eagle3", "mixed"), ("random", "mixed"), ("dying", "mixed"), ("none", "greedy")],
 )
 def test_preempted_requests_equal_the_plain_loop(name: str, kinds: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(

@@ -2,8 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
-
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.neural import NeuralDrafter
