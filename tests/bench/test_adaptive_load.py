@@ -15,7 +15,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_engines_get_the_same_time() -> None:
-    settings = adaptive_load.Settings((2,), (0.0,), seconds=0.5, tokens=20)
+    settings = adaptive_load.Settings((2,), (0.0,), seconds=0.3, tokens=10)
     prompts = [tuple(range(10, 30)), tuple(range(40, 70))]
     ratio = adaptive_load.measure(settings, 2, 0.0, prompts)
     assert ratio.steps > 4

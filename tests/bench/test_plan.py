@@ -267,7 +267,7 @@ def test_thin_trees_agree_with_virtual_time(temperature: int, gpu: str, measured
     profile = AcceptanceProfile(*weights, 0.9, ahead_rows=640, ahead_top_k=64, **rates)
     verifier, drafter, local = map(DeviceCosts.read, ("llama-3.1-8b@h100", f"eagle3-8b@{gpu}", "eagle3-8b@h100"))
     for batch, ratio in zip((4, 8, 16), measured, strict=True):
-        beside = FleetSettings(verifier, drafter, local, profile, "local", concurrency=batch, seconds=8.0)
+        beside = FleetSettings(verifier, drafter, local, profile, "local", concurrency=batch, seconds=4.0)
         planned = simulate(replace(beside, mode="ahead")).tokens_per_s / simulate(beside).tokens_per_s
         assert planned == pytest.approx(ratio, rel=0.11), batch
 
@@ -286,7 +286,7 @@ def test_rates_agree_with_those_in_virtual_time() -> None:
             ahead_top_k=128,
         )  # fmt: skip
         for (c, delay), eta in cells.items():
-            found = run("ahead", level_ms=60 * c, profile=profile, delay_s=delay * PASS_S, seconds=400.0)
+            found = run("ahead", level_ms=60 * c, profile=profile, delay_s=delay * PASS_S, seconds=200.0)
             assert found.tokens_per_s * PASS_S / tau == pytest.approx(eta, rel=0.04 if c == 0.1 else 0.16), (c, delay)
 
 

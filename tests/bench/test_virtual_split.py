@@ -40,8 +40,7 @@ def settings(head: str, *, roofline: bool = False) -> Settings:
     return replace(own, roofline=roofline)
 
 
-@pytest.mark.parametrize("roofline", [False, True])
-@pytest.mark.parametrize("tree", ["24:0", "6:2"])
+@pytest.mark.parametrize(("tree", "roofline"), [("24:0", False), ("6:2", True)])
 def test_a_trace_gives_the_rate_that_a_replay_measures(tree: str, roofline: bool) -> None:
     """Two sequences of 24 nodes take passes of one unit in both tables; rows of the drafter are below the knee as well."""
     prompts = [json.loads(line)["token_ids"] for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:2]]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +129,25 @@ def test_a_widened_head_drafts_the_same_trees(name: str, shape: str, folders: Pa
     assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
 
 
+@lru_cache
+def states_of(target: str, layers: tuple[int, ...]) -> torch.Tensor:
+    """What these layers of a target give for all of TOKENS but the last, in float64."""
+    model = load_target(target, "float64", aux_hidden_state_layers=layers)
+    rows, none = np.arange(len(TOKENS) - 1), np.zeros(0, dtype=np.int64)
+    segment = Segment(np.array(TOKENS[:-1]), rows, rows, none, None, rows)
+    states = model.forward(model.pack([segment]), model.new_kv_cache(len(rows))).aux_hidden_states
+    assert states is not None
+    return states
+
+
+@lru_cache
 def draft(head: Path, target: Path) -> DraftTree:
     """The tree behind TOKENS, with the target's features and the noise of its draws."""
     method, dtype = default_method("", str(head)), "float64"
     fuser = build_fuser(method, str(head), str(target), dtype, "cpu")
     features = None
     if fuser is not None:
-        model = load_target(str(target), dtype, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
-        rows, none = np.arange(len(TOKENS) - 1), np.zeros(0, dtype=np.int64)
-        segment = Segment(np.array(TOKENS[:-1]), rows, rows, none, None, rows)
-        states = model.forward(model.pack([segment]), model.new_kv_cache(len(rows))).aux_hidden_states
-        assert states is not None
-        features = fuser(states)
+        features = fuser(states_of(str(target), fuser.aux_hidden_state_layers))
     drafter = build_drafter(method, str(target), str(head), dtype, "cpu", TREE, DraftingConfig(max_kv_tokens=512))
     budget = TreeBudget(TREE.num_draft_tokens, TREE.num_steps)
     (tree,) = drafter.propose([Commit("s", 0, 0, TOKENS, features, NoiseKey(5, 0.9), budget)])
@@ -153,7 +161,7 @@ def test_tokens_and_acceptance_of_the_demo_stay_the_same(tmp_path: Path) -> None
     pairs = [("models/demo/target", "models/demo/eagle3"), folders]
     llms = [LLM(str(t), str(h), engine=fixed_config(max_kv_tokens=1024), validate_head="never") for t, h in pairs]
     for temperature in (0.0, 0.8):
-        sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=7)
+        sampling = SamplingParams(max_tokens=20, temperature=temperature, seed=7)
         small, wide = (llm.generate("    def __repr__(self):\n", sampling)[0].outputs[0] for llm in llms)
         assert wide.token_ids == small.token_ids
         assert wide.text == small.text

@@ -44,7 +44,7 @@ def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> No
     "options", [[], ["--temperature", "0.8"], ["--deterministic"], ["--dtype", "bfloat16", "--deterministic"]]
 )
 def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, tiny_head: str) -> None:
-    base = ["check", "equality", "--model", tiny_target, "--draft-model", tiny_head, "--max-tokens", "12"]
+    base = ["check", "equality", "--model", tiny_target, "--draft-model", tiny_head, "--max-tokens", "8"]
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 0, ran.output
     assert "8 of 8 equal, 0 explained by rounding, 0 not explained" in ran.output

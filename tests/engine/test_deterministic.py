@@ -136,8 +136,8 @@ def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) -> None:
+def test_a_bfloat16_batch_is_equal_with_and_without_drafter() -> None:
+    """Greedy and sampled requests in turn."""
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
     target = load_target(target_folder, "bfloat16", aux_hidden_state_layers=fuser.aux_hidden_state_layers)
@@ -148,10 +148,10 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) 
     for name, drafter in drafters.items():
         own = replace(config, draft_budget="adaptive") if name == "random" else config
         engine = assemble_engine(target, fuser, own, tree, drafter)
-        params = SamplingParams(24, temperature, ignore_eos=True)
-        for seed, length in enumerate((3, 50, 17)):
+        for seed, length in enumerate((3, 30, 17, 9)):
             prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
-            engine.submit(Request(f"{seed}", tuple(prompt), replace(params, seed=seed)))
+            params = SamplingParams(12, 0.8 * (seed % 2), seed=seed, ignore_eos=True)
+            engine.submit(Request(f"{seed}", tuple(prompt), params))
         while engine.has_work:
             for chunk in engine.step():
                 outputs[name].setdefault(chunk.request_id, []).extend(chunk.token_ids)

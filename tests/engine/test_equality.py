@@ -98,20 +98,21 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     name: str, kinds: str, tiny_target: str, tiny_head: str
 ) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_num_seqs=6)
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_num_seqs=4)
     requests = [
-        Request(f"r{i}", tuple(prompt), replace(params, seed=100 + i, max_tokens=24 - i))
-        for i, (prompt, params) in enumerate(zip(prompts(8), cycle(BATCHES[kinds]), strict=False))
+        Request(f"r{i}", tuple(prompt), replace(params, seed=100 + i, max_tokens=16 - i))
+        for i, (prompt, params) in enumerate(zip(prompts(6), cycle(BATCHES[kinds]), strict=False))
     ]
-    chunks = run(engine, {0: requests[:3], 2: requests[3:6], 7: requests[6:]})
+    chunks = run(engine, {0: requests[:2], 2: requests[2:4], 6: requests[4:]})
     for request in requests:
         expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
         assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
     assert engine.load.free_kv_tokens == 1024
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("name", ["eagle3", "random"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("eagle3", "greedy"), ("eagle3", "filtered"), ("random", "sampled"), ("random", "stopping")]
+)
 def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, draft_budget="adaptive")
     request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
@@ -127,10 +128,10 @@ def test_adaptive_trees_drafted_ahead_change_no_token(name: str, tiny_target: st
     drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), Trial()))
     engine = make_engine(drafter, tiny_target, tiny_head, name, draft_budget="adaptive")
     requests = [
-        Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=40))
-        for i, (prompt, params) in enumerate(zip(prompts(6), cycle(BATCHES["mixed"]), strict=False))
+        Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))
+        for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"]), strict=False))
     ]
-    chunks = run(engine, {0: requests[:1], 9: requests[1:]})
+    chunks = run(engine, {0: requests[:1], 5: requests[1:]})
     assert any(chunk.verify_step and chunk.verify_step.drafted for own in chunks.values() for chunk in own)
     for request in requests:
         expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
@@ -192,27 +193,26 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "none"])
-def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tiny_head: str) -> None:
+def test_sampled_tokens_follow_the_target_probs(tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
     engine = make_engine(
-        make_drafter(name, tiny_target, tiny_head),
+        make_drafter("eagle3", tiny_target, tiny_head),
         tiny_target,
         tiny_head,
         max_num_seqs=64,
         max_kv_tokens=8192,
-        max_queued_requests=1500,
+        max_queued_requests=1000,
     )
-    count, prompt = 1500, (7, 8, 9)
+    count, prompt = 1000, (7, 8, 9)
     for seed in range(count):
-        engine.submit(Request(f"{seed}", prompt, SamplingParams(4, 0.9, seed=seed, ignore_eos=True)))
+        engine.submit(Request(f"{seed}", prompt, SamplingParams(3, 0.9, seed=seed, ignore_eos=True)))
     emitted: dict[str, list[int]] = {}
     num_drafted = 0
     while engine.has_work:
         for chunk in engine.step():
             emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
             num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
-    assert (num_drafted > count) == (name != "none")
+    assert num_drafted >= count
     with torch.inference_mode():
         model = reference.load_reference(tiny_target)
         first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)

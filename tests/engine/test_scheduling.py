@@ -11,26 +11,28 @@ from tests.engine.test_equality import BATCHES, PARAMS, make_drafter, make_engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", BATCHES)
-@pytest.mark.parametrize("name", ["eagle3", "random", "dying", "none"])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("eagle3", "greedy"), ("eagle3", "mixed"), ("random", "mixed"), ("dying", "mixed"), ("none", "greedy")],
+)
 def test_preempted_requests_equal_the_plain_loop(name: str, kinds: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(
         make_drafter(name, tiny_target, tiny_head),
         tiny_target,
         tiny_head,
-        max_kv_tokens=100,
+        max_kv_tokens=90,
         max_prefill_tokens=9,
-        max_num_seqs=5,
+        max_num_seqs=4,
     )
     requests = [
-        Request(f"r{i}", tuple(prompt), replace(params, seed=50 + i, max_tokens=45), priority=i % 3)
-        for i, (prompt, params) in enumerate(zip(prompts(6, seed=3), cycle(BATCHES[kinds]), strict=False))
+        Request(f"r{i}", tuple(prompt), replace(params, seed=50 + i, max_tokens=28), priority=i % 3)
+        for i, (prompt, params) in enumerate(zip(prompts(5, seed=3), cycle(BATCHES[kinds]), strict=False))
     ]
-    chunks = run(engine, {0: requests[:2], 2: requests[2:5], 9: requests[5:]})
+    chunks = run(engine, {0: requests[:2], 2: requests[2:4], 9: requests[4:]})
     for request in requests:
         assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert engine._scheduler.num_preemptions > 0
-    assert engine.load.free_kv_tokens == 100
+    assert engine.load.free_kv_tokens == 90
 
 
 @pytest.mark.parametrize(

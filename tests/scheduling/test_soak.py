@@ -12,6 +12,6 @@ from tests.memory import FEW_PRODUCTS
 @pytest.mark.slow
 def test_soak_with_cancellations_leaks_no_slots_and_no_memory() -> None:
     """In a process of its own, whose memory no other test has grown."""
-    command = [sys.executable, "-m", "tests.scheduling.soak", "300"]
+    command = [sys.executable, "-m", "tests.scheduling.soak", "200"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | FEW_PRODUCTS)
     assert ended.returncode == 0, ended.stderr

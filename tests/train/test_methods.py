@@ -45,7 +45,7 @@ def loss(trainer: Trainer) -> float:
 
 @pytest.mark.parametrize("method", TRAINEES)
 def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: Path, tmp_path: Path) -> None:
-    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=16)
+    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=8)
     trainer = build_trainer(config)
     first = loss(trainer)
     progress = trainer.run()

@@ -21,7 +21,9 @@ from tests.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import read_by, settings
 
 SURE, RING, FIRST, VOCABULARY, HIDDEN = 0.8, 9, 3, 48, 64
-DEPTHS, STEPS, TOKENS = 3, 150, 80  # documents are as long as what is generated
+DEPTHS, TOKENS = 3, 80  # documents are as long as what is generated
+STEPS = {"dspark": 90, "dflash": 150, "peagle": 150}
+RATES = {"dspark": 0.02, "dflash": 0.01, "peagle": 0.005}
 
 
 def law() -> Tensor:
@@ -67,27 +69,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def heads(target: str) -> dict[str, str]:
-    """A trained head of each method that drafts DEPTHS tokens."""
-    folder, found = Path(target).parent, {}
-    for method in ("dspark", "dflash", "peagle"):
-        trainer = trained(target, method)
-        trainer.trainee.write(folder / method / "head")  # type: ignore[operator]
-        found[method] = str(folder / method / "head")
-    return found
+def trainers(target: str) -> dict[str, Trainer]:
+    """Of each method that drafts DEPTHS tokens, after its last step; those of blocks have learned blocks ahead too."""
+    return {method: trained(target, method) for method in ("dspark", "dflash", "peagle")}
 
 
-def trained(target: str, method: str, **changes: int) -> Trainer:
+@pytest.fixture(scope="module")
+def heads(target: str, trainers: dict[str, Trainer]) -> dict[str, str]:
+    for method, trainer in trainers.items():
+        trainer.trainee.write(Path(target).parent / method / "head")  # type: ignore[operator]
+    return {method: str(Path(target).parent / method / "head") for method in trainers}
+
+
+def trained(target: str, method: str) -> Trainer:
     folder, block_size = Path(target).parent, {"dspark": DEPTHS, "dflash": DEPTHS + 1}.get(method, 2)
     config = settings(
-        folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS, optimizer__batch_size=4,
-        optimizer__learning_rate=0.005 if method == "peagle" else 0.01, data__max_length=TOKENS, **read_by(
+        folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS[method], optimizer__batch_size=4,
+        optimizer__learning_rate=RATES[method], data__max_length=TOKENS, **read_by(
             method, loss__num_anchors=16, loss__chunk_rows=0, loss__num_depths=DEPTHS, head__markov_rank=16,
-            head__block_size=block_size,
-        ), **changes,
+            head__block_size=block_size, loss__num_ahead_anchors=16, loss__max_ahead_length=4,
+        ),
     )  # fmt: skip
     trainer = build_trainer(config)
-    for _ in range(STEPS):
+    for _ in range(STEPS[method]):
         trainer.step()
     return trainer
 
@@ -136,10 +140,11 @@ def test_likeliest_chains_accept_powers_of_the_law(method: str, target: str, hea
 
 
 @pytest.mark.parametrize("method", ["dspark", "dflash"])
-def test_blocks_ahead_of_a_learned_law_are_accepted(method: str, target: str) -> None:
+def test_blocks_ahead_of_a_learned_law_are_accepted(
+    method: str, trainers: dict[str, Trainer], heads: dict[str, str]
+) -> None:
     """Behind paths without features. A head that is not conditional proposes behind the likeliest next token alone."""
-    trainer = trained(target, method, loss__num_ahead_anchors=16, loss__max_ahead_length=4)
-    found = [float(trainer.step()["tau_ahead"]) for _ in range(10)]
+    found = [float(trainers[method].step()["tau_ahead"]) for _ in range(10)]
     assert sum(found) / len(found) == pytest.approx(GREEDY if method == "dspark" else SAMPLED, abs=0.15)
 
 

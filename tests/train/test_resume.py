@@ -169,17 +169,18 @@ def test_two_processes_train_the_head_of_one(method: str, folder: Path, tmp_path
     """Two gloo processes with a sharded target and half the windows each take the steps of one process with all of them.
 
     A window may have more supervised rows than the other process's: then rows count alike, and not processes. Each process
-    reads one half of the target, and no lm_head.
+    reads one half of the target, and no lm_head. The first evaluates a head of DSpark.
     """
-    changes = {"optimizer__batch_size": 1, "optimizer__max_grad_norm": 0.1, "shard_target": True}
-    file = write_settings(folder, tmp_path / "two", method, eval__device="cpu", **changes)
+    changes: dict[str, object] = {"optimizer__max_grad_norm": 0.1, "eval__num_prompts": 2 if method == "dspark" else 0}
+    shared = {"optimizer__batch_size": 1, "shard_target": True, "eval__device": "cpu"}
+    file = write_settings(folder, tmp_path / "two", method, **changes, **shared)
     assert uneven_steps(load(TrainConfig, file)) >= 2
     outputs = run_on_two_processes(file)
     weights = load_file(folder / "target" / "model.safetensors")
     half = sum(tensor.nbytes for name, tensor in weights.items() if name != "lm_head.weight") // 2
     for rank, output in enumerate(outputs):
         assert f"process {rank} of 2 has read {half} bytes of the target" in output
-    run(write_settings(folder, tmp_path / "one", method, optimizer__max_grad_norm=0.1))
+    run(write_settings(folder, tmp_path / "one", method, **changes))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     two, one = (parameters(tmp_path / name) for name in ("two", "one"))
     for name, value in one.items():
@@ -196,7 +197,7 @@ def uneven_steps(config: TrainConfig) -> int:
 def test_a_dry_run_gives_the_memory_of_each_process(folder: Path, tmp_path: Path) -> None:
     """The first process speaks for both, in warnings too."""
     warm = {"draft_model": tiny_block_head("dspark", str(folder / "target")), "head": {}}
-    file = write_settings(folder, tmp_path / "run", optimizer__batch_size=1, **warm)
+    file = write_settings(folder, tmp_path / "run", optimizer__batch_size=1, eval__num_prompts=0, **warm)
     first, second = run_on_two_processes(file, "--dry-run")
     assert "keeps its own settings in place of the defaults" in first
     assert "keeps its own settings" not in second
