@@ -1,6 +1,6 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there.
 
-What becomes of the kernels of KERNEL_CALLS is in COMPILED, by their source, arguments and compiler: they are not compiled again.
+COMPILED holds what becomes of the kernels of KERNEL_CALLS, by their source, arguments and compiler, so that tests read it.
 `python -m tests.compiling --write` compiles all that it lacks and writes it: run it after every edit of a kernel's file.
 """
 

@@ -29,7 +29,8 @@ DRAFTERS = ("chain", "siblings", "siblings-replaced", *METHODS)
 # Whole and filtered probabilities for some; for the others one of them, as the code that filters is the same for all.
 LAWS = (
     ("eagle3", "whole"), ("eagle3", "filtered"), ("siblings", "whole"), ("siblings", "filtered"),
-    ("chain", "whole"), ("siblings-replaced", "whole"), ("dspark", "whole"), ("eagle1", "filtered"), ("peagle", "filtered"), ("dflash", "filtered"), ("dflash2", "whole"),
+    ("chain", "whole"), ("siblings-replaced", "whole"), ("dspark", "whole"), ("eagle1", "filtered"),
+    ("peagle", "filtered"), ("dflash", "filtered"), ("dflash2", "whole"),
     ("medusa", "filtered"), ("hydra", "whole"), ("sps", "filtered"),
 )  # fmt: skip
 # Requests whose tokens are counted.

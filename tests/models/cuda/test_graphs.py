@@ -93,9 +93,7 @@ def check_passes(target: TargetModel, backend: GraphBackend, kv_cache: KVCache, 
 def test_every_row_count_between_buckets_gives_the_plain_logits(
     target: TargetModel, backend: GraphBackend, kv_cache: KVCache
 ) -> None:
-    check_passes(
-        target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 3, 9, 32)]
-    )
+    check_passes(target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 3, 9, 32)])
 
 
 def test_graphs_write_their_logits_to_one_buffer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

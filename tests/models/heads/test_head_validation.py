@@ -60,7 +60,7 @@ WRONG: dict[str, dict[str, object]] = {
 
 
 # The other two are parts of one of these, or corrected by the command below.
-@pytest.mark.parametrize("wrong", list(WRONG)[3:] + ["layers one too late"])
+@pytest.mark.parametrize("wrong", [*list(WRONG)[3:], "layers one too late"])
 def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG[wrong])
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
@@ -92,7 +92,7 @@ def test_layer_ids_of_a_peagle_head_are_not_guessed(dialect: str, target: Target
     assert report.best.second > 1.5 * report.chance, "second guesses come from the mask rows"
 
 
-def test_a_peagle_head_without_layer_ids_is_judged_too(tiny_target: str, tiny_head: str, tmp_path: Path, short: None) -> None:
+def test_a_peagle_head_without_layer_ids_is_judged(tiny_target: str, tiny_head: str, tmp_path: Path, short: None) -> None:
     """Left out, they are EAGLE-3's usual ones and their neighbours; a head that fits none of these is refused by name."""
     model = load_target(tiny_target)
     source = Path(tiny_peagle_head(tiny_head))
