@@ -1,9 +1,7 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there.
 
-`python -m tests.compiling 80 90` prints what becomes of the kernels of KERNEL_CALLS on sm_80 and sm_90 as JSON lines. Those
-that COMPILED holds, by their source, arguments and compiler, are not compiled again; if it lacks some, that is an error.
+COMPILED holds what becomes of the kernels of KERNEL_CALLS, by their source, arguments and compiler, so that tests read it.
 `python -m tests.compiling --write` compiles all that it lacks and writes it: run it after every edit of a kernel's file.
-`--again 80` compiles those of attention and prints them.
 """
 
 from __future__ import annotations
@@ -313,21 +311,33 @@ KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
 Kernels = dict[str, dict[str, Any]]
 
 
-def kernels_of(sm: int, known: Kernels, calls: Iterable[Callable[[int], None]] = KERNEL_CALLS) -> Kernels:
-    """What becomes of all kernels that `calls` launch, on one kind of GPU, by their keys. Unknown ones are compiled."""
-    import triton
-
-    launches, found = list[Launch](), Kernels()
+def launches_of(calls: Iterable[Callable[[int], None]], sm: int) -> list[Launch]:
+    """What these functions launch on one kind of GPU."""
+    launches = list[Launch]()
     with recorded(launches.append):
         for call in calls:
             call(sm)
-    for launch in launches:
+    return launches
+
+
+def kernels_of(sm: int, known: Kernels) -> Kernels:
+    """What becomes of all kernels that KERNEL_CALLS launch, on one kind of GPU, by their keys. Unknown ones are compiled."""
+    import triton
+
+    found = Kernels()
+    for launch in launches_of(KERNEL_CALLS, sm):
         source = as_source(launch)
         variant = f"{triton.__version__} sm_{sm} {source.hash()} {sorted(launch.options.items())}"
         key = hashlib.sha256(variant.encode()).hexdigest()[:24]
         if key not in found:
             found[key] = known.get(key) or asdict(compiled(source, launch.options, sm))
     return found
+
+
+def compiled_again(sm: int) -> list[dict[str, Any]]:
+    """What becomes of each kernel of attention at its first launch, without a look at COMPILED."""
+    first = {launch.function.__name__: launch for launch in reversed(launches_of([attention_calls], sm))}
+    return [asdict(compiled(as_source(launch), launch.options, sm)) for launch in first.values()]
 
 
 def known_kernels() -> Kernels:
@@ -355,21 +365,8 @@ def write_compiled() -> None:
     COMPILED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def main(options: list[str]) -> None:
-    """Write COMPILED, or print what becomes of kernels: of all, or of attention's without a look at COMPILED."""
-    os.environ.pop("TRITON_INTERPRET", None)
-    if options == ["--write"]:
-        write_compiled()
-        return
-    is_again, known, lacking = "--again" in options, known_kernels(), list[str]()
-    for number in [int(option) for option in options if option.isdigit()]:
-        found = kernels_of(number, {}, [attention_calls]) if is_again else kernels_of(number, known)
-        for kernel in found.values():
-            print(json.dumps(kernel), flush=True)
-        lacking += [kernel["name"] for key, kernel in found.items() if key not in known]
-    if lacking and is_up_to_date(known):
-        sys.exit(f"{COMPILED} lacks what becomes of {', '.join(sorted(set(lacking)))}. {WRITE}")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    os.environ.pop("TRITON_INTERPRET", None)
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(WRITE)
+    write_compiled()

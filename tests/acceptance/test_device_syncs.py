@@ -54,12 +54,12 @@ ASKED = (
 )
 
 
-def run(engine: Engine) -> list[list[str]]:
-    """The waits of each step with requests that ask for everything, alone and side by side."""
+def run(engine: Engine, more: int = 3) -> list[list[str]]:
+    """The waits of each step with requests that ask for everything, alone and side by side. Each has `more` tokens more."""
     forward, noted = engine._runner.backend.forward, list[list[str]]()
     engine._runner.backend.forward = unwatched(forward)  # type: ignore[method-assign]
     for i, sampling in enumerate(ASKED):
-        engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i, max_tokens=8 + 3 * i)))
+        engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i, max_tokens=8 + more * i)))
     step = watched(engine.step, noted)
     while engine.has_work:
         step()
@@ -218,7 +218,7 @@ def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_
         return propose(contexts)
 
     drafter.propose = counted  # type: ignore[method-assign]
-    run(make_engine(drafter, tiny_target, tiny_head, features=method))
+    run(make_engine(drafter, tiny_target, tiny_head, features=method), more=1)
     assert max(ways) == 2
     assert [len(names) for names in noted] == ways
     assert {name for names in noted for name in names} <= {"cpu", "tolist"}

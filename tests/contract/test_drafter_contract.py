@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from eyas.config import DraftClientConfig, TreeConfig
 from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.sessions import KVLedger, SessionLedger
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
@@ -30,6 +33,8 @@ NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
 
 LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "normed", "prefix")), "rest+eagle3")
+# One of each kind of needs, and a head of blocks: the wire does not know methods.
+REMOTE = ("eagle3", "dspark", "sps", "suffix", "lookahead", "eagle3+lookahead")
 
 
 def build(name: str, target: str, head: str) -> LocalDrafter:
@@ -40,12 +45,13 @@ def build(name: str, target: str, head: str) -> LocalDrafter:
     return Case(name, target, head, store).drafter(TreeConfig(16, 4, 3), num_slots=2048)
 
 
-@pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])
-def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) -> Iterator[Drafter]:
+@pytest.fixture(scope="module", params=[*LOCAL, *(f"remote {name}" for name in REMOTE)])
+def shared(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) -> Iterator[tuple[Drafter, LocalDrafter]]:
+    """A drafter for all tests, and the one in this process that works for it or is it."""
     name = str(request.param)
     local = build(name.removeprefix("remote "), tiny_target, tiny_head)
     if not name.startswith("remote "):
-        yield local
+        yield local, local
         return
     needs, proposal = local.needs, "sampled" if local.can_sample else "deterministic"
     info = DrafterInfo(ModelInfo("tiny", "f", VOCAB, 256), name, needs.features, needs.samples, HIDDEN, local.can_sample)
@@ -56,7 +62,28 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
         ) as remote,
     ):
         eventually(lambda: remote.connected)
-        yield remote
+        yield remote, local
+
+
+@pytest.fixture
+def drafter(shared: tuple[Drafter, LocalDrafter]) -> Iterator[Drafter]:
+    """A drafter without sessions. Released at the end of the test, they leave nothing."""
+    drafter, local = shared
+    with patch.object(drafter, "request", wraps=drafter.request) as request:
+        yield drafter
+    drafter.release(sorted({context.session for call in request.call_args_list for context in call.args[0]}))
+    ledgers = ledgers_of(local)
+    assert ledgers
+    eventually(lambda: not any(map(len, ledgers)))
+    for ledger in ledgers if drafter is local else ():
+        if isinstance(ledger, KVLedger):
+            ledger.check()
+
+
+def ledgers_of(drafter: LocalDrafter) -> list[SessionLedger[Any]]:
+    """Its own, and those of the drafters that it combines."""
+    own = [value for value in vars(drafter).values() if isinstance(value, SessionLedger)]
+    return own + [ledger for side in vars(drafter).get("_sides", ()) for ledger in ledgers_of(side)]
 
 
 def commit(

@@ -1,6 +1,7 @@
 """Drafters with captured trees on machines without CUDA: what would be captured runs again."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import pytest
@@ -68,28 +69,36 @@ def capturing() -> Capture:
     return CudaCapture(torch.device("cuda")) if DEVICE == "cuda" else checked_capture
 
 
+@cache
+def loaded(method: str, target: str, head: str) -> Any:
+    """What drafters of a method compute with. They change nothing in it, and so share it."""
+    if method.startswith(("dspark", "dflash")):
+        return serve(load_block_head(tiny_block_head(method, target), target, "float32", DEVICE))
+    if method == "peagle":
+        return load_head(tiny_peagle_head(head), target, "float32", DEVICE, "peagle")
+    if method.startswith("eagle"):
+        kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
+        return load_head(folder, target, "float32", DEVICE, kind)
+    if method == "sps":
+        return load_target(write_small(target), "float32", DEVICE)
+    load = load_medusa if method == "medusa" else load_hydra
+    return load(tiny_heads(method.removesuffix("-dynamic"), head), target, "float32", DEVICE)
+
+
 def make(
     method: str, target: str, head: str, tree: TreeConfig, config: DraftingConfig, capture: Capture | None
 ) -> LocalDrafter:
     """A drafter of a method over tiny heads."""
+    model = loaded(method, target, head)
     if method.startswith(("dspark", "dflash")):
-        loaded = serve(load_block_head(tiny_block_head(method, target), target, "float32", DEVICE))
-        return BlockDrafter(loaded, tree, config, capture)
-    if method == "peagle":
-        return EagleDrafter(
-            load_head(tiny_peagle_head(head), target, "float32", DEVICE, "peagle"), tree, config, None, capture
-        )
-    if method.startswith("eagle"):
-        kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
+        return BlockDrafter(model, tree, config, capture)
+    if method == "peagle" or method.startswith("eagle"):
         plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None
-        return EagleDrafter(load_head(folder, target, "float32", DEVICE, kind), tree, config, plan, capture)
+        return EagleDrafter(model, tree, config, plan, capture)
     if method == "sps":
-        small = load_target(write_small(target), "float32", DEVICE)
-        return ModelDrafter(small, tree, config, DraftModelConfig(), capture)
+        return ModelDrafter(model, tree, config, DraftModelConfig(), capture)
     shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
-    folder = tiny_heads(method.removesuffix("-dynamic"), head)
-    load = load_medusa if method == "medusa" else load_hydra
-    return MultiHeadDrafter(load(folder, target, "float32", DEVICE), tree, config, shape, capture)
+    return MultiHeadDrafter(model, tree, config, shape, capture)
 
 
 def ignore_time(monkeypatch: pytest.MonkeyPatch) -> None:

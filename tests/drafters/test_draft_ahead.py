@@ -121,7 +121,7 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
     rng, checked = np.random.default_rng(5), 0
     free = SlotAllocator(90)
     tree = GrownTree(1, torch.zeros(4), rng.permutation(9)[:5], -rng.exponential(1.0, 5), free)
-    for number in range(12):
+    for number in range(8):
         random_pass(tree, rng, 20)
         for node in range(len(tree.tokens)):
             path, above = list[int](), node
@@ -194,7 +194,7 @@ def assert_equal_trees(found: DraftTree | None, expected: DraftTree) -> None:
     assert dict(paths(found)) == pytest.approx(dict(paths(expected)), abs=1e-4)
 
 
-@pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[0], True), (NOISES[1], True), (NOISES[1], False)])
+@pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[1], True), (NOISES[0], False)])
 def test_grown_trees_become_those_of_true_features(
     noise: NoiseKey, is_compiled: bool, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +205,7 @@ def test_grown_trees_become_those_of_true_features(
     first = [session("a", 9, noise), session("b", 20, noise)]
     trees = last_of(drafter, first)
     expected = last_of(plain, first)
-    for number in range(6):
+    for number in range(5):
         if number != 3:
             work(drafter)
             for context, tree in zip(first, expected, strict=True):

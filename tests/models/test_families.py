@@ -64,7 +64,7 @@ def test_the_engine_output_equals_generate(target: TargetModel, folder: str, dra
     engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(PROMPTS):
-        engine.submit(Request(f"{index}", tuple(prompt), SamplingParams(20, 0.0, seed=0)))
+        engine.submit(Request(f"{index}", tuple(prompt), SamplingParams(12, 0.0, seed=0)))
     while engine.has_work:
         for chunk in engine.step():
             tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
@@ -76,5 +76,5 @@ def test_the_engine_output_equals_generate(target: TargetModel, folder: str, dra
 def generated(folder: str, prompt: tuple[int, ...]) -> list[int]:
     """What transformers itself generates."""
     reference: Any = load_reference(folder)
-    found = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0]
+    found = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0]
     return list(found[len(prompt) :].tolist())

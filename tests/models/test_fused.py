@@ -64,16 +64,37 @@ def use_torch(target: TargetModel) -> None:
     target.model.get_decoder().__dict__.pop("forward", None)
 
 
-def assert_equal_to_unfused(target: TargetModel) -> None:
+def assert_equal_to_unfused(target: TargetModel, *others: TargetOutput) -> None:
+    """others: what it gave before, in other ways."""
     assert is_fused(target)
     found = run(target)
     unfuse_layers(target.model)
     expected = run(target)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.aux_hidden_states, expected.aux_hidden_states, rtol=1e-4, atol=1e-4)
+    for each in (found, *others):
+        torch.testing.assert_close(each.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(each.aux_hidden_states, expected.aux_hidden_states, rtol=1e-4, atol=1e-4)
 
 
-def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
+def test_fused_layers_equal_those_of_transformers(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels, with a prompt beside them, and without numba. Kernels are compiled when a target is loaded, not later."""
+    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
+    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_weight")
+    compiled = [getattr(kernels, name) for name in names]
+    signatures = [list(kernel.signatures) for kernel in compiled]
+    assert all(signatures)
+    by_kernels = run(target)
+    assert [list(kernel.signatures) for kernel in compiled] == signatures
+    check_rotary_tables(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_decoder, "MAX_KERNEL_ROWS", ROWS - 1)
+        beside_a_prompt = run(target)
+    use_torch(target)
+    assert_equal_to_unfused(target, by_kernels, beside_a_prompt)
+
+
+def test_fused_layers_run_without_numba(tmp_path: Path) -> None:
+    target = load_target(write_model(tmp_path, config_of("llama")), aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
+    use_torch(target)
     assert_equal_to_unfused(target)
 
 
@@ -129,27 +150,6 @@ def test_a_part_of_a_head_that_is_rotated_is_not_fused(tmp_path: Path) -> None:
     assert not is_fused(load_target(write_model(tmp_path, config_of("phi3", **rope))))
 
 
-def test_prompts_beside_kernels_equal_transformers(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_decoder, "MAX_KERNEL_ROWS", ROWS - 1)
-    assert_equal_to_unfused(target)
-
-
-def test_fused_layers_run_without_numba(target: TargetModel) -> None:
-    use_torch(target)
-    assert_equal_to_unfused(target)
-
-
-def test_a_pass_compiles_no_kernel(target: TargetModel) -> None:
-    """All were compiled for what they get when the target was loaded."""
-    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
-    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_weight")
-    compiled = [getattr(kernels, name) for name in names]
-    signatures = [list(kernel.signatures) for kernel in compiled]
-    assert all(signatures)
-    run(target)
-    assert [list(kernel.signatures) for kernel in compiled] == signatures
-
-
 def test_processes_take_turns_to_compile_kernels() -> None:
     kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
     fcntl = pytest.importorskip("fcntl")
@@ -187,8 +187,8 @@ def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -
         assert torch.equal(together.aux_hidden_states, output.aux_hidden_states)
 
 
-def test_rotary_tables_grow_with_the_context(target: TargetModel) -> None:
-    pytest.importorskip("numba")
+def check_rotary_tables(target: TargetModel) -> None:
+    """They grow with the context."""
     model = target.model.get_decoder()
     decoder, embedded = model.forward.__self__, model.embed_tokens(torch.tensor([[3]]))
     for positions in ([0], [5, 2], [3, 40, 17]):

@@ -63,7 +63,7 @@ def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_
     torch.testing.assert_close(got, rounded, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama-3", "llama-tied", "gemma-2", "gemma-4", "hunyuan-moe", "gpt-2", "mixtral"])
 def test_logits_that_nothing_scales_are_written_in_place(name: str, tmp_path: Path) -> None:
     kind, settings = FAMILIES[name]
     target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.bfloat16), "bfloat16")

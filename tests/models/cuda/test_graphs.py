@@ -29,7 +29,7 @@ from tests.interpreter import run_again
 from tests.models.cuda.random_passes import make_pass
 from tests.tiny import write_target
 
-TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4)
+TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=2)
 LIMITS = CaptureLimits(rows=32, segments=4, prefix=400)
 NUM_SLOTS = 200
 
@@ -93,9 +93,7 @@ def check_passes(target: TargetModel, backend: GraphBackend, kv_cache: KVCache, 
 def test_every_row_count_between_buckets_gives_the_plain_logits(
     target: TargetModel, backend: GraphBackend, kv_cache: KVCache
 ) -> None:
-    check_passes(
-        target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)]
-    )
+    check_passes(target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 3, 9, 32)])
 
 
 def test_graphs_write_their_logits_to_one_buffer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +164,7 @@ def test_a_pass_that_cannot_be_uploaded_leaves_nothing_believed(
 
 
 def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
-    check_passes(target, backend, kv_cache, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
+    check_passes(target, backend, kv_cache, [make_pass([(False, 30, 7), (True, 3, 2)])])
 
 
 def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, kv_cache: KVCache) -> None:
@@ -195,7 +193,7 @@ def test_padded_passes_do_not_change_the_output(
     passes = ModelRunner(target, kv_cache, None, backend)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=8), TreeConfig(7, 4, 4), frozenset())
     engine = Engine(scheduler, DraftManager(RandomDrafter(48), passes, "match"), passes, 256)
-    sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t in (0.0, 0.9) for n in (1, 11)]
+    sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t, n in ((0.0, 11), (0.9, 1))]
     requests = [Request(f"{i}", tuple(range(3, 3 + params.seed)), params) for i, params in enumerate(sampling)]
     for request in requests:
         engine.submit(request)
@@ -210,7 +208,7 @@ def test_padded_passes_do_not_change_the_output(
 def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend) -> None:
     """One buffer of logits, as large as the largest graph's."""
     outputs = []
-    for shape, replay in backend._replays.items():
+    for shape, replay in list(backend._replays.items())[::2]:
         padding = build_words((), shape, NUM_SLOTS)  # what earlier passes left is laid out for other buckets
         backend._words[: len(padding)].copy_(torch.from_numpy(padding))
         outputs.append(replay())

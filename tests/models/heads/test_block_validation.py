@@ -17,7 +17,7 @@ from tests.models.heads.test_block_heads import written
 from tests.tiny import write_target
 from tests.tiny_block import DSPARK
 
-STEPS = 80
+STEPS = 50
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,13 @@ def target() -> TargetModel:
     return load_target(TARGET)
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less text, which is enough to see what is wrong."""
+    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
+    monkeypatch.setattr(validation, "SAMPLED_LENGTH", 48)
+
+
 def with_config(folder: Path, head: Path = HEAD, **changes: object) -> str:
     """A demo head with other settings in its config."""
     folder.mkdir(parents=True)
@@ -52,12 +59,9 @@ WRONG: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_config_is_corrected(
-    wrong: str, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of the text is enough to see it."""
-    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
+# The other two are parts of one of these, or corrected by the command below.
+@pytest.mark.parametrize("wrong", [*list(WRONG)[3:], "layers one too late"])
+def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG[wrong])
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
     report = validate_head(target, head, TARGET, "float32", "cpu")
@@ -78,11 +82,8 @@ OFF_BY_ONE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("dialect", OFF_BY_ONE)
-def test_layer_ids_of_a_peagle_head_are_not_guessed(
-    dialect: str, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_ids_of_a_peagle_head_are_not_guessed(dialect: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     """The ids of eagle_config are read as they are meant; validation corrects the others."""
-    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
     head = with_config(tmp_path / "head", DEMO / "peagle", **OFF_BY_ONE[dialect])
     report = validate_draft_head("peagle", target, head, TARGET, "float32", "cpu")
     assert report is not None
@@ -91,7 +92,7 @@ def test_layer_ids_of_a_peagle_head_are_not_guessed(
     assert report.best.second > 1.5 * report.chance, "second guesses come from the mask rows"
 
 
-def test_a_peagle_head_without_layer_ids_is_judged_too(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
+def test_a_peagle_head_without_layer_ids_is_judged(tiny_target: str, tiny_head: str, tmp_path: Path, short: None) -> None:
     """Left out, they are EAGLE-3's usual ones and their neighbours; a head that fits none of these is refused by name."""
     model = load_target(tiny_target)
     source = Path(tiny_peagle_head(tiny_head))
@@ -113,13 +114,13 @@ def test_a_right_config_is_kept(target: TargetModel) -> None:
     assert "as its config says" in str(report)
 
 
-def test_an_eagle1_head_has_one_wiring(target: TargetModel) -> None:
+def test_an_eagle1_head_has_one_wiring(target: TargetModel, short: None) -> None:
     report = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
     assert len(report.scores) == 1
     assert report.best.first > 2 * report.chance
 
 
-def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel) -> None:
+def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel, short: None) -> None:
     target.set_aux_hidden_state_layers((3,))
     observe(target, TARGET, (1, 2))
     assert target.aux_hidden_state_layers == (3,)
@@ -138,14 +139,14 @@ def test_a_target_without_a_tokenizer_samples_its_own_tokens(tmp_path: Path) -> 
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(windows, again, strict=True))
 
 
-def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str) -> None:
+def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str, short: None) -> None:
     report = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
     assert report.failed
     with pytest.raises(CheckpointError, match=r"hardly ever guesses.* % with inputs of layers 1, 2, 3.*chance is .* %"):
         report.require(tiny_head)
 
 
-def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG["the residual flipped and layers shifted"])
     greedy, engine = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True), fixed_config()
     with caplog.at_level(logging.WARNING, "eyas"):
@@ -159,7 +160,7 @@ def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest
     assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
 
 
-def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path) -> None:
+def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG["layers counted as outputs"])
     digest, options = head_fingerprint(head), ["check", "head", "--model", TARGET, "--draft-model", head]
     result = CliRunner().invoke(app, [*options, "--write"])
@@ -169,7 +170,7 @@ def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path) -> None:
     assert head_fingerprint(head) == digest, "a draft service and a verifier still match"
 
 
-def test_the_check_fails_for_a_random_head(tiny_target: str, tiny_head: str) -> None:
+def test_the_check_fails_for_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
     result = CliRunner().invoke(app, ["check", "head", "--model", tiny_target, "--draft-model", tiny_head])
     assert result.exit_code == 1
     assert "hardly ever guesses" in result.output
