@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -135,14 +136,19 @@ def texts(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
+@cache
+def code_texts() -> list[str]:
+    """Every string of the code."""
+    return [text for path in python_files("eyas", "services") for text in texts(syntax(path))]
+
+
 @pytest.mark.parametrize("page", ["troubleshooting.md", "combinations.md"])
 def test_errors_that_a_page_quotes_are_in_the_code(page: str) -> None:
-    code = [text for path in python_files("eyas", "services") for text in texts(syntax(path))]
     rows = re.findall(r"^\| (.*?\".*?) \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
     quoted = [error for row in rows for error in re.findall(r'"([^"]+)"', row)]
     assert len(quoted) > 4
     patterns = {error: re.compile(".*?".join(map(re.escape, error.split("..."))), re.DOTALL) for error in quoted}
-    assert not [error for error, pattern in patterns.items() if not any(map(pattern.search, code))]
+    assert not [error for error, pattern in patterns.items() if not any(map(pattern.search, code_texts()))]
 
 
 def methods_table(page: Path) -> dict[str, dict[str, str]]:
