@@ -34,6 +34,10 @@ settings.load_profile("eyas")
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start; several tests run at once
 
+# Clients of HTTP first read all public authorities, which takes longer than most tests. One is enough for servers here.
+ONE_AUTHORITY = Path(__file__).with_name("authority.pem")
+os.environ["SSL_CERT_FILE"] = str(ONE_AUTHORITY)
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and their children ignore it
 
 if importlib.util.find_spec("torch"):
