@@ -207,6 +207,6 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
         fixed = replace(tiling, longest=length, fixed_part=FIXED_PART)
         whole = graph_bytes(sizes, 1024, 32, fixed) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, fixed)
         assert text.format((whole + WORKSPACES + 4 * 32 * length) / 2**30) in page
-    for free, cache, tokens in rows:
-        assert float(cache) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
-        assert int(tokens.replace(",", "")) == pytest.approx(float(cache) * 2**30 / slot, rel=0.02)
+    for free, kept, tokens in rows:
+        assert float(kept) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
+        assert int(tokens.replace(",", "")) == pytest.approx(float(kept) * 2**30 / slot, rel=0.02)
