@@ -103,12 +103,16 @@ def scale_out_and_in(
     largest: replicas of WORKERS under load; by default drafters do not scale, as `running_application` allows one.
     starting_pause: of the load while a worker starts; drafters, which count the time that they work, need 0.
     """
-    with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
+    short, brief = ([one.first(num_tokens) for one in asked] for num_tokens in (SHORT_TOKENS, STARTING_TOKENS))
+    with Load(application.grpc, short, num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            if starting_pause:
-                application.wait(lambda: not application.settled(*WORKERS), 400, "no worker starts")
-                rush.asked, rush.pause = [one.first(STARTING_TOKENS) for one in asked], starting_pause
-            application.wait(lambda: application.running(*WORKERS) == [*largest], 400, "the workers are too few")
+
+            def has_grown() -> bool:
+                starts = starting_pause > 0 and not application.settled(*WORKERS)
+                rush.asked, rush.pause = (brief, starting_pause) if starts else (asked, 0.0)
+                return application.running(*WORKERS) == [*largest]
+
+            application.wait(has_grown, 400, "the workers are too few")
             rush.asked, rush.pause, before = asked, 0.0, rush.num_answered
             application.wait(lambda: rush.num_answered > before + 4, 250, "the grown workers do not serve")
         application.wait(
