@@ -25,7 +25,7 @@ from tests.tiny_block import tiny_block_head
 
 TOKENS = tuple(range(10, 40))
 TREE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
-AHEAD = DraftAheadConfig(top_k=8, num_candidates=12, num_steps=7)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
 
 
 class PreparingDrafter(ToyDrafter):
@@ -196,7 +196,7 @@ class PatientVerifier(RemoteDrafter):
 def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four sequences; of steps with missing trees, every third waits for them, and the others decode plainly."""
+    """Three sequences; of steps with missing trees, every third waits for them, and the others decode plainly."""
     calls, taken, skipped = count(), list[str](), list[str]()
     take = PreparedTrees.take
 
@@ -225,7 +225,7 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     )
     needs = inner.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
-    samplings = [SamplingParams(14, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0, 1.0)]
+    samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
     emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     config = DraftClientConfig(draft_timeout_s=30.0)
