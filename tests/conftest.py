@@ -27,12 +27,21 @@ LONGEST = (
 
 # Names of folders whose files share processes: clusters, and the servers that services and ranks are forks of.
 SHARING = ("cluster", "e2e", "parallel", "running")
+# Files that share one server of forks, which takes as long to start as a service.
+FORKING = (
+    "tests/e2e/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
+    "tests/services/test_verifier_ranks.py", "tests/telemetry/cluster/",
+)  # fmt: skip
 
 settings.register_profile("eyas", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("eyas")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start; several tests run at once
+
+# Clients of HTTP first read all public authorities, which takes longer than most tests. One is enough for servers here.
+ONE_AUTHORITY = Path(__file__).with_name("authority.pem")
+os.environ["SSL_CERT_FILE"] = str(ONE_AUTHORITY)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and their children ignore it
 
@@ -116,6 +125,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class SharedProcesses(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(FORKING):
+                return "forks"
             folders = nodeid.partition("::")[0].split("/")[:-1]
             ends = [number for number, name in enumerate(folders, 1) if name in SHARING]
             return "/".join(folders[: ends[0]]) if ends else super()._split_scope(nodeid)

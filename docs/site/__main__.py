@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from docs.site.reference import command_line_page, http_page, protos_page
@@ -28,6 +29,7 @@ LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
+@cache
 def pages() -> dict[str, str]:
     """Return the text of every page of the site by its path, links rewritten."""
     paths = sorted(path for pattern in PAGES + OTHER_PAGES for path in ROOT.glob(pattern))

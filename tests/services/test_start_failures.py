@@ -30,15 +30,28 @@ def last_words(log: Path, service: str, *settings: str) -> str:
 AS_EAGLE = {"draft": ["method=eagle3"]}
 
 
-@pytest.mark.parametrize("service", ["router", "draft", "verifier"])
-def test_a_port_in_use(service: str, tmp_path: Path) -> None:
+def test_a_wrong_setting(tmp_path: Path) -> None:
+    line = last_words(tmp_path / "log", "router", "stal_timeout=1")
+    assert line.startswith("error: --set stal_timeout: unknown setting stal_timeout;")
+
+
+def test_a_model_without_tokenizer(tmp_path: Path) -> None:
+    assert "no tokenizer.json" in last_words(tmp_path / "log", "router", f"models=[{{name: demo, tokenizer: {tmp_path}}}]")
+
+
+@pytest.mark.parametrize(
+    ("service", "key"),
+    [("router", "server.port"), ("router", "http.port"), ("draft", "server.port"), ("verifier", "server.port")],
+)
+def test_a_port_in_use(service: str, key: str, tmp_path: Path) -> None:
+    own = ["server.port=0", "http.port=0"] if service == "router" else []
+    own += {"verifier": ["validate_head=never", "engine.max_kv_tokens=64"], "draft": ["drafting.max_kv_tokens=64"]}.get(
+        service, []
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        quick = {"verifier": ["validate_head=never", "engine.max_kv_tokens=64"], "draft": ["drafting.max_kv_tokens=64"]}
-        line = last_words(
-            tmp_path / "log", service, f"server.port={port}", "registry.url=redis://127.0.0.1:1/0", *quick.get(service, [])
-        )
-    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in line
+        line = last_words(tmp_path / "log", service, *own, f"{key}={port}", "registry.url=redis://127.0.0.1:1/0")
+    assert line.startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
 
 
 @pytest.mark.parametrize("service", ["draft", "verifier"])

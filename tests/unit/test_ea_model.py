@@ -1,7 +1,6 @@
 """EaModel: the class of the EAGLE authors' repository, as its scripts call it."""
 
-import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyas import LLM, SamplingParams
+from eyas import LLM, SamplingParams, compat
 from eyas.compat import EaModel
 from eyas.errors import ConfigError, InvalidRequest
 
@@ -121,12 +120,20 @@ def test_what_eyas_does_not_have_is_refused(options: dict[str, Any], reason: str
         load(**{"base_model_path": BASE, "ea_model_path": HEAD, "device_map": "cpu", **options})
 
 
-def test_a_script_of_the_eagle_repository_runs_unchanged(tmp_path: Path) -> None:
+def test_a_script_of_the_eagle_repository_runs_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `python -m eyas.compat` runs it, in this process."""
     script = tmp_path / "gen_answer.py"
     script.write_text(f"import neighbour\n{SCRIPT}")
     (tmp_path / "neighbour.py").touch()
-    command = [sys.executable, "-m", "eyas.compat", str(script), "--base-model-path", BASE, "--ea-model-path", HEAD]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "class Queue:" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["compat", str(script), "--base-model-path", BASE, "--ea-model-path", HEAD])
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = set(sys.modules)
+    try:
+        runpy.run_path(compat.__file__, run_name="__main__")
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in ("eagle", "neighbour"):
+                del sys.modules[name]
+    assert "class Queue:" in capsys.readouterr().out

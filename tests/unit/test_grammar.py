@@ -230,13 +230,13 @@ def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.Monkey
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
     compiler.compile(StructuredOutputs(regex="first"))
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.1)
-    slow = [compiler.submit(wide(400 + number)) for number in range(3)]
+    slow = [compiler.submit(wide(220 + number)) for number in range(3)]
     other = compiler.submit(StructuredOutputs(regex="other"), "other")
     for future in slow:
         with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s to compile"):
             future.result()
     assert other.result().matcher().mask().any()
-    assert compiler.submit(wide(400)) is slow[0], "it is not compiled again"
+    assert compiler.submit(wide(220)) is slow[0], "it is not compiled again"
 
 
 def test_the_oldest_grammars_are_forgotten() -> None:

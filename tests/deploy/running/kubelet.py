@@ -23,7 +23,7 @@ from tests.deploy.charts import Object, matches, named, of_kind
 from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
 from tests.forks import Popen
 
-PERIOD = 0.2  # seconds between looks; a cluster's are longer
+PERIOD = 0.5  # seconds between looks; a cluster's are longer
 
 
 @dataclass

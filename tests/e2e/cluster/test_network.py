@@ -35,7 +35,7 @@ def expected(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
 
 def each(sampling: SamplingParams) -> list[SamplingParams]:
     """The same parameters with a seed and a length of its own for every prompt."""
-    return [replace(sampling, seed=100 + i, max_tokens=20 - i) for i in range(8)]
+    return [replace(sampling, seed=100 + i, max_tokens=12 - i) for i in range(8)]
 
 
 @SAMPLINGS
@@ -101,8 +101,8 @@ def test_eight_staggered_requests_equal_the_plain_loop(demo_cluster: Cluster, sa
 
 def test_only_a_good_head_shortens_the_work(demo_cluster: Cluster, random_cluster: Cluster) -> None:
     for cluster in (demo_cluster, random_cluster):
-        out = generate(cluster["router"].address, prompts()[0], replace(GREEDY, max_tokens=48))
-        assert out.token_ids == expected(prompts()[0], replace(GREEDY, max_tokens=48))
+        out = generate(cluster["router"].address, prompts()[0], replace(GREEDY, max_tokens=32))
+        assert out.token_ids == expected(prompts()[0], replace(GREEDY, max_tokens=32))
         assert (out.stats.acceptance_length > 2.0) == (cluster is demo_cluster)
 
 

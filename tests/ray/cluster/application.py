@@ -53,12 +53,15 @@ LOG_LINES = 20
 # A request of this many tokens cannot end by itself while a test waits.
 MAX_MODEL_LEN = 65536
 
-WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
-# Two requests fill a verifier. A drafter is busy for a small part of a step, so low bounds count it as full here:
-# that scales drafters where `max_drafters` allows more than one, as in the soak. Else only verifiers scale.
+# Two requests fill a verifier, and one is enough to keep it. A drafter is busy for a small part of a step, so low bounds
+# count it as full here: that scales drafters where `max_drafters` allows more than one, as in the soak. Else only verifiers
+# scale.
 POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
-    "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},
+    "verifier": {
+        "look_back_period_s": 1.0, "num_cpus": 0.5, "max_replicas": 2,
+        "scaling": {"low": 0.02, "upscale_delay_s": 0.5, "downscale_delay_s": 6.0},
+    },
     "draft": {
         "look_back_period_s": 1.0, "num_cpus": 0.5, "max_replicas": 1,
         "scaling": {"low": 0.1, "target": 0.11, "high": 0.12, "upscale_delay_s": 0.5, "downscale_delay_s": 3.0},

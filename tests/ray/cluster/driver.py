@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import scripts
 from ray.serve._private import api
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 2.0
 STORE_BYTES = 80 * 2**20
 NUM_CPUS = 4  # room for replicas, not cores
 PROXY_SECONDS = 150  # Serve itself waits 60 s for its proxies, which is short beside other tests

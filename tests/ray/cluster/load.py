@@ -15,7 +15,9 @@ from tests.ray.cluster.application import RayApplication
 
 WORKERS = ("Verifier", "Draft")
 # Of the client that asks seldom. The pool of verifiers on a slow machine shrinks between two of its requests.
-SHORT_TOKENS, PAUSE_S = 4, 6.0
+SHORT_TOKENS, PAUSE_S = 4, 9.0
+# Of each of many clients while a worker starts: they keep it wanted, and leave most of the processor to its start.
+STARTING_TOKENS, STARTING_PAUSE_S = 24, 2.0
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ def plainly(model: Path, num_requests: int, max_tokens: int) -> list[Asked]:
 class Load:
     """Clients that send one request after the other until the body ends, and count the outcomes.
 
-    pause: between two requests of a client, in seconds. failures: of any kind, a wrong token included.
+    pause: between two requests of a client, in seconds. Like asked it may change. failures: of any kind, also wrong tokens.
     """
 
     def __init__(self, address: str, asked: Sequence[Asked], num_clients: int, pause: float = 0.0) -> None:
-        self._address, self._asked, self._pause = address, asked, pause
+        self._address, self.asked, self.pause = address, asked, pause
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(num_clients)]
         self.num_answered = 0
@@ -67,8 +69,8 @@ class Load:
             thread.join()
 
     def _client(self, number: int) -> None:
-        while not self._over.wait(self._pause):
-            asked = self._asked[number % len(self._asked)]
+        while not self._over.wait(self.pause):
+            asked = self.asked[number % len(self.asked)]
             number += 1
             try:
                 out = generate(self._address, asked.prompt, asked.sampling)
@@ -90,15 +92,28 @@ class Outcome:
     failures: list[str]
 
 
-def scale_out_and_in(application: RayApplication, asked: Sequence[Asked], largest: Sequence[int] = (2, 1)) -> Outcome:
+def scale_out_and_in(
+    application: RayApplication,
+    asked: Sequence[Asked],
+    largest: Sequence[int] = (2, 1),
+    starting_pause: float = STARTING_PAUSE_S,
+) -> Outcome:
     """Load until there are `largest` workers that serve, then one client that asks seldom, until one each does.
 
     largest: replicas of WORKERS under load; by default drafters do not scale, as `running_application` allows one.
+    starting_pause: of the load while a worker starts; drafters, which count the time that they work, need 0.
     """
-    with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
+    short, brief = ([one.first(num_tokens) for one in asked] for num_tokens in (SHORT_TOKENS, STARTING_TOKENS))
+    with Load(application.grpc, short, num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [*largest], 400, "the workers are too few")
-            before = rush.num_answered
+
+            def has_grown() -> bool:
+                starts = starting_pause > 0 and not application.settled(*WORKERS)
+                rush.asked, rush.pause = (brief, starting_pause) if starts else (asked, 0.0)
+                return application.running(*WORKERS) == [*largest]
+
+            application.wait(has_grown, 400, "the workers are too few")
+            rush.asked, rush.pause, before = asked, 0.0, rush.num_answered
             application.wait(lambda: rush.num_answered > before + 4, 250, "the grown workers do not serve")
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS),

@@ -34,7 +34,7 @@ def main() -> None:
         asked, started = plainly(model, num_requests=16, max_tokens=64), time.monotonic()
         with running_application(Path(folder), model, max_drafters=2) as application:
             for number in range(NUM_CYCLES):
-                watch(f"cycle {number + 1}", application, partial(scale_out_and_in, largest=(2, 2)))
+                watch(f"cycle {number + 1}", application, partial(scale_out_and_in, largest=(2, 2), starting_pause=0.0))
         failures += trace_failures(application)
         with running_application(Path(folder), model, "deploy", SURGE, max_drafters=2) as application:
             watch("upgrade", application, upgrade)

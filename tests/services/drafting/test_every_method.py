@@ -17,7 +17,7 @@ from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import build_engine, fixed_config
 
 LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
-SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
+SAMPLING = SamplingParams(12, 0.0, ignore_eos=True)
 SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, temperature=1.1, top_k=12, top_p=0.85))
 PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
 

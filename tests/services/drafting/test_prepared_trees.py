@@ -196,7 +196,7 @@ class PatientVerifier(RemoteDrafter):
 def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four sequences; of steps with missing trees, every third waits for them, and the others decode plainly."""
+    """Three sequences; of steps with missing trees, every third waits for them, and the others decode plainly."""
     calls, taken, skipped = count(), list[str](), list[str]()
     take = PreparedTrees.take
 
@@ -225,7 +225,7 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     )
     needs = inner.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
-    samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0, 1.0)]
+    samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
     emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     config = DraftClientConfig(draft_timeout_s=30.0)
@@ -255,7 +255,7 @@ def test_the_defaults_of_a_gpu_change_no_token(method: str, tiny_target: str, ti
     assert isinstance(drafter, DraftAheadDrafter)
     needs, fuser = drafter.needs, build_fuser(method, head, tiny_target, "float32", "cpu")
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
-    samplings = [SamplingParams(40, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
+    samplings = [SamplingParams(24, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
     emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     num_drafted = 0

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from eyas.services.cluster import free_port
 from tests.services.http.http_router import ALL, REST_TEXT, Script, client, get, until, worker
 from tests.services.router.scripted_verifier import TOKENS
 
@@ -79,45 +78,12 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
     asyncio.run(body())
 
 
-def test_a_drain_has_an_end(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, stalls_after=1)
-        async with worker(url, script), process(url, "server.graceful_shutdown_timeout_s=0.2") as child:
-            base = await base_url(child)
-            await ready(base)
-            body_json = ALL | {"stream": True}
-            async with (
-                httpx.AsyncClient(timeout=30) as api,
-                api.stream("POST", f"{base}/v1/completions", json=body_json) as answer,
-            ):
-                await anext(answer.aiter_lines())
-                child.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(child.wait(), 60) == 0
-            await until(lambda: script.num_cancelled == 1)
-
-    asyncio.run(body())
-
-
-def test_a_taken_port_is_one_clear_line(url: str) -> None:
-    async def body() -> None:
-        port = free_port()
-        async with process(url, f"http.port={port}") as first:
-            await base_url(first)
-            async with process(url, f"http.port={port}") as second:
-                assert second.stderr is not None
-                lines = (await asyncio.wait_for(second.stderr.read(), 90)).decode().splitlines()
-                assert await second.wait() == 2
-        assert lines[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
-        assert "Traceback" not in "\n".join(lines)
-
-    asyncio.run(body())
-
-
-def test_operations_have_a_port_of_their_own_if_it_is_set(url: str) -> None:
+def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
+    """One process for both."""
     private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
 
     async def body() -> None:
-        async with process(url, "http.operations_port=0") as child:
+        async with process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
             api, operations = await base_url(child), await base_url(child)
             await ready(api)
             assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
@@ -126,5 +92,19 @@ def test_operations_have_a_port_of_their_own_if_it_is_set(url: str) -> None:
             assert answers["/health"].json()["reason"] == "no verifier can be reached"
             assert "/v1/completions" in answers["/openapi.json"].json()["paths"]
             assert answers["/v1/models"].status_code == 404
+            script = Script(TOKENS, stalls_after=1)
+            async with worker(url, script), httpx.AsyncClient(timeout=30) as client:
+                await until_healthy(operations)
+                async with client.stream("POST", f"{api}/v1/completions", json=ALL | {"stream": True}) as answer:
+                    await anext(answer.aiter_lines())
+                    child.send_signal(signal.SIGTERM)
+                    assert await asyncio.wait_for(child.wait(), 60) == 0
+                await until(lambda: script.num_cancelled == 1)
 
     asyncio.run(body())
+
+
+async def until_healthy(operations: str) -> None:
+    async with asyncio.timeout(60):
+        while (await get(operations, "/health")).status_code != 200:
+            await asyncio.sleep(0.02)

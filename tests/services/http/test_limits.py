@@ -285,7 +285,7 @@ def test_many_prompts_start_in_small_steps(url: str) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(("num_prompts", "n"), [(300, 1), (8, 40)])
+@pytest.mark.parametrize(("num_prompts", "n"), [(150, 1), (4, 40)])
 def test_a_body_runs_a_bounded_number_of_completions(url: str, num_prompts: int, n: int) -> None:
     async def body() -> None:
         script, num_completions = Script(TOKENS, gate=asyncio.Event()), num_prompts * n
@@ -333,7 +333,7 @@ def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None
     async def body() -> None:
         script = Script(TOKENS, gate=asyncio.Event())
         async with worker(url, script), http_router(url) as base:
-            answer = asyncio.create_task(post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 200}))
+            answer = asyncio.create_task(post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 150}))
             await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
             answer.cancel()
             await until(lambda: script.num_cancelled == MAX_CONCURRENT_COMPLETIONS)

@@ -1,4 +1,4 @@
-"""The `eyas` command, as a process, against a real router: its output for people and for scripts."""
+"""The `eyas` command against a real router: its output for people and for scripts. Processes of it need no torch."""
 
 import asyncio
 import json
@@ -6,8 +6,14 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+from unittest.mock import patch
 
+from eyas.cli import main
 from eyas.services.cluster import free_port
 from eyas.tokenizer import load_tokenizer
 from tests.services.http.http_router import REST_TEXT, http_router
@@ -44,8 +50,7 @@ async def started(*arguments: str, **environment: str) -> Process:
     )
 
 
-async def eyas(*arguments: str, **environment: str) -> Outcome:
-    process = await started(*arguments, **environment)
+async def ended(process: Process) -> Outcome:
     try:
         out, err = await asyncio.wait_for(process.communicate(), 60)
     finally:
@@ -54,10 +59,32 @@ async def eyas(*arguments: str, **environment: str) -> Outcome:
     return Outcome(process.returncode or 0, out.decode(), err.decode())
 
 
+async def eyas(*arguments: str, text: str = "", **environment: str) -> Outcome:
+    """The command in a thread of this process, which starts sooner. text: standard input."""
+    return await asyncio.to_thread(run, arguments, text, {"NO_COLOR": "1", "COLUMNS": "200"} | environment)
+
+
+def run(arguments: Sequence[str], text: str, environment: Mapping[str, str]) -> Outcome:
+    status: Any = 0
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(sys, "argv", ["eyas", *arguments]),
+        patch.object(sys, "stdin", StringIO(text)),
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+    ):
+        try:
+            main()
+        except SystemExit as ending:
+            status = ending.code
+    return Outcome(status or 0, out.getvalue(), err.getvalue())
+
+
 def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
-            outcome = await eyas("generate", PROMPT_TEXT, "--max-tokens", str(len(REST)), EYAS_ADDRESS=address)
+            arguments = ("generate", PROMPT_TEXT, "--max-tokens", str(len(REST)))
+            outcome = await ended(await started(*arguments, EYAS_ADDRESS=address))
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
         assert f"{len(REST)} tokens" in outcome.out
@@ -113,8 +140,9 @@ def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
 def test_a_prompt_comes_from_standard_input(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
-            out = await fed(PROMPT_TEXT, "generate", "--address", address, "--max-tokens", "7", "--json")
-        chunks = [json.loads(line) for line in out.splitlines()]
+            outcome = await eyas("generate", "--address", address, "--max-tokens", "7", "--json", text=PROMPT_TEXT)
+        assert (outcome.status, outcome.err) == (0, "")
+        chunks = [json.loads(line) for line in outcome.out.splitlines()]
         assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == list(REST[:7])
 
     asyncio.run(body())
@@ -123,19 +151,11 @@ def test_a_prompt_comes_from_standard_input(url: str) -> None:
 def test_chat_streams_the_answers_of_a_url(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), http_router(url) as base:
-            out = await fed(f"{PROMPT_TEXT}\n/exit\n", "chat", base, "--temperature", "0", "--max-tokens", str(len(REST)))
-        assert out == f"{REST_TEXT}\n"
+            options = ("--temperature", "0", "--max-tokens", str(len(REST)))
+            outcome = await eyas("chat", base, *options, text=f"{PROMPT_TEXT}\n/exit\n")
+        assert outcome == Outcome(0, f"{REST_TEXT}\n", "")
 
     asyncio.run(body())
-
-
-async def fed(text: str, *arguments: str) -> str:
-    """The output of the command with this standard input."""
-    command = (sys.executable, "-c", BLOCKED_TORCH, *arguments)
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    out, err = await asyncio.wait_for(process.communicate(text.encode()), 60)
-    assert (process.returncode, err) == (0, b"")
-    return out.decode()
 
 
 def test_a_failed_handshake_is_one_line_on_stderr(url: str) -> None:
