@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import pytest
+
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.neural import NeuralDrafter
@@ -48,9 +50,10 @@ def emulated_seconds(target: str, head: str, batch: int, policy: DraftBudgetPoli
     return clock() - began, outputs
 
 
-def test_a_poor_drafter_costs_two_percent_at_most(tiny_target: str, tiny_head: str) -> None:
-    plain_s, plain = emulated_seconds(tiny_target, tiny_head, 8, None)
-    adaptive_s, adaptive = emulated_seconds(tiny_target, tiny_head, 8, "adaptive")
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_poor_drafter_costs_two_percent_at_most(tiny_target: str, tiny_head: str, batch: int) -> None:
+    plain_s, plain = emulated_seconds(tiny_target, tiny_head, batch, None)
+    adaptive_s, adaptive = emulated_seconds(tiny_target, tiny_head, batch, "adaptive")
     assert adaptive == plain
     assert plain_s / adaptive_s >= 0.98
 
