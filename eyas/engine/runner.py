@@ -169,7 +169,7 @@ class BatchInvariantRunner(ModelRunner):
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
         if self._rows > self._max_rows:
             return f"tree.num_draft_tokens is above {self._max_rows}"
-        return "the kernels do not know this model's layers"
+        return "the kernels do not know this model's layers, or this processor lacks AVX2 and FMA"
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:

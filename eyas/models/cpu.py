@@ -9,6 +9,7 @@ multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on 
 from __future__ import annotations
 
 import math
+import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ def _pack(module: Any) -> None:
 
 @cache
 def _is_intel() -> bool:
-    return PROCESSORS.exists() and "GenuineIntel" in PROCESSORS.read_text()
+    return "GenuineIntel" in _processor_words()
 
 
 @dataclass(eq=False)
@@ -263,17 +264,17 @@ class PackedProduct:
     @cached_property
     def _by_library(self) -> Product:
         """The product by FBGEMM, MKL or oneDNN: for several threads, and where there are no kernels."""
-        weight = self.weight
+        weight, bias = self.weight, self.bias
         if not weight.is_half:
             layout = _library_layout(weight.dense) if weight.in_blocks else weight.layout
             if layout.is_mkldnn:
-                return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, layout, self.bias, "none", [], "")
-            return lambda rows: F.linear(rows, layout, self.bias)
+                return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, layout, bias, "none", [], "")
+            return partial(F.linear, weight=layout, bias=bias)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
             packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.rows.float())
             torch.fbgemm_linear_fp16_weight_fp32_activation(torch.zeros(1, weight.rows.shape[1]), packed, None)
-        return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=self.bias)
+        return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=bias)
 
 
 def _library_layout(weight: Tensor) -> Tensor:
@@ -290,13 +291,24 @@ def in_blocks(weight: Tensor) -> Tensor:
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    """Whether the kernel multiplies by a weight [N, K]. It converts float16 by an instruction of the processor."""
-    return len(weight) > 0 and _converts_halves() and has_numba()
+    """Whether the kernels multiply by a weight [N, K]. They convert float16 by an instruction of the processor."""
+    is_half = weight.dtype == torch.float16
+    return len(weight) > 0 and has_numba() and (_converts_halves() if is_half else _multiplies_and_adds())
 
 
 @cache
 def _converts_halves() -> bool:
-    return PROCESSORS.exists() and {"avx2", "f16c", "fma"} <= set(PROCESSORS.read_text().split())
+    return {"avx2", "f16c", "fma"} <= _processor_words()
+
+
+@cache
+def _multiplies_and_adds() -> bool:
+    """Whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a library's."""
+    return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _processor_words()
+
+
+def _processor_words() -> set[str]:
+    return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()
 
 
 @cache

@@ -134,7 +134,7 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     tokens that are nearly equal. One CUDA device adds nothing to the digest: older verifiers left all three out.
     """
     engine, device = config.engine, config.device.partition(":")[0]
-    kernels = ["compiled"] if runs_compiled(torch.device(device)) else []
+    kernels = ["compiled products"] if runs_compiled(torch.device(device)) else []
     parts: tuple[object, ...] = (
         *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
         *([] if device == "cuda" else [device, *kernels]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -165,17 +166,25 @@ def test_processes_take_turns_to_compile_kernels() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_layers_in_one_kernel_equal_those_run_apart(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, "half") for name in FUSED), ("llama-3", "float"), ("qwen-3", "mixed")]
+)
+def test_layers_in_one_kernel_equal_those_run_apart(
+    name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """weights: as they are stored. Of mixed ones, every other product has float32."""
     pytest.importorskip("numba")
     if not _has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
     kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
+    has_fbgemm = itertools.cycle([weights == "half", weights != "float"])
+    monkeypatch.setattr("eyas.models.cpu._has_fbgemm", lambda: next(has_fbgemm))
     target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     decoder = target.model.get_decoder().forward.__self__
     stack = decoder._stack
     assert stack is not None
+    assert set(stack._stack.halves.flat) == {"half": {True}, "float": {False}, "mixed": {True, False}}[weights]
     together = run(target)
     decoder._stack = None
     apart = run(target)
