@@ -194,7 +194,7 @@ def assert_equal_trees(found: DraftTree | None, expected: DraftTree) -> None:
     assert dict(paths(found)) == pytest.approx(dict(paths(expected)), abs=1e-4)
 
 
-@pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[1], True), (NOISES[0], False)])
+@pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[0], True), (NOISES[1], True), (NOISES[0], False)])
 def test_grown_trees_become_those_of_true_features(
     noise: NoiseKey, is_compiled: bool, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
