@@ -50,7 +50,6 @@ def with_config(folder: Path, head: Path = HEAD, **changes: object) -> str:
 WRONG: dict[str, dict[str, object]] = {
     "layers counted as outputs": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
     "layers one too late": {"eagle_aux_hidden_state_layer_ids": [3, 7, 10]},
-    "the residual flipped": {"norm_before_residual": True},
     "the residual flipped and layers shifted": {
         "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]
     },
@@ -59,8 +58,16 @@ WRONG: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-# The other two are parts of one of these, or corrected by the command below.
-@pytest.mark.parametrize("wrong", [*list(WRONG)[3:], "layers one too late"])
+# The other one is corrected by the command below.
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "layers one too late",
+        "the residual flipped and layers shifted",
+        "the output without its norm",
+        "the normed state read by the next step",
+    ],
+)
 def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG[wrong])
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
