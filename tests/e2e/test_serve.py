@@ -112,8 +112,11 @@ def eyas(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
     install = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), *options, str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=60)
-    for file in (*ROOT.glob("eyas/*/cpu_*.py"), *ROOT.glob("eyas/*/__pycache__/cpu_*.nb?")):
-        shutil.copy2(file, packages / file.relative_to(ROOT))  # numba takes kernels for compiled that are of the same time
+    for source in ROOT.glob("eyas/*/cpu_*.py"):  # numba takes kernels for compiled that are of the same time
+        times = source.stat()
+        os.utime(packages / source.relative_to(ROOT), ns=(times.st_atime_ns, times.st_mtime_ns))
+    for kernel in ROOT.glob("eyas/*/__pycache__/cpu_*.nb?"):
+        shutil.copy2(kernel, packages / kernel.relative_to(ROOT))
     return venv / "bin" / "eyas"
 
 
