@@ -1,5 +1,6 @@
 """The commands of the README work, and the Python of the pages prints what they show."""
 
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -115,8 +116,12 @@ def output(code: str) -> str:
 def test_python_of_the_pages_runs_and_prints_what_they_show(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first with a check of the head, which takes longer than all else."""
     if number:
-        *defaults, _ = LLM.__init__.__defaults__ or ()
-        monkeypatch.setattr(LLM.__init__, "__defaults__", (*defaults, "never"))
+        parameters = inspect.signature(LLM.__init__).parameters.values()
+        given = {one.name: one.default for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD}
+        assert "validate_head" in given
+        given["validate_head"] = "never"
+        defaults = tuple(value for value in given.values() if value is not inspect.Parameter.empty)
+        monkeypatch.setattr(LLM.__init__, "__defaults__", defaults)
     page, code, expected = snippets()[number]
     assert output(code).startswith(expected), f"{page}:\n{code}\nprints:\n{output(code)}"
 
