@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
 from eyas.cli import app
+from eyas.config import VerifierConfig
 from eyas.drafters.registry import validate_draft_head
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
@@ -18,6 +20,10 @@ from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import Window, WiringReport, WiringScore, _compared, observe, validate_head
 from eyas.models.target import TargetModel, load_target
+from eyas.models.workers import TargetWorkers
+from eyas.rpc.channel import Peers
+from eyas.rpc.messages import TargetInfo
+from eyas.services.verifier.__main__ import load_engine
 from tests.reference import load_reference
 from tests.tiny import DEMO, fixed_config, write_target
 from tests.tiny_block import tiny_peagle_head
@@ -165,6 +171,20 @@ def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest
     assert "not as its config says" in caplog.text
     assert found.token_ids == believed.token_ids == right.token_ids
     assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
+
+
+def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> None:
+    head = with_config(tmp_path / "head", **WRONG["layers one too late"])
+    config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
+    for checks, layers in ((config, RIGHT.aux_hidden_state_layers), (replace(config, validate_head="never"), (3, 7, 10))):
+        engine, _ = load_engine(checks, "eagle3", TargetInfo("target", "features"), TargetWorkers(), Peers())
+        assert engine.target.aux_hidden_state_layers == layers
+
+
+def test_a_verifier_refuses_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
+    config = VerifierConfig("tiny", tiny_target, tiny_head, dtype="float32", device="cpu", engine=fixed_config())
+    with pytest.raises(CheckpointError, match="hardly ever guesses"):
+        load_engine(config, "eagle3", TargetInfo("target", "features"), TargetWorkers(), Peers())
 
 
 def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:
