@@ -12,7 +12,7 @@ import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,20 +76,19 @@ def pack_weights(model: nn.Module) -> None:
 def has_kernel(module: nn.Module) -> bool:
     """Whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
     if isinstance(module, MergedLinearPart):
-        return module.merged.weight.in_blocks
-    return isinstance(module, PackedLinear) and module.packed_weight.in_blocks
+        return module.merged.product.weight.in_blocks
+    return isinstance(module, PackedLinear) and module.product.weight.in_blocks
 
 
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in a packed layout only."""
 
-    packed_weight: PackedWeight
     product: PackedProduct
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """As [N, K], for a model that reads the layer's weight; often a copy."""
-        return self.packed_weight.dense
+        return self.product.weight.dense
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -98,21 +97,15 @@ class PackedLinear(nn.Linear):
 
 @dataclass(eq=False)
 class MergedLinear:
-    """Sibling layers computed in one product. weight: their weights, one below the other. sizes: N of each.
+    """Sibling layers computed in one product: rows [..., K] times all weights, one below the other. sizes: N of each.
 
     rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
-    product: rows [..., K] times all weights: [..., sum of N].
     """
 
-    weight: PackedWeight
-    bias: Tensor | None
+    product: PackedProduct
     sizes: list[int]
     rows: Tensor | None = None
     parts: Sequence[Tensor] = ()
-    product: PackedProduct = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.product = PackedProduct(self.weight, self.bias)
 
 
 class MergedLinearPart(nn.Linear):
@@ -124,7 +117,7 @@ class MergedLinearPart(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """As [N, K]; often a copy."""
-        return torch.split(self.merged.weight.dense, self.merged.sizes)[self.index]
+        return torch.split(self.merged.product.weight.dense, self.merged.sizes)[self.index]
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -147,9 +140,10 @@ def _merge(siblings: Sequence[Any]) -> None:
     biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
     if len(biases) not in (0, len(siblings)):
         return
-    packed = PackedWeight.of(torch.cat([sibling.weight for sibling in siblings]))
-    merged = MergedLinear(packed, torch.cat(biases) if biases else None, [len(sibling.weight) for sibling in siblings])
-    siblings[0].register_buffer("packed", packed.layout, persistent=False)  # so that code which lists weights finds it
+    product = PackedProduct(torch.cat([sibling.weight for sibling in siblings]), torch.cat(biases) if biases else None)
+    merged = MergedLinear(product, [len(sibling.weight) for sibling in siblings])
+    # so that code which lists weights finds it
+    siblings[0].register_buffer("packed", product.weight.layout, persistent=False)
     for index, sibling in enumerate(siblings):
         del sibling.weight
         sibling.merged, sibling.index, sibling.bias = merged, index, None
@@ -158,11 +152,11 @@ def _merge(siblings: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def _pack(module: Any) -> None:
-    packed = PackedWeight.of(module.weight.detach())
-    module.register_buffer("packed", packed.layout, persistent=False)
+    product = PackedProduct(module.weight.detach(), module.bias)
+    module.register_buffer("packed", product.weight.layout, persistent=False)
     del module.weight
     module.__class__ = PackedLinear
-    module.packed_weight, module.product = packed, PackedProduct(packed, module.bias)
+    module.product = product
 
 
 @cache
@@ -225,7 +219,8 @@ class PackedWeight:
 
 
 class PackedProduct:
-    """Products in float32 with a packed weight. One that is stored in float16 takes half the bytes of a pass.
+    """Products in float32 with a weight [N, K] that is packed here, and a bias [N]. One that is stored in float16 takes half
+    the bytes of a pass.
 
     With one thread and numba `eyas.models.cpu_products` multiplies, and a row's result does not depend on the other rows.
     Otherwise a library does, whose sums depend on the number of rows for some outputs on some processors.
@@ -234,10 +229,11 @@ class PackedProduct:
 
     helpers: Helpers | None = None
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        self.weight, self.scale, self._unscale = weight, weight.scale, 1.0 / weight.scale
-        self.bias = None if bias is None else bias.detach() * weight.scale
-        if not weight.in_blocks:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = PackedWeight.of(weight)
+        self.scale, self._unscale = self.weight.scale, 1.0 / self.weight.scale
+        self.bias = None if bias is None else bias.detach() * self.scale
+        if not self.weight.in_blocks:
             self._by_library  # noqa: B018 (packed now, not at the first product)
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedProduct, PackedWeight
+from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedProduct
 from eyas.models.cpu_decoder import CpuStack
 from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -163,7 +163,7 @@ class CompiledBackbone:
         self._stack = CpuStack.of(self._layers)
         parts = [[getattr(layer.self_attn, name) for layer in layers] for name in ("k_proj", "v_proj")]
         weight = torch.cat([part.weight for each in parts for part in each])
-        self._context = CpuProduct.of(PackedProduct(PackedWeight.of(weight), None))
+        self._context = CpuProduct.of(PackedProduct(weight))
         norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
         self._context_norm = self._norm(torch.cat(norms))
 

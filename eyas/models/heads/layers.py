@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import get_setting
-from eyas.models.cpu import PackedProduct, PackedWeight
+from eyas.models.cpu import PackedProduct
 from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.
@@ -332,7 +332,7 @@ class LinearFuser(FeatureFuser):
     def serve(self) -> None:
         """Lay out the weight for fast products on the CPU in float32. It cannot be trained any more."""
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
-            self._product = PackedProduct(PackedWeight.of(self.weight.detach()), self.bias)
+            self._product = PackedProduct(self.weight.detach(), self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         if self.norms is not None:

@@ -53,7 +53,7 @@ def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool, la
     expected = [layer(x).detach() for x in rows]
     pack_weights(layer)
     assert isinstance(layer, PackedLinear)
-    assert layer.packed_weight.is_half == (layout in HALVES)
+    assert layer.product.weight.is_half == (layout in HALVES)
     assert has_kernel(layer) == (layout in BLOCKS)
     with torch.inference_mode():
         for x, before in zip(rows, expected, strict=True):
@@ -189,4 +189,4 @@ def test_weights_that_float16_does_not_hold_stay_float32() -> None:
     pack_weights(layer)
     assert torch.equal(layer.weight, before)
     assert isinstance(layer, PackedLinear)
-    assert not layer.packed_weight.is_half
+    assert not layer.product.weight.is_half
