@@ -44,6 +44,8 @@ BLOCKS_OF_512_BITS = {16: 1, 12: 2, 8: 3, 7: 3, 6: 4, 5: 4, 4: 4, 3: 4, 2: 8, 1:
 BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 # Bytes of a weight that all rows are multiplied by before the next ones.
 GROUP_BYTES = 2**18
+# How many inputs ahead a block is fetched; after its last one the next block follows.
+INPUTS_AHEAD = 128
 # Inputs after which rows lie in the same sets of the cache, and how many floats apart they are then laid.
 ALIASED, PADDING = 512, 16
 # Numbers of a phase in an array of counters, and where the second counter is.
@@ -157,6 +159,8 @@ class _Tile:
         b.position_at_end(loop)
         k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in rows]
         vectors = self.vectors(blocks, k)
+        if num_rows > 1:
+            self.prefetch(blocks, k)
         numbers = (self._spread(b.load(at(row, k))) for row in rows)
         added = [
             [b.call(self.fma, [number, vector, total]) for vector, total in zip(vectors, totals, strict=True)]
@@ -186,6 +190,18 @@ class _Tile:
         """Row k of blocks in float32."""
         return [self._loaded(self._at(block, k)) for block in blocks]
 
+    def prefetch(self, blocks: list[Any], k: Any) -> None:
+        """Fetch what is read soon, so that memory works while rows are multiplied by what is there.
+
+        A single row waits for memory anyway, and the processor's own prefetching serves it better.
+        """
+        b, byte, word = self.builder, ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+        for block in blocks:
+            place = self._at(block, b.add(k, _INT(INPUTS_AHEAD)))
+            b.call(fetch, [b.bitcast(place, byte), word(0), word(1), word(1)])  # to read, no nearer than L2, data
+
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
 
@@ -212,6 +228,9 @@ class _KeyTile(_WeightTile):
     """Keys in blocks of float32: few of them."""
 
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
+
+    def prefetch(self, blocks: list[Any], k: Any) -> None:
+        """They are in the cache."""
 
 
 class _PlacesTile(_KeyTile):
