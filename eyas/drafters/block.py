@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,19 +45,18 @@ from eyas.drafters.tree_growth import (
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
+from eyas.models.cpu import PackedProduct, has_kernel
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Bools, Floats, Ints, download, moved, runs_compiled, upload
+from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
 from eyas.tree import DraftTree
 
 # Sessions of one pass of drafting ahead. Rows that it may have at least on a GPU, where they lie in slots.
 MAX_SESSIONS_AHEAD = 64
 MIN_ROWS_AHEAD = 4096
-# Of a Markov head whose biases a kernel of the CPU computes; a library reads more of them faster.
-MAX_KERNEL_WEIGHTS = 2**22
 
 
 class BlockDrafter(NeuralDrafter[None]):
@@ -109,9 +108,10 @@ class BlockDrafter(NeuralDrafter[None]):
             return None
         if head.is_independent:
             return CompiledGrowth(head.draft_ids)
-        if markov is None or markov.kind != "vanilla" or markov.markov_w2.weight.numel() > MAX_KERNEL_WEIGHTS:
+        if markov is None or markov.kind != "vanilla" or not has_kernel(markov.markov_w2):
             return None
-        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, markov.markov_w2.weight)
+        packed: Any = markov.markov_w2
+        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, packed.product)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -448,16 +448,16 @@ class ConditionalExpansion:
 class CompiledGrowth:
     """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
 
-    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, weight: Tensor | None = None) -> None:
-        """draft_ids: the target's ids, int64 [D]. embedding, weight: of the Markov head, [V, r] and [D, r]."""
+    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
+        """draft_ids: the target's ids, int64 [D]. embedding, product: of the Markov head, [V, r] and to [D]."""
         from eyas.drafters import cpu_kernels
 
         cpu_kernels.compile_kernels()
         self._kernels, self._draft_ids = cpu_kernels, draft_ids.numpy()
-        self._embedding, self._weight = cpu_kernels.NO_EMBEDDING, cpu_kernels.NO_BIASES
-        if embedding is not None and weight is not None:
-            self._embedding = embedding.detach().contiguous().numpy()
-            self._weight = _in_blocks(weight.detach().numpy(), cpu_kernels.COLUMNS)
+        self._product, self._markov = product, cpu_kernels.MarkovBias()  # the former owns the weight
+        if embedding is not None and product is not None:
+            rows, weight = embedding.detach().contiguous().numpy(), product.weight
+            self._markov = cpu_kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
 
     def trees(
         self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
@@ -475,15 +475,7 @@ class CompiledGrowth:
         depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
         cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
         kernels.grow_trees(
-            values, self._embedding, self._weight, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
+            values, self._markov, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
             cells, scores,
         )  # fmt: skip
         return kernels.trees_of(roots, cells, scores)  # type: ignore[no-any-return]
-
-
-def _in_blocks(weight: Floats, columns: int) -> Floats:
-    """A weight [D, r] as the kernels read it: [D / columns, r, columns], padded with zeros."""
-    size, rank = weight.shape
-    padded = np.zeros((-(-size // columns) * columns, rank), np.float32)
-    padded[:size] = weight
-    return np.ascontiguousarray(padded.reshape(-1, columns, rank).transpose(0, 2, 1))

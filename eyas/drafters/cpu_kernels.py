@@ -12,23 +12,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, float32, float64, int64
+from numba import boolean, float32, float64, int64, types
 
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
-from eyas.models.cpu_products import multiply
+from eyas.models.cpu import BLOCK_OUTPUTS
+from eyas.models.cpu_products import multiply_weight
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
 from eyas.tensors import Ints
 from eyas.tree import DraftTree, TreeBatch
 
-# Draft tokens whose biases are computed at a time.
-COLUMNS = 256
-NO_NOISE = np.zeros((0, 0, 0), np.float32)
-NO_BIASES, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
+NO_NOISE, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
+
+
+class MarkovBias(NamedTuple):
+    """What a vanilla Markov head adds to a level's logits: a weight times an embedding of the token before.
+
+    embedding: [V, r], or [0, 0] without a head. address, is_half: of the weight [D, r], see `multiply_weight`. unscale: what
+    its products are multiplied by.
+    """
+
+    embedding: npt.NDArray[np.float32] = NO_EMBEDDING
+    address: int = 0
+    is_half: bool = False
+    unscale: float = 1.0
 
 
 def trees_of(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
@@ -56,19 +68,6 @@ def trees_of_matches(
     inputs = matches.sessions, matches.tokens, matches.lengths, matches.weights, classes, log_rates
     grow_matches(*inputs, limits, depths, cells, scores)
     return trees_of(roots, cells, scores)
-
-
-@kernel(error_model="numpy")
-def _add_biases(latents, weight, logits, biased):
-    """Logits [D] with the biases of latents [R, r] by a weight of `CompiledGrowth`, to biased [R, D]."""
-    block = np.empty((len(latents), COLUMNS), np.float32)
-    for b in range(len(weight)):
-        start, width = b * COLUMNS, min(COLUMNS, len(logits) - b * COLUMNS)
-        block[:] = np.float32(0.0)
-        multiply(latents, weight[b], block, 0, COLUMNS)
-        for r in range(len(latents)):
-            for i in range(width):
-                biased[r, start + i] = block[r, i] + logits[start + i]
 
 
 @kernel(error_model="numpy")
@@ -100,13 +99,14 @@ def _add_children(child_scores, child_tokens, log_sum, above, parent, count, sco
 
 
 @kernel(error_model="numpy")
-def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
+def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
     """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
-    size, rank = logits.shape[1], embedding.shape[1]
+    size, rank = logits.shape[1], markov.embedding.shape[1]
+    filled = (size + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
     row, weights = np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty((max(size, len(scores)) + BLOCK - 1) // BLOCK, np.float32)
     best, places = np.empty(max(limit, k), np.float32), np.empty(max(limit, k), np.int64)
-    latents, biased = np.empty((k, rank), np.float32), np.empty((k, size if rank else 0), np.float32)
+    latents, biased = np.empty((k, rank), np.float32), np.empty((k, filled if rank else 0), np.float32)
     child_scores, child_tokens, log_sum = np.empty(k, np.float32), np.empty(k, np.int64), np.float32(0.0)
     count, first, width, frontier = 0, 0, 1, np.zeros(k, np.int64)  # first: of the last level's candidates
     for level in range(depth):
@@ -114,12 +114,15 @@ def _grow_tree(logits, embedding, weight, root, draft_ids, noise, by, limit, dep
             width = _find_expanded(scores, first, count, limit, maxima, best, places, frontier)
         if rank and width:
             for w in range(width):
-                latents[w] = embedding[draft_ids[tokens[frontier[w]]] if level else root]
-            _add_biases(latents[:width], weight, logits[level], biased[:width])
+                latents[w] = markov.embedding[draft_ids[tokens[frontier[w]]] if level else root]
+            multiply_weight(latents[:width], markov.address, markov.is_half, biased[:width])
+            for w in range(width):
+                for i in range(size):
+                    biased[w, i] = biased[w, i] * np.float32(markov.unscale) + logits[level, i]
         first, own = count, noise[level] if len(noise) else weights[:0]
         for w in range(width):
             if rank or w == 0:  # without a Markov head the scores are the same below all nodes
-                log_sum = shifted_scores(biased[w] if rank else logits[level], own, by, row, weights)
+                log_sum = shifted_scores(biased[w][:size] if rank else logits[level], own, by, row, weights)
                 best_of(row, maxima, child_scores, child_tokens)
             above, parent = (scores[frontier[w]], frontier[w] + 1) if level else (np.float32(0.0), 0)
             count = _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents)
@@ -186,13 +189,13 @@ def select_trees(limits, counts, draft_ids, all_scores, all_tokens, all_parents,
 
 
 @kernel(error_model="numpy")
-def grow_trees(logits, embedding, weight, roots, draft_ids, noise, words, limits, depths, k, cells, scores):
+def grow_trees(logits, markov, roots, draft_ids, noise, words, limits, depths, k, cells, scores):
     """Grow dynamic trees and select their best nodes, as `grow_dynamic` and `select_nodes` of
     `eyas.drafters.tree_growth` do.
 
     Args:
         logits: of all levels, without biases, float32 [S, L, D].
-        embedding, weight: of a vanilla Markov head, [V, r] and as `_in_blocks` gives it; empty without one.
+        markov: a MarkovBias; without a head the default.
         roots: the target's ids, int64 [S].
         draft_ids: the target's ids, int64 [D].
         noise, words: see `shared_noise`; noise is empty for none.
@@ -208,7 +211,7 @@ def grow_trees(logits, embedding, weight, roots, draft_ids, noise, words, limits
     for s in range(len(roots)):
         own, by = noise[s] if len(noise) else NO_NOISE_ROWS, np.float32(1.0) / real_word(words, 5, s)
         count = _grow_tree(
-            logits[s], embedding, weight, roots[s], draft_ids, own, by, limits[s], depths[s], k,
+            logits[s], markov, roots[s], draft_ids, own, by, limits[s], depths[s], k,
             all_scores, all_tokens, all_parents,
         )  # fmt: skip
         found = all_scores, all_tokens, all_parents
@@ -476,6 +479,7 @@ def mark_above(nodes, parents, seen):
 def compile_kernels() -> None:
     """Compile the kernels of growth, once for each installation; other processes and later ones load the result."""
     reals, rows, cube, ids, words = float64[::1], float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
+    markov = types.NamedTuple([rows, int64, boolean, float64], MarkovBias)
     compile_all(
         {
             shared_noise: (words, ids, cube),
@@ -483,7 +487,7 @@ def compile_kernels() -> None:
             merge: (*(ids, ids, ids, ids, float64[::1]), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
             grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
             select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
-            grow_trees: (cube, rows, cube, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
+            grow_trees: (cube, markov, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
             rank_nodes: (ids, ids, words, float64[:, ::1], reals, ids),
             best_rows: (*(ids, float64[:, ::1], reals, ids, boolean[::1], int64), *(float64, float64, ids, reals)),
             mark_above: (ids, ids, boolean[:, ::1]),

@@ -22,7 +22,6 @@ from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.models.cpu_products import (
     PHASE_SIZE,
     finish_part,
-    multiply,
     multiply_keys,
     multiply_shared,
     multiply_together,
@@ -195,37 +194,11 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _attend_head(queries, keys, values, weights, visible, positions, first, length, window, scaling, softcap, out):
-    """Attention of queries [Q, D] over keys and values [n, D] to out [Q, D].
+def _attend_head(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
+    """Attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
 
-    The queries are those of rows from `first` on, the same number for each row. weights: scratch [Q, n].
-    """
-    num_queries, count = weights.shape
-    transposed = np.empty((queries.shape[1], KEYS_AT_A_TIME + PADDING), np.float32)
-    for q in range(num_queries):
-        for i in range(count):
-            weights[q, i] = np.float32(0.0)
-        for d in range(out.shape[1]):
-            out[q, d] = np.float32(0.0)
-    for start in range(0, count, KEYS_AT_A_TIME):
-        end = min(start + KEYS_AT_A_TIME, count)
-        for i in range(end - start):
-            key = keys[start + i]
-            for d in range(len(key)):
-                transposed[d, i] = key[d]
-        multiply(queries, transposed, weights, start, end - start)
-    per_row = num_queries // len(visible)
-    for q in range(num_queries):
-        row = q // per_row
-        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
-    multiply(weights, values, out, 0, out.shape[1])
-
-
-@kernel(error_model="numpy", fastmath={"contract"})
-def _attend_tiled(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
-    """`_attend_head` over keys and values at addresses, see `_find_vectors`; D is a multiple of BLOCK_OUTPUTS.
-
-    count: of the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
+    The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS. count: of
+    the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
     """
     num_queries, width = queries.shape
     num_blocks, per_row = (count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS, num_queries // len(visible)
@@ -246,7 +219,10 @@ def _attend_tiled(queries, keys, values, weights, count, visible, positions, fir
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _find_vectors(slots, cache, j, own, head, places):
-    """Addresses of the vectors that `_collect` copies, to places [n + BLOCK_OUTPUTS - 1]; the last one repeats."""
+    """Addresses of head j of the cache [S, J, D] at the slots, then of a head of a segment's own rows [n, H + 2 J, D].
+
+    places: to these [L + n + BLOCK_OUTPUTS - 1]; the last one repeats.
+    """
     size = 4 * cache.shape[2]
     first, step = cache.ctypes.data + j * size, cache.shape[1] * size
     for i in range(len(slots)):
@@ -258,22 +234,29 @@ def _find_vectors(slots, cache, j, own, head, places):
         places[i] = places[i - 1]
 
 
+@intrinsic
+def _floats_at(typing, address):
+    """A pointer to float32 numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(float32)(address), generate
+
+
 @kernel(error_model="numpy", fastmath={"contract"})
-def _collect(slots, cache, j, own, head, out):
-    """Copy head j of the cache [S, J, D] at the slots, then a head of a segment's own rows [n, H + 2 J, D], to out."""
-    for i in range(len(slots)):
-        vector, copy = cache[slots[i], j], out[i]
-        for d in range(len(copy)):
+def _copy_padded(places, width, out):
+    """Copy the vectors [width] at addresses to the first columns of out [n, D], and name these copies in their place."""
+    for i in range(len(places)):
+        vector, copy = carray(_floats_at(places[i]), (width,)), out[i]
+        for d in range(width):
             copy[d] = vector[d]
-    for i in range(len(own)):
-        vector, copy = own[i, head], out[len(slots) + i]
-        for d in range(len(copy)):
-            copy[d] = vector[d]
+        places[i] = copy.ctypes.data
 
 
 @kernel()
 def _row_of_weights(count):
-    """Floats of a row of weights of `_attend_tiled`: an odd number of blocks, so that columns spread over the cache."""
+    """Floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the cache."""
     return ((count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS | 1) * BLOCK_OUTPUTS
 
 
@@ -289,7 +272,7 @@ def attend(
     names lie within it. softcap: 0 for none.
     """
     width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
-    group = num_heads // num_kv
+    group, padded = num_heads // num_kv, (width + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
     first_prefix = first_mask = 0
     for b in range(len(ends)):
         first_row, length = starts[b], prefix_ends[b] - first_prefix
@@ -298,20 +281,18 @@ def attend(
         num_named = num_masked[b] + num_rows
         mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
-        count, is_tiled = length + num_rows, width % BLOCK_OUTPUTS == 0
+        count = length + num_rows
         key_places, value_places = np.empty((2, count + BLOCK_OUTPUTS - 1), np.int64)
-        seen_keys = np.empty((0 if is_tiled else count, width), np.float32)
-        seen_values = np.empty((0 if is_tiled else count, width), np.float32)
+        key_copies, value_copies = np.zeros((2, len(key_places) if padded > width else 0, padded), np.float32)
         most = min(num_rows, ROWS_AT_A_TIME) * group
-        queries, found = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
-        weights = np.empty((most, _row_of_weights(count) if is_tiled else count), np.float32)
+        queries, found = np.zeros((most, padded), np.float32), np.empty((most, padded), np.float32)
+        weights = np.empty((most, _row_of_weights(count)), np.float32)
         for j in range(first, end):
-            if is_tiled:
-                _find_vectors(slots, keys, j, own, num_heads + j, key_places)
-                _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
-            else:
-                _collect(slots, keys, j, own, num_heads + j, seen_keys)
-                _collect(slots, values, j, own, num_heads + num_kv + j, seen_values)
+            _find_vectors(slots, keys, j, own, num_heads + j, key_places)
+            _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
+            if padded > width:
+                _copy_padded(key_places, width, key_copies)
+                _copy_padded(value_places, width, value_copies)
             for start in range(0, num_rows, ROWS_AT_A_TIME):
                 taken = min(ROWS_AT_A_TIME, num_rows - start)
                 for r in range(taken):
@@ -320,16 +301,10 @@ def attend(
                             queries[r * group + g, d] = own[start + r, j * group + g, d]
                 num = taken * group
                 seeing, unmasked = mask[start : start + taken], length - num_masked[b]
-                if is_tiled:
-                    _attend_tiled(
-                        queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked,
-                        window, scaling, softcap, found[:num],
-                    )  # fmt: skip
-                else:
-                    _attend_head(
-                        queries[:num], seen_keys, seen_values, weights[:num], seeing, at, start, unmasked,
-                        window, scaling, softcap, found[:num],
-                    )  # fmt: skip
+                _attend_head(
+                    queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked, window,
+                    scaling, softcap, found[:num],
+                )  # fmt: skip
                 for r in range(taken):
                     for g in range(group):
                         for d in range(width):
@@ -376,16 +351,6 @@ class LayerStack(NamedTuple):
     scaling: float
     softcap: float
     is_silu: bool
-
-
-@intrinsic
-def _floats_at(typing, address):
-    """A pointer to float32 numbers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(float32)(address), generate
 
 
 @kernel(error_model="numpy", fastmath={"contract"})

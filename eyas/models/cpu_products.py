@@ -305,50 +305,6 @@ def transpose_keys(typing, places, first, offset, out):
     return types.none(places, first, offset, out), generate
 
 
-@kernel(error_model="numpy", fastmath={"contract"})
-def multiply(left, right, out, first, width):
-    """Add left [Q, K] times right [K, width] to the columns of out [Q, N] from `first` on, in the order of K.
-
-    Two rows, and eight of K, at a time.
-    """
-    count = left.shape[1]
-    for q in range(0, out.shape[0], 2):
-        other = min(q + 1, out.shape[0] - 1)
-        a, b, x, y = left[q], left[other], out[q][first : first + width], out[other][first : first + width]
-        for k in range(0, count // 8 * 8, 8):
-            a0, a1, a2, a3, a4, a5, a6, a7 = a[k], a[k + 1], a[k + 2], a[k + 3], a[k + 4], a[k + 5], a[k + 6], a[k + 7]
-            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
-            r4, r5, r6, r7 = right[k + 4], right[k + 5], right[k + 6], right[k + 7]
-            if other == q:
-                for n in range(width):
-                    s = x[n] + a0 * r0[n]
-                    s = s + a1 * r1[n]
-                    s = s + a2 * r2[n]
-                    s = s + a3 * r3[n]
-                    s = s + a4 * r4[n]
-                    s = s + a5 * r5[n]
-                    s = s + a6 * r6[n]
-                    x[n] = s + a7 * r7[n]
-                continue
-            b0, b1, b2, b3, b4, b5, b6, b7 = b[k], b[k + 1], b[k + 2], b[k + 3], b[k + 4], b[k + 5], b[k + 6], b[k + 7]
-            for n in range(width):
-                s, t = x[n] + a0 * r0[n], y[n] + b0 * r0[n]
-                s, t = s + a1 * r1[n], t + b1 * r1[n]
-                s, t = s + a2 * r2[n], t + b2 * r2[n]
-                s, t = s + a3 * r3[n], t + b3 * r3[n]
-                s, t = s + a4 * r4[n], t + b4 * r4[n]
-                s, t = s + a5 * r5[n], t + b5 * r5[n]
-                s, t = s + a6 * r6[n], t + b6 * r6[n]
-                x[n], y[n] = s + a7 * r7[n], t + b7 * r7[n]
-        for k in range(count // 8 * 8, count):
-            a0, b0, r0 = a[k], b[k], right[k]
-            for n in range(width):
-                x[n] = x[n] + a0 * r0[n]
-            if other != q:
-                for n in range(width):
-                    y[n] = y[n] + b0 * r0[n]
-
-
 @intrinsic
 def _add_one(typing, counters, index):
     """Add 1 to counters[index], in one order for all threads. Returns what it was."""
