@@ -86,8 +86,8 @@ Ctrl-C stops everything."""
 
 
 def demo(
-    num_prompts: Annotated[int, typer.Option(help="Prompts to measure.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 96,
+    num_prompts: Annotated[int, typer.Option(help="Prompts to measure.")] = 12,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 256,
     assignments: AssignmentsOption = None,
 ) -> None:
     """Show drafting at work, then measure it against plain decoding on the same prompts."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from eyas.drafters.tree_growth import (
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
-from eyas.models.cpu import PackedProduct, has_kernel
+from eyas.models.cpu import PackedLinear, PackedProduct
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -54,6 +54,8 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
 from eyas.tree import DraftTree
 
+# Of a Markov head whose biases a kernel of the CPU computes: it reads all weights for each session and level.
+MAX_KERNEL_WEIGHTS = 2**22
 # Sessions of one pass of drafting ahead. Rows that it may have at least on a GPU, where they lie in slots.
 MAX_SESSIONS_AHEAD = 64
 MIN_ROWS_AHEAD = 4096
@@ -102,16 +104,17 @@ class BlockDrafter(NeuralDrafter[None]):
         self._growth = self._compiled_growth()
 
     def _compiled_growth(self) -> CompiledGrowth | None:
-        """What grows trees on the CPU in one kernel, for heads whose levels are known at once, but for a small bias."""
+        """What grows trees on the CPU in one kernel: for heads whose levels are known at once, but for a Markov head."""
         head, markov = self._head, self._head.markov_head
         if head.compiled is None or self._slots is not None or not runs_compiled(head.draft_ids.device):
             return None
         if head.is_independent:
             return CompiledGrowth(head.draft_ids)
-        if markov is None or markov.kind != "vanilla" or not has_kernel(markov.markov_w2):
+        layer = markov.markov_w2 if markov is not None and markov.kind == "vanilla" else None
+        if markov is None or not isinstance(layer, PackedLinear) or not layer.product.weight.in_blocks:
             return None
-        packed: Any = markov.markov_w2
-        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, packed.product)
+        is_small = layer.product.weight.layout.numel() <= MAX_KERNEL_WEIGHTS
+        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, layer.product) if is_small else None
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -449,7 +452,7 @@ class CompiledGrowth:
     """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
 
     def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
-        """draft_ids: the target's ids, int64 [D]. embedding, product: of the Markov head, [V, r] and to [D]."""
+        """draft_ids: the target's ids, int64 [D]. embedding [V, r] and product, to [D], are of the Markov head."""
         from eyas.drafters import cpu_kernels
 
         cpu_kernels.compile_kernels()

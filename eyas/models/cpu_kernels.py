@@ -38,8 +38,6 @@ from eyas.tensors import Bools, Floats, Ints
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
 KEYS_AT_A_TIME = 256
-# Beside a row of transposed keys, so that a column does not fall into a few sets of the cache.
-PADDING = 16
 NO_WINDOW = 1 << 62
 # Phases of a layer in `run_layers`, and their counters.
 PHASES = 5
@@ -246,7 +244,7 @@ def _floats_at(typing, address):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _copy_padded(places, width, out):
-    """Copy the vectors [width] at addresses to the first columns of out [n, D], and name these copies in their place."""
+    """Copy the vectors [width] at addresses to the first columns of wider rows, and name these copies in their place."""
     for i in range(len(places)):
         vector, copy = carray(_floats_at(places[i]), (width,)), out[i]
         for d in range(width):
@@ -290,7 +288,7 @@ def attend(
         for j in range(first, end):
             _find_vectors(slots, keys, j, own, num_heads + j, key_places)
             _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
-            if padded > width:
+            if padded > width and num_rows:
                 _copy_padded(key_places, width, key_copies)
                 _copy_padded(value_places, width, value_copies)
             for start in range(0, num_rows, ROWS_AT_A_TIME):

@@ -44,7 +44,7 @@ BLOCKS_OF_512_BITS = {16: 1, 12: 2, 8: 3, 7: 3, 6: 4, 5: 4, 4: 4, 3: 4, 2: 8, 1:
 BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 # Bytes of a weight that all rows are multiplied by before the next ones.
 GROUP_BYTES = 2**18
-# How many inputs ahead a block is fetched; after its last one the next block follows.
+# How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
 # Inputs after which rows lie in the same sets of the cache, and how many floats apart they are then laid.
 ALIASED, PADDING = 512, 16
@@ -198,9 +198,13 @@ class _Tile:
         b, byte, word = self.builder, ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+        ahead = b.add(k, _INT(INPUTS_AHEAD))
+        if len(blocks) > 1:  # behind a block's end lies the next one of this tile, so look behind the last of them
+            others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
+            ahead = b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
         for block in blocks:
-            place = self._at(block, b.add(k, _INT(INPUTS_AHEAD)))
-            b.call(fetch, [b.bitcast(place, byte), word(0), word(1), word(1)])  # to read, no nearer than L2, data
+            place = b.bitcast(self._at(block, ahead), byte)
+            b.call(fetch, [place, word(0), word(1), word(1)])  # to read, no nearer than L2, data
 
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
@@ -230,7 +234,7 @@ class _KeyTile(_WeightTile):
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
 
     def prefetch(self, blocks: list[Any], k: Any) -> None:
-        """They are in the cache."""
+        """Nothing: transposed keys are in the cache, and values lie anywhere."""
 
 
 class _PlacesTile(_KeyTile):

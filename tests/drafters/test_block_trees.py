@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.block import BlockDrafter
+from eyas.drafters.block import BlockDrafter, CompiledGrowth
 from eyas.drafters.registry import build_drafter
+from eyas.drafters.scoring import Ranking, noise_words
 from eyas.drafters.tree_growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
+from eyas.models.cpu import PackedProduct
 from eyas.models.heads.block import load_block_head, serve
+from eyas.process import has_numba
 from eyas.request import NoiseKey, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
@@ -111,6 +114,35 @@ def test_independent_levels_give_the_best_tree_of_all() -> None:
         paths += [(*path, c) for path in paths[5:] for c in range(5)]
         best = sorted((math.fsum(probs[i][t] for i, t in enumerate(path)) for path in paths), reverse=True)[:8]
         assert sorted(tree.log_probs[1:], reverse=True) == pytest.approx(best, abs=1e-5)
+
+
+@pytest.mark.skipif(not has_numba(), reason="kernels of the CPU need numba")
+@pytest.mark.parametrize("layout", ["float32", "float16", "scaled float16"])
+def test_trees_of_a_markov_head_are_best_by_hand_in_every_layout(layout: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    embedding, weight = torch.randn(50, 5, generator=generator), torch.randn(37, 5, generator=generator)
+    logits = torch.randn(1, 2, 37, generator=generator)
+    weight = weight if layout == "float32" else weight.half().float()
+    if layout == "scaled float16":
+        embedding, weight = embedding * 2**20, weight / 2**20
+    product = PackedProduct(weight)
+    if not product.weight.in_blocks or (layout != "float32" and not product.weight.is_half):
+        pytest.skip(f"weights are not laid out as {layout} for kernels here")
+    assert (product.weight.is_half, product.scale > 1) == (layout != "float32", layout == "scaled float16")
+    growth = CompiledGrowth(torch.arange(13, 50), embedding, product)
+    words = noise_words([], Ranking(DraftingConfig()), 1)
+    (tree,) = growth.trees(logits, [7], words, False, [TreeBudget(5, 2)], 2)
+
+    def children(level: int, token: int) -> list[tuple[float, int]]:
+        scores = torch.log_softmax(logits[0, level] + weight @ embedding[token], -1)
+        return [(float(scores[i]), 13 + int(i)) for i in scores.topk(2).indices]
+
+    first = children(0, 7)
+    paths = {(token,): score for score, token in first}
+    paths |= {(above, token): score + own for own, above in first for score, token in children(1, above)}
+    expected = dict(sorted(paths.items(), key=lambda item: -item[1])[:4])
+    found = {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.log_probs[node] for node in range(1, len(tree))}
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_block_is_no_deeper_than_its_head(tiny_target: str) -> None:
