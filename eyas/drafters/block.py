@@ -45,7 +45,7 @@ from eyas.drafters.tree_growth import (
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
-from eyas.models.cpu import PackedLinear, PackedProduct
+from eyas.models.cpu import PackedLinear, PackedProduct, has_kernel
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -110,11 +110,14 @@ class BlockDrafter(NeuralDrafter[None]):
             return None
         if head.is_independent:
             return CompiledGrowth(head.draft_ids)
-        layer = markov.markov_w2 if markov is not None and markov.kind == "vanilla" else None
-        if markov is None or not isinstance(layer, PackedLinear) or not layer.product.weight.in_blocks:
+        if markov is None or markov.kind != "vanilla":
             return None
-        is_small = layer.product.weight.layout.numel() <= MAX_KERNEL_WEIGHTS
-        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, layer.product) if is_small else None
+        layer = markov.markov_w2
+        if not isinstance(layer, PackedLinear) or not has_kernel(layer):
+            return None
+        if layer.in_features * layer.out_features > MAX_KERNEL_WEIGHTS:
+            return None
+        return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, layer.product)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -22,7 +22,7 @@ from eyas.draft_protocol import TreeBudget
 from eyas.drafters.lookup import Matches
 from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu import BLOCK_OUTPUTS
-from eyas.models.cpu_products import multiply_weight
+from eyas.models.cpu_products import multiply_weight, num_blocks_of
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
 from eyas.tensors import Ints
 from eyas.tree import DraftTree, TreeBatch
@@ -102,7 +102,7 @@ def _add_children(child_scores, child_tokens, log_sum, above, parent, count, sco
 def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
     """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
     size, rank = logits.shape[1], markov.embedding.shape[1]
-    filled = (size + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
+    filled = num_blocks_of(size) * BLOCK_OUTPUTS
     row, weights = np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty((max(size, len(scores)) + BLOCK - 1) // BLOCK, np.float32)
     best, places = np.empty(max(limit, k), np.float32), np.empty(max(limit, k), np.int64)

@@ -27,6 +27,7 @@ from eyas.models.cpu_products import (
     multiply_together,
     multiply_weight,
     next_part,
+    num_blocks_of,
     sum_values,
     transpose_keys,
     wait_for_parts,
@@ -199,7 +200,7 @@ def _attend_head(queries, keys, values, weights, count, visible, positions, firs
     the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
     """
     num_queries, width = queries.shape
-    num_blocks, per_row = (count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS, num_queries // len(visible)
+    num_blocks, per_row = num_blocks_of(count), num_queries // len(visible)
     transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
     block_bytes = 4 * BLOCK_OUTPUTS * width
     for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
@@ -255,7 +256,7 @@ def _copy_padded(places, width, out):
 @kernel()
 def _row_of_weights(count):
     """Floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the cache."""
-    return ((count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS | 1) * BLOCK_OUTPUTS
+    return (num_blocks_of(count) | 1) * BLOCK_OUTPUTS
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -270,7 +271,7 @@ def attend(
     names lie within it. softcap: 0 for none.
     """
     width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
-    group, padded = num_heads // num_kv, (width + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
+    group, padded = num_heads // num_kv, num_blocks_of(width) * BLOCK_OUTPUTS
     first_prefix = first_mask = 0
     for b in range(len(ends)):
         first_row, length = starts[b], prefix_ends[b] - first_prefix

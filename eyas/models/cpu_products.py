@@ -59,6 +59,12 @@ _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
 
 
+@kernel()
+def num_blocks_of(count):
+    """How many blocks hold `count` outputs."""
+    return (count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+
+
 @kernel(error_model="numpy")
 def multiply_weight(left, address, is_half, out):
     """Rows left [R, K] times the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.

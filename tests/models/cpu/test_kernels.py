@@ -36,7 +36,7 @@ def attended_plainly(arrays: Sequence[Floats], keys: RowKeys, window: int, softc
         mask = keys.visible[first_bit : first_bit + (end - start) * named].reshape(end - start, named)
         first_slot, first_bit = last_slot, first_bit + mask.size
         before = len(slots) - masked
-        at = np.concatenate([np.arange(before), np.arange(before, len(slots)), keys.positions[start:end]])
+        at = np.concatenate([np.arange(len(slots)), keys.positions[start:end]])
         for row, head in np.ndindex(int(end - start), num_heads):
             j = head * num_kv // num_heads
             own = qkv[start:end, num_heads + j], qkv[start:end, num_heads + num_kv + j]
