@@ -27,7 +27,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 # Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo up bench methods gpu count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods gpu count test every-test load test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -87,13 +87,17 @@ count: $(READY) ## files, lines, function lengths and class names of the code, a
 
 FAST := unit cli contract requests scheduling engine drafters acceptance
 test-fast: $(KERNELS) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
-	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow" $(FAST:%=tests/%)
+	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not load" $(FAST:%=tests/%)
 
-test: $(READY) ## lint and every test, side by side
+test: $(READY) ## lint and every test but those of `make load`, side by side
 	@$(MAKE) --jobs=2 --keep-going lint every-test
 
 every-test: $(KERNELS)
-	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED)
+	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m "not load"
+
+LOADED := chaos scheduling ray/cluster deploy/running
+load: $(KERNELS) ## a short soak, a short storm, and services that scale and roll under load, under 5 minutes
+	@$(BIN)/python -m pytest -q -n 2 -m load $(LOADED:%=tests/%)
 
 soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak

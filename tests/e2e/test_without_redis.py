@@ -32,7 +32,10 @@ def service(name: str, log: Path, *settings: str) -> Iterator[None]:
 def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("draft", "verifier", "router")}
     draft, verifier, router = (f"127.0.0.1:{ports[name]}" for name in ("draft", "verifier", "router"))
-    settings = {"verifier": ("validate_head=never", "engine.draft_budget=fixed")}
+    settings = {
+        "verifier": ("validate_head=never", "engine.draft_budget=fixed"),
+        "router": (f"http.port={free_port()}",),
+    }
     workers = (f"discovery.drafters=['{draft}']", f"discovery.verifiers=['{verifier}']")
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     with ExitStack() as stack:

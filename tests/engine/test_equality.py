@@ -1,5 +1,6 @@
 """The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
 
+import random
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +16,7 @@ from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.on_demand import Trial
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
+from eyas.models.emulation import Clock
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
@@ -57,7 +59,23 @@ def case_of(name: str, target: str, head: str) -> Case:
     return Case(name if name in CASES else "eagle3", target, head, store)
 
 
-def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: Any) -> Engine:
+class UnevenClock(Clock):
+    """Each look at it takes up to 2 ms: what depends on time varies within a run, and not from one run to the next."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._now = random.Random(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.uniform(0, 0.002)
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def make_engine(
+    drafter: Drafter | None, target: str, head: str, name: str = "eagle3", clock: Clock | None = None, **limits: Any
+) -> Engine:
     fuser = case_of(name, target, head).fuser()
     config = fixed_config(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(
@@ -66,6 +84,7 @@ def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "ea
         config,
         TREE,
         drafter,
+        clock=clock,
     )
 
 
@@ -122,11 +141,11 @@ def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_targe
 
 @pytest.mark.parametrize("name", ["eagle3-ahead", "dspark-ahead"])
 def test_adaptive_trees_drafted_ahead_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
-    """What both choose depends on time, and no token does."""
+    """What the budget chooses depends on time, and no token does."""
     ahead = case_of(name, tiny_target, tiny_head).drafter(TREE)
     assert isinstance(ahead, DraftAheadDrafter)
     drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), Trial()))
-    engine = make_engine(drafter, tiny_target, tiny_head, name, draft_budget="adaptive")
+    engine = make_engine(drafter, tiny_target, tiny_head, name, UnevenClock(4), draft_budget="adaptive")
     requests = [
         Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))
         for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"]), strict=False))

@@ -145,6 +145,7 @@ def busy(application: RayApplication) -> int:
     return sum(lease.load.num_running + lease.load.num_waiting for lease in application.verifiers())
 
 
+@pytest.mark.load
 def test_verifiers_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
     outcome = scale_out_and_in(application, asked)
     assert outcome.failures == []
