@@ -236,8 +236,8 @@ def layer_calls(sm: int) -> None:
 
 def expert_calls(sm: int) -> None:
     """The experts of a Gemma 4 with 128 of them, in bfloat16; on two kinds of GPU those of Mixtral and in float32 too."""
-    from eyas.models.cuda import expert_kernels
-    from eyas.models.experts import ExpertNorms, RoutedExperts
+    from eyas.models.cuda import expert_kernels, layer_kernels
+    from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts
     from eyas.models.fused import RMSNorm
 
     shapes = ((torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 64, 4))
@@ -251,13 +251,17 @@ def expert_calls(sm: int) -> None:
             scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
             norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
         )  # fmt: skip
-        weights, chosen = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
+        shares, chosen = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
         outputs = expert_kernels.expert_outputs(rows, chosen, routed)
         if num_experts == 128:
-            expert_kernels.expert_inputs(rows, routed.norms)
-            expert_kernels.combine(outputs, weights, rows, routed.norms.outputs)
+            assert routed.norms is not None
+            expert_kernels.add_norms(routed.norms, rows, rows, norm, norm)
+            beside = ExpertOutputs(outputs, shares, rows, routed.norms.outputs)
+            for found in (beside, beside._replace(outputs=rows, shares=None)):  # on one rank, and behind the sum over several
+                layer_kernels.add_norm(rows, found, norm, norm, norm.weight[:1])
         else:
-            expert_kernels.combine(outputs, weights)
+            layer_kernels.add_norm(rows, ExpertOutputs(outputs, shares, None, None), norm, None)
+        expert_kernels.combine(outputs, shares)
 
 
 def sampling_calls(sm: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +29,18 @@ class ExpertNorms:
     router_factor: float
     inputs: RMSNorm
     outputs: tuple[RMSNorm, RMSNorm]
+
+
+class ExpertOutputs(NamedTuple):
+    """What experts give for rows [..., C]: outputs [R, K, C] and their shares [R, K], or their sum without shares.
+
+    dense: the output of an MLP beside them, like rows. norms: of the experts' sum and of dense, before these are added.
+    """
+
+    outputs: Tensor
+    shares: Tensor | None
+    dense: Tensor | None
+    norms: tuple[RMSNorm, RMSNorm] | None
 
 
 @dataclass(frozen=True)
@@ -76,22 +88,24 @@ class RoutedExperts:
             int(router.config.top_k_experts), activation, scales=router.per_expert_scale.detach(), norms=norms,
         )  # fmt: skip
 
-    def run(self, rows: Tensor, kernels: Any) -> Tensor:
-        """What the experts give for rows [..., C]. kernels: the module with those of CUDA."""
-        x = rows.reshape(-1, rows.shape[-1])
-        weights, chosen = kernels.route(F.linear(x, self.router), self)
-        out: Tensor = kernels.combine(kernels.expert_outputs(x, chosen, self), weights)
-        return out.view_as(rows)
+    def add_norms(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """`fused.add_norm`, and what router and experts beside an MLP see of the sum."""
+        found: tuple[Tensor, ...] = _kernels().add_norms(self.norms, *arguments)
+        return found
 
-    def run_beside(self, state: Tensor, dense: Tensor, kernels: Any) -> Tensor:
-        """What MLP and experts of a layer of Gemma 4 give together. dense: the output of its MLP, like state [..., C]."""
-        assert self.norms is not None
-        rows = state.reshape(-1, state.shape[-1])
-        to_router, to_experts = kernels.expert_inputs(rows, self.norms)
-        weights, chosen = kernels.route(F.linear(to_router, self.router), self)
+    def run(self, to_router: Tensor, to_experts: Tensor, dense: Tensor | None = None) -> ExpertOutputs:
+        """What the experts give for rows [..., C], by kernels of CUDA. dense: the output of an MLP beside them."""
+        to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
+        kernels = _kernels()
+        shares, chosen = kernels.route(F.linear(to_router, self.router), self)
         outputs = kernels.expert_outputs(to_experts, chosen, self)
-        out: Tensor = kernels.combine(outputs, weights, dense.reshape(rows.shape), self.norms.outputs)
-        return out.view_as(state)
+        return ExpertOutputs(outputs, shares, dense, self.norms.outputs if self.norms else None)
+
+
+def _kernels() -> Any:
+    from eyas.models.cuda import expert_kernels
+
+    return expert_kernels
 
 
 def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:

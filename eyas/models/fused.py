@@ -27,7 +27,7 @@ from eyas.models.attention import attend_layer, kv_sources
 from eyas.models.checkpoint import merge_quantised
 from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.cpu_decoder import CpuDecoder
-from eyas.models.experts import EXPERT_BLOCKS, RoutedExperts, with_experts
+from eyas.models.experts import EXPERT_BLOCKS, ExpertOutputs, RoutedExperts, with_experts
 from eyas.models.inputs import PackedInputs
 from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
@@ -259,7 +259,7 @@ class FusedLayer:
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
-        kernels = None if packed.metadata is None or hidden_states.device.type == "cpu" else _layer_kernels()
+        kernels = _kernels_for(hidden_states, packed)
         normed = stream.normed if hidden_states is stream.hidden else None
         if normed is None:
             norm, x = self.input_norm, hidden_states
@@ -272,8 +272,10 @@ class FusedLayer:
         attended = attend_layer(query, kv_cache, source, packed, *self._attention)
         out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
-        state, normed = sum_and_norm(hidden_states, out, self._mlp_norm, self._out_norm)
-        out = self._mlp(state, normed, gated, _expert_kernels(kernels) if self._routed else None)
+        routed = self._routed if kernels else None
+        sum_and_norms = routed.add_norms if routed and routed.norms else sum_and_norm
+        state, normed, *inputs = sum_and_norms(hidden_states, out, self._mlp_norm, self._out_norm)
+        out = self._mlp(state, normed, gated, routed, inputs)
         delta_norm = self._down_norm
         if self._input is not None:
             state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
@@ -282,15 +284,16 @@ class FusedLayer:
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
 
-    def _mlp(self, state: Tensor, normed: Tensor, gated: Callable[..., Tensor], kernels: Any) -> Tensor:
-        """The MLP, the experts, or both. kernels: of experts; None leaves these to transformers' modules."""
-        routed = self._routed if kernels else None
+    def _mlp(
+        self, state: Tensor, normed: Tensor, gated: Callable[..., Tensor], routed: RoutedExperts | None, inputs: list[Tensor]
+    ) -> Tensor | ExpertOutputs:
+        """The MLP, the experts, or both. routed: None leaves experts to transformers. inputs: of experts beside an MLP."""
         if self.experts is not None:
-            return routed.run(normed, kernels) if routed else self.experts(normed)
+            return routed.run(normed, normed) if routed else self.experts(normed)
         dense: Tensor = self._down(self._gated(normed, gated))
         if self._mixture is None:
             return dense
-        return routed.run_beside(state, dense, kernels) if routed else with_experts(self._mixture, state, dense)
+        return routed.run(*inputs, dense=dense) if routed else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Activated gates times values [1, R, I]; both are freed before the next product."""
@@ -312,16 +315,13 @@ class FusedLayer:
         )  # fmt: skip
 
 
-def _layer_kernels() -> Any:
+def _kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
+    """The kernels of layers, where attention has its own; else None."""
+    if packed.metadata is None or rows.device.type == "cpu":
+        return None
     from eyas.models.cuda import layer_kernels
 
     return layer_kernels
-
-
-def _expert_kernels(kernels: Any) -> Any:
-    if kernels is not None:  # those of layers
-        from eyas.models.cuda import expert_kernels as kernels
-    return kernels
 
 
 def fuse_layers(model: Any) -> bool:
@@ -354,7 +354,9 @@ def fuse_layers(model: Any) -> bool:
 
             compile_kernels()
     if not on_cpu:
-        decoder.rotary_emb.forward = partial(_layer_kernels().rotary_tables, decoder.rotary_emb)
+        from eyas.models.cuda.layer_kernels import rotary_tables
+
+        decoder.rotary_emb.forward = partial(rotary_tables, decoder.rotary_emb)
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 

@@ -375,18 +375,12 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
     else:
         kind, settings = FAMILIES[name]
         target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
-    for name in ("add_norm", "gate"):
-        monkeypatch.setattr(fused, name, getattr(layer_kernels, name))
     use_torch(target)
-    plain_rotary = []
-    monkeypatch.setattr(fused.ResidualStream, "signed", lambda stream, cos, sin: (plain_rotary.append(cos), (cos, sin))[1])
-    monkeypatch.setattr(fused, "rotate_and_store", layer_kernels.rotate_and_store)
+    monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
     expert_kernels, by_kernels = import_module("eyas.models.cuda.expert_kernels"), list[Any]()
-    monkeypatch.setattr(fused, "_expert_kernels", lambda _: expert_kernels)
-    combine = expert_kernels.combine
-    monkeypatch.setattr(expert_kernels, "combine", lambda *args: (by_kernels.append(args), combine(*args))[1])
+    route = expert_kernels.route
+    monkeypatch.setattr(expert_kernels, "route", lambda *args: (by_kernels.append(args), route(*args))[1])
     assert_equal_to_unfused(target)
-    assert plain_rotary
     assert bool(by_kernels) == target.is_mixture_of_experts
 
 

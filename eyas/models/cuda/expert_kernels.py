@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.models.cuda.layer_kernels import normed_row
+from eyas.models.cuda.layer_kernels import normed_row, weighted_row
 from eyas.tensors import on_device_of
 
 if TYPE_CHECKING:
@@ -27,16 +27,20 @@ PAIRS_PER_TILE = 32
 ORDER_BLOCK = 1024
 
 
-def expert_inputs(state: Tensor, norms: ExpertNorms) -> tuple[Tensor, Tensor]:
-    """What router and experts of Gemma 4 see of state [R, C]: one launch."""
-    width, to_router, to_experts = state.shape[-1], torch.empty_like(state), torch.empty_like(state)
+def add_norms(
+    norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual sum and its norm, as `fused.add_norm`, and what router and experts of Gemma 4 see of it: one launch."""
+    width = hidden.shape[-1]
+    state, normed, to_router, to_experts = (torch.empty_like(hidden) for _ in range(4))
     block = triton.next_power_of_2(width)
-    with on_device_of(state):
-        _expert_inputs[(state.numel() // width,)](
-            *(state, to_router, to_experts, norms.router_scale, norms.inputs.weight, norms.router_factor, norms.inputs.eps),
-            WIDTH=width, ADDS_ONE=norms.inputs.adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    with on_device_of(hidden):
+        _add_norms[(hidden.numel() // width,)](
+            *(hidden, delta, state, normed, to_router, to_experts, norm.weight, delta_norm.weight, norms.router_scale),
+            *(norms.inputs.weight, norms.router_factor, norm.eps, delta_norm.eps, norms.inputs.eps),
+            WIDTH=width, ADDS_ONE=norm.adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-    return to_router, to_experts
+    return state, normed, to_router, to_experts
 
 
 def route(logits: Tensor, routed: RoutedExperts) -> tuple[Tensor, Tensor]:
@@ -75,35 +79,33 @@ def expert_outputs(x: Tensor, chosen: Tensor, routed: RoutedExperts) -> Tensor:
     return out
 
 
-def combine(
-    outputs: Tensor, weights: Tensor, dense: Tensor | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
-) -> Tensor:
-    """The weighted sum of the experts' outputs [R, K, C]: [R, C], in one launch.
-
-    dense, norms: the output of the MLP beside them [R, C], and the norms of both before they are added, the experts' first.
-    """
+def combine(outputs: Tensor, shares: Tensor) -> Tensor:
+    """The sum of the experts' outputs [R, K, C] by their shares: [R, C], in one launch."""
     (rows, top_k, width), out = outputs.shape, outputs.new_empty((outputs.shape[0], outputs.shape[2]))
-    own, others = norms or (None, None)
     block = triton.next_power_of_2(width)
     with on_device_of(outputs):
         _combine_experts[(rows,)](
-            *(outputs, weights, out, dense, own and own.weight, others and others.weight, own.eps if own else 0.0),
-            TOP_K=top_k, WIDTH=width, ADDS_ONE=own is not None and own.adds_one, HAS_DENSE=dense is not None, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )  # fmt: skip
+            *(outputs, shares, out), TOP_K=top_k, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        )
     return out
 
 
 @triton.jit
-def _expert_inputs(
-    state, to_router, to_experts, router_scale, weight, router_factor, eps,
+def _add_norms(
+    hidden, delta, state, normed, to_router, to_experts, weight, inner, router_scale, expert_weight, router_factor, eps,
+    inner_eps, expert_eps,
     WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
-    x = tl.load(state + at, mask=kept, other=0.0)
-    tl.store(to_experts + at, normed_row(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
-    scaled = normed_row(x, tl.load(router_scale + d, mask=kept, other=0.0), eps, WIDTH, False)
+    x, y = tl.load(hidden + at, mask=kept, other=0.0), tl.load(delta + at, mask=kept, other=0.0)
+    y = normed_row(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
+    x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    tl.store(state + at, x, mask=kept)
+    tl.store(normed + at, normed_row(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
+    own = tl.load(expert_weight + d, mask=kept, other=0.0)
+    tl.store(to_experts + at, normed_row(x, own, expert_eps, WIDTH, ADDS_ONE), mask=kept)
+    scaled = normed_row(x, tl.load(router_scale + d, mask=kept, other=0.0), expert_eps, WIDTH, False)
     tl.store(to_router + at, (scaled.to(tl.float32) * router_factor).to(x.dtype), mask=kept)
 
 
@@ -219,23 +221,7 @@ def _down(
 
 
 @triton.jit
-def _combine_experts(
-    outputs, weights, out, dense, own_weight, dense_weight, eps,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_DENSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _combine_experts(outputs, shares, out, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    kept, acc = d < WIDTH, tl.zeros([BLOCK], tl.float32)
-    for k in range(TOP_K):
-        y = tl.load(outputs + (row * TOP_K + k) * WIDTH + d, mask=kept, other=0.0)
-        weight = tl.load(weights + row * TOP_K + k)
-        part = y.to(tl.float32) * weight.to(tl.float32)
-        if weight.dtype == y.dtype:  # then the product is rounded
-            part = part.to(y.dtype).to(tl.float32)
-        acc += part
-    x = acc.to(out.dtype.element_ty)
-    if HAS_DENSE:
-        y = tl.load(dense + row * WIDTH + d, mask=kept, other=0.0)
-        x = normed_row(x, tl.load(own_weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE)
-        y = normed_row(y, tl.load(dense_weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE)
-        x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
-    tl.store(out + row * WIDTH + d, x, mask=kept)
+    kept = d < WIDTH
+    tl.store(out + row * WIDTH + d, weighted_row(outputs, shares, row, d, kept, WIDTH, TOP_K), mask=kept)

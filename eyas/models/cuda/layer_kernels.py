@@ -17,6 +17,7 @@ from eyas.cache.kv_cache import UNSCALED, KVScales
 from eyas.tensors import on_device_of
 
 if TYPE_CHECKING:
+    from eyas.models.experts import ExpertOutputs
     from eyas.models.fused import HeadLayout, RMSNorm
 
 GATE_BLOCK = 1024
@@ -26,18 +27,21 @@ WIDE_OUTPUTS = 8192
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
+    hidden: Tensor, delta: Tensor | ExpertOutputs, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm, as `fused.add_norm`: one launch."""
+    """The residual sum and its norm, as `fused.add_norm`: one launch. Outputs of experts are summed in it."""
     width = hidden.shape[-1]
-    state, normed = torch.empty_like(delta), torch.empty_like(delta)
-    inner = delta_norm or norm
+    state, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    outputs, shares, dense, mixed = (delta, None, None, None) if isinstance(delta, Tensor) else delta
+    (own, beside), inner = mixed or (norm, norm), delta_norm or norm
     block = triton.next_power_of_2(width)
     with on_device_of(hidden):
         _add_norm[(hidden.numel() // width,)](
-            *(hidden, delta, state, normed, norm.weight, inner.weight, norm.weight if factor is None else factor),
-            norm.eps, inner.eps, WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None,
-            HAS_FACTOR=factor is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            *(hidden, outputs, shares, dense, state, normed, norm.weight, inner.weight, own.weight, beside.weight),
+            *(norm.weight if factor is None else factor, norm.eps, inner.eps, own.eps),
+            WIDTH=width, ADDS_ONE=norm.adds_one, HAS_INNER=delta_norm is not None, HAS_FACTOR=factor is not None,
+            TOP_K=0 if shares is None else shares.shape[1], HAS_DENSE=dense is not None, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return state, normed
 
@@ -213,12 +217,23 @@ def _product(
 
 @triton.jit
 def _add_norm(
-    hidden, delta, state, normed, weight, inner, factor, eps, inner_eps,
-    WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, delta, shares, dense, state, normed, weight, inner, own, beside, factor, eps, inner_eps, own_eps,
+    WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, HAS_FACTOR: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, BLOCK)
-    at, kept = tl.program_id(0).to(tl.int64) * WIDTH + d, d < WIDTH
-    x, y = tl.load(hidden + at, mask=kept, other=0.0), tl.load(delta + at, mask=kept, other=0.0)
+    """One row. TOP_K: of its experts, whose outputs are delta; 0 if delta is a row. HAS_DENSE: an MLP is beside them."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, kept = row * WIDTH + d, d < WIDTH
+    x = tl.load(hidden + at, mask=kept, other=0.0)
+    if TOP_K > 0:
+        y = weighted_row(delta, shares, row, d, kept, WIDTH, TOP_K)
+    else:
+        y = tl.load(delta + at, mask=kept, other=0.0)
+    if HAS_DENSE:
+        y = normed_row(y, tl.load(own + d, mask=kept, other=0.0), own_eps, WIDTH, ADDS_ONE)
+        z = tl.load(dense + at, mask=kept, other=0.0)
+        z = normed_row(z, tl.load(beside + d, mask=kept, other=0.0), own_eps, WIDTH, ADDS_ONE)
+        y = (y.to(tl.float32) + z.to(tl.float32)).to(y.dtype)
     if HAS_INNER:
         y = normed_row(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
     x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
@@ -226,6 +241,20 @@ def _add_norm(
         x = (x.to(tl.float32) * tl.load(factor).to(tl.float32)).to(x.dtype)
     tl.store(state + at, x, mask=kept)
     tl.store(normed + at, normed_row(x, tl.load(weight + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE), mask=kept)
+
+
+@triton.jit
+def weighted_row(outputs, shares, row, d, kept, WIDTH: tl.constexpr, TOP_K: tl.constexpr):
+    """The sum of the outputs [R, K, C] of a row's experts by their shares [R, K]."""
+    acc = tl.zeros(d.shape, tl.float32)
+    for k in range(TOP_K):
+        y = tl.load(outputs + (row * TOP_K + k) * WIDTH + d, mask=kept, other=0.0)
+        share = tl.load(shares + row * TOP_K + k)
+        part = y.to(tl.float32) * share.to(tl.float32)
+        if share.dtype == y.dtype:  # then the product is rounded
+            part = part.to(y.dtype).to(tl.float32)
+        acc += part
+    return acc.to(outputs.dtype.element_ty)
 
 
 @triton.jit

@@ -182,13 +182,13 @@ OWN_INPUTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 
 
 
 @pytest.mark.parametrize(("family", "most", "settings"), [
-    ("phi3", 10, {}), ("mixtral", 13, {}), ("qwen3_moe", 13, {}),
+    ("phi3", 10, {}), ("mixtral", 12, {}), ("qwen3_moe", 12, {}),
     ("gemma4_text", 10, {**GEMMA_4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
     ("gemma4_text", 14, {**GEMMA_4, **OWN_INPUTS}),
-    ("gemma4_text", 17, {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", 15, {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}),
 ])  # fmt: skip
 def test_a_layer_of_other_families_launches_few_kernels(family: str, most: int, settings: dict[str, Any]) -> None:
-    """Of Mixtral's and Qwen3-MoE's launches 7 are around the experts; Gemma 4 has these beside an MLP."""
+    """Five are of the experts: the router's product, routing, order, and two products. The sums around take their norms."""
     configs = [AutoConfig.for_model(family, **SIZES | settings, num_hidden_layers=n, pad_token_id=0) for n in (2, 4)]
     two, four = (pass_of(weightless(config), 64) for config in configs)
     assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
