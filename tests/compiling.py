@@ -235,13 +235,15 @@ def layer_calls(sm: int) -> None:
 
 
 def expert_calls(sm: int) -> None:
-    """The experts of a Gemma 4 with 128 of them, in bfloat16; on two kinds of GPU those of Mixtral and in float32 too."""
+    """The experts of a Gemma 4 with 128 of them, in bfloat16, and a rank's eighth of them; on two kinds of GPU those of Mixtral
+    and in float32 too."""
     from eyas.models.cuda import expert_kernels, layer_kernels
     from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts
     from eyas.models.fused import RMSNorm
 
-    shapes = ((torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 64, 4))
-    for dtype, hidden, inner, num_experts, top_k in shapes if sm in WHOLE else shapes[:1]:
+    shapes = [(torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 2816, 88, 128, 8)]
+    shapes += [(torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 64, 4)] if sm in WHOLE else []
+    for dtype, hidden, inner, num_experts, top_k in shapes:
         norm = RMSNorm(torch.zeros(hidden, device=META), 1e-6, True)
         weight, rows = torch.zeros(hidden, dtype=dtype, device=META), torch.zeros(64, hidden, dtype=dtype, device=META)
         gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=dtype, device=META)

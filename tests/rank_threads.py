@@ -39,7 +39,7 @@ class RankThreads:
             raise
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        tensors = torch.stack(self._exchange(tensor))
+        tensors = torch.stack([theirs.view_as(tensor) for theirs in self._exchange(tensor)])
         tensor.copy_(tensors.amax(0) if op == dist.ReduceOp.MAX else tensors.sum(0))
 
     def all_gather(self, found: list[Tensor], tensor: Tensor) -> None:

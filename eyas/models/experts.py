@@ -1,13 +1,14 @@
 """Experts of a fused layer: what routes rows to them and their weights, as the kernels of CUDA take them.
 
-transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, with quantised weights, and with
-weights that are split over ranks.
+transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, and with quantised weights. Over
+ranks each expert is split, and outputs are summed by what `tensor_parallel` has added to the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn.functional as F
@@ -45,10 +46,10 @@ class ExpertOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Weights of a layer's router [E, C] and experts: gate_up [E, 2 I, C], down [E, C, I].
+    """Weights of a layer's router [E, C] and experts: gate_up [E, 2 I, C], down [E, C, I], with this rank's part of I.
 
     scales: of each expert's share, [E]. normalises: whether the shares of the chosen experts add up to 1. rounds_weights:
-    whether they are rounded to the type of rows.
+    whether they are rounded to the type of rows. sum_ranks: the sum over ranks of what experts give; None for whole experts.
     """
 
     router: Tensor
@@ -60,6 +61,7 @@ class RoutedExperts:
     rounds_weights: bool = False
     scales: Tensor | None = None
     norms: ExpertNorms | None = None
+    sum_ranks: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of_block(cls, block: Any, activation: str | None) -> RoutedExperts | None:
@@ -70,7 +72,7 @@ class RoutedExperts:
         is_qwen = type(block).__name__ == EXPERT_BLOCKS[1]
         return cls(
             router.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(), int(router.top_k), activation,
-            bool(router.norm_topk_prob) if is_qwen else True, is_qwen,
+            bool(router.norm_topk_prob) if is_qwen else True, is_qwen, sum_ranks=_sum_of(experts),
         )  # fmt: skip
 
     @classmethod
@@ -86,6 +88,7 @@ class RoutedExperts:
         return cls(
             router.proj.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(),
             int(router.config.top_k_experts), activation, scales=router.per_expert_scale.detach(), norms=norms,
+            sum_ranks=_sum_of(experts),
         )  # fmt: skip
 
     def add_norms(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -96,10 +99,12 @@ class RoutedExperts:
     def run(self, to_router: Tensor, to_experts: Tensor, dense: Tensor | None = None) -> ExpertOutputs:
         """What the experts give for rows [..., C], by kernels of CUDA. dense: the output of an MLP beside them."""
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
-        kernels = _kernels()
+        kernels, norms = _kernels(), self.norms.outputs if self.norms else None
         shares, chosen = kernels.route(F.linear(to_router, self.router), self)
         outputs = kernels.expert_outputs(to_experts, chosen, self)
-        return ExpertOutputs(outputs, shares, dense, self.norms.outputs if self.norms else None)
+        if self.sum_ranks is None:
+            return ExpertOutputs(outputs, shares, dense, norms)
+        return ExpertOutputs(self.sum_ranks(kernels.combine(outputs, shares)), None, dense, norms)
 
 
 def _kernels() -> Any:
@@ -118,7 +123,13 @@ def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
 
 
 def _are_plain(experts: Any, router_weight: Any, *modules: Any) -> bool:
-    """Whether all weights are plain, and calling the modules does nothing more, such as a sum over ranks."""
+    """Whether all weights are plain, and calling the modules does nothing more than to sum the experts' output over ranks."""
     weights = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    is_plain = all(type(weight) is nn.Parameter for weight in weights)
-    return is_plain and not any(module._forward_hooks or module._forward_pre_hooks for module in (experts, *modules))
+    is_plain = all(type(weight) is nn.Parameter for weight in weights) and len(experts._forward_hooks) <= 1
+    hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))
+    return is_plain and not any(hooks)
+
+
+def _sum_of(experts: Any) -> Callable[[Tensor], Tensor] | None:
+    """The sum over ranks that `shard_model` has added behind the module; None without ranks."""
+    return next((partial(hook, experts, ()) for hook in experts._forward_hooks.values()), None)

@@ -32,7 +32,8 @@ from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_s
 from eyas.models.heads.hydra import HydraHead, HydraMLP
 from eyas.models.heads.medusa import MedusaHead
 from eyas.models.numerics import use_float32_head
-from eyas.models.target import TargetModel
+from eyas.models.target import TargetModel, measure_kv_shapes
+from eyas.models.tensor_parallel import Shard, shard_model
 from eyas.request import NoiseKey
 from tests.launches import META
 
@@ -78,14 +79,18 @@ def llama(num_layers: int, hidden: int = HIDDEN, intermediate: int = 14336, num_
     return weightless(config)
 
 
-def weightless(config: Any) -> TargetModel:
-    """A fused target in bfloat16."""
+def weightless(config: Any, shard: Shard | None = None) -> TargetModel:
+    """A fused target in bfloat16, or a rank's part of it."""
     register_attention()
     config._attn_implementation = ATTENTION_NAME
     architecture: Any = AutoModelForCausalLM
     num_layers = config.num_hidden_layers
     with torch.device(META):
-        target = TargetModel(architecture.from_config(config, dtype=torch.bfloat16), (0, num_layers // 2, num_layers - 1))
+        model = architecture.from_config(config, dtype=torch.bfloat16)
+        shapes = measure_kv_shapes(config)
+        if shard is not None:
+            shard_model(model, shard, [heads for heads, _ in shapes])
+        target = TargetModel(model, (0, num_layers // 2, num_layers - 1), shard, shapes)
     use_float32_head(target.model)
     assert fuse_layers(target.model)
     return target

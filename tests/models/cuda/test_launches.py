@@ -21,6 +21,7 @@ from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_word
 from eyas.models.fused import fuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
+from eyas.models.tensor_parallel import Shard
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, best_of_races, race, sample
 from eyas.sampling.sharded_top_p import likely_logits
@@ -192,6 +193,24 @@ def test_a_layer_of_other_families_launches_few_kernels(family: str, most: int, 
     configs = [AutoConfig.for_model(family, **SIZES | settings, num_hidden_layers=n, pad_token_id=0) for n in (2, 4)]
     two, four = (pass_of(weightless(config), 64) for config in configs)
     assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
+
+
+@pytest.mark.parametrize(("family", "most", "num_sums", "settings"), [
+    ("mixtral", 13, 2, {}), ("qwen3_moe", 13, 2, {}),
+    ("gemma4_text", 16, 3, {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}),
+])  # fmt: skip
+def test_a_rank_launches_one_kernel_more_for_its_experts(
+    family: str, most: int, num_sums: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part of their sum. Sums over ranks are those behind attention, experts, and an MLP."""
+    sums, found = list[Any](), list[Launches]()
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda output: sums.append(output.shape))
+    for num_layers in (2, 4):
+        config = AutoConfig.for_model(family, **SIZES | settings, num_hidden_layers=num_layers, pad_token_id=0)
+        found.append(pass_of(weightless(config, Shard(1, 2)), 64))
+    two, four = found
+    assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
+    assert len(sums) == (2 + 4) * num_sums
 
 
 def test_wide_layers_of_gemma_4_are_fused() -> None:

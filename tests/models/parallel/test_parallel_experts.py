@@ -1,0 +1,127 @@
+"""Kernels of experts over ranks: each computes its part of every expert, and the sum over ranks is the module's own.
+
+Ranks are threads, and the kernels run in triton's interpreter, one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eyas.models import fused
+from eyas.models.attention import ATTENTION_NAME, register_attention
+from eyas.models.fused import fuse_layers, unfuse_layers
+from eyas.models.inputs import Segment
+from eyas.models.target import TargetModel, load_target, measure_kv_shapes
+from eyas.models.tensor_parallel import Shard, shard_model
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.models.test_fused import GEMMA_4
+from tests.rank_threads import RankThreads
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+NUM_RANKS, NUM_LAYERS, ROWS = 2, 3, np.arange(7)
+SEGMENT = Segment(3 + ROWS * 7 % 40, ROWS, ROWS, ROWS[:0], None, ROWS)
+MODELS = ("mixtral", "qwen-3-moe", "gemma-4")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Kernels of experts, whose routing counts its calls; the layers run by kernels, though attention does not."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found, lock, run = import_module("eyas.models.cuda.expert_kernels"), threading.Lock(), GridExecutor.__call__
+    route, found_calls = found.route, list[int]()
+
+    def locked(*args: Any, **named: Any) -> None:
+        with lock:
+            run(*args, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+    monkeypatch.setattr(found, "route", lambda *args: (found_calls.append(1), route(*args))[1])
+    monkeypatch.setattr(found, "calls", found_calls, raising=False)
+    layer_kernels = import_module("eyas.models.cuda.layer_kernels")
+    monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
+    return found
+
+
+def write_family(name: str, folder: Path) -> str:
+    kind, settings = FAMILIES[name]
+    return write_model(folder, config_of(kind, **settings | (GEMMA_4["experts"] if name == "gemma-4" else {})))
+
+
+def rank_of(folder: str, rank: int) -> TargetModel:
+    """One rank's part of a fused target, without the exchanges of a load."""
+    register_attention()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME)
+    model.config.pad_token_id = None
+    shard, shapes = Shard(rank, NUM_RANKS), measure_kv_shapes(model.config)
+    shard_model(model, shard, [heads for heads, _ in shapes])
+    target = TargetModel(model, shard=shard, kv_shapes=shapes)
+    assert fuse_layers(model)
+    return target
+
+
+def logits_of(target: TargetModel) -> Tensor:
+    """Of all rows; of a rank those of its part of the vocabulary."""
+    return target.forward(target.pack([SEGMENT]), target.new_kv_cache(len(ROWS))).logits
+
+
+def logits_over_ranks(targets: Sequence[TargetModel], run: Callable[[TargetModel], Tensor] = logits_of) -> Tensor:
+    return torch.cat(RankThreads(NUM_RANKS).run(lambda rank: run(targets[rank])), -1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_with_kernels_equal_the_whole_model(name: str, tmp_path: Path, kernels: Any) -> None:
+    """With the exchanges of the modules, in their order; a rank without memory counts on that."""
+    folder = write_family(name, tmp_path)
+    targets = [rank_of(folder, rank) for rank in range(NUM_RANKS)]
+    found = logits_over_ranks(targets)
+    assert len(kernels.calls) == NUM_RANKS * NUM_LAYERS
+    exchanges = targets[0].model.exchanges._known
+    for target in targets:
+        unfuse_layers(target.model)
+    torch.testing.assert_close(found, logits_over_ranks(targets), rtol=1e-4, atol=1e-4)
+    assert targets[0].model.exchanges._known == exchanges
+    assert len(exchanges) == NUM_LAYERS * (3 if name == "gemma-4" else 2)
+    whole = load_target(folder)
+    unfuse_layers(whole.model)
+    torch.testing.assert_close(found, logits_of(whole), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_without_memory_in_its_experts_sums_zeros(
+    tmp_path: Path, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank ends its pass, and the next one is right."""
+    folder, short_rank = write_family("gemma-4", tmp_path), threading.local()
+    targets = [rank_of(folder, rank) for rank in range(NUM_RANKS)]
+    expected, combine = logits_over_ranks(targets), kernels.combine
+
+    def combine_if_it_fits(*args: Any) -> Tensor:
+        if hasattr(short_rank, "exchanges"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return combine(*args)
+
+    def run(target: TargetModel) -> Tensor:
+        if target is targets[0]:
+            return logits_of(target)
+        short_rank.exchanges = exchanges = target.model.exchanges
+        with pytest.raises(torch.OutOfMemoryError):
+            logits_of(target)
+        assert exchanges.can_finish
+        exchanges.finish(target.device)
+        return torch.zeros(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "combine", combine_if_it_fits)
+        RankThreads(NUM_RANKS).run(lambda rank: run(targets[rank]))
+    assert torch.equal(logits_over_ranks(targets), expected)
