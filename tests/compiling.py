@@ -235,8 +235,7 @@ def layer_calls(sm: int) -> None:
 
 
 def expert_calls(sm: int) -> None:
-    """The experts of a Gemma 4 with 128 of them, in bfloat16, and a rank's eighth of them; on two kinds of GPU those of Mixtral
-    and in float32 too."""
+    """The experts of a Gemma 4 in bfloat16, whole and an eighth of each; on two kinds of GPU Mixtral's and float32 too."""
     from eyas.models.cuda import expert_kernels, layer_kernels
     from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts
     from eyas.models.fused import RMSNorm
@@ -259,7 +258,7 @@ def expert_calls(sm: int) -> None:
             assert routed.norms is not None
             expert_kernels.add_norms(routed.norms, rows, rows, norm, norm)
             beside = ExpertOutputs(outputs, shares, rows, routed.norms.outputs)
-            for found in (beside, beside._replace(outputs=rows, shares=None)):  # on one rank, and behind the sum over several
+            for found in (beside, beside._replace(outputs=rows, shares=None)):  # also behind a sum over ranks
                 layer_kernels.add_norm(rows, found, norm, norm, norm.weight[:1])
         else:
             layer_kernels.add_norm(rows, ExpertOutputs(outputs, shares, None, None), norm, None)

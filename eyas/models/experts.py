@@ -123,7 +123,7 @@ def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
 
 
 def _are_plain(experts: Any, router_weight: Any, *modules: Any) -> bool:
-    """Whether all weights are plain, and calling the modules does nothing more than to sum the experts' output over ranks."""
+    """Whether all weights are plain, and calling the modules does nothing more, but for a sum of the experts over ranks."""
     weights = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
     is_plain = all(type(weight) is nn.Parameter for weight in weights) and len(experts._forward_hooks) <= 1
     hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))

@@ -231,8 +231,7 @@ class FusedLayer:
         self._mlp_norm = norm_of(layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm)
         self._mixture = layer if getattr(layer, "enable_moe_block", False) else None
         if self.experts is not None:
-            activation = ACTIVATIONS.get(type(_activation_of(mlp.experts)).__name__)
-            self._routed = RoutedExperts.of_block(mlp, activation)
+            self._routed = RoutedExperts.of_block(mlp, ACTIVATIONS.get(type(_activation_of(mlp.experts)).__name__))
         elif self._mixture is not None:
             self._routed = RoutedExperts.of_layer(layer, self._activation, norm_of)
         self._factor: Tensor | None = getattr(layer, "layer_scalar", None)

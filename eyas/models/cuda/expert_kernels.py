@@ -27,20 +27,17 @@ PAIRS_PER_TILE = 32
 ORDER_BLOCK = 1024
 
 
-def add_norms(
-    norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm) -> tuple[Tensor, ...]:
     """The residual sum and its norm, as `fused.add_norm`, and what router and experts of Gemma 4 see of it: one launch."""
-    width = hidden.shape[-1]
-    state, normed, to_router, to_experts = (torch.empty_like(hidden) for _ in range(4))
+    width, found = hidden.shape[-1], tuple(torch.empty_like(hidden) for _ in range(4))
     block = triton.next_power_of_2(width)
     with on_device_of(hidden):
         _add_norms[(hidden.numel() // width,)](
-            *(hidden, delta, state, normed, to_router, to_experts, norm.weight, delta_norm.weight, norms.router_scale),
+            *(hidden, delta, *found, norm.weight, delta_norm.weight, norms.router_scale),
             *(norms.inputs.weight, norms.router_factor, norm.eps, delta_norm.eps, norms.inputs.eps),
             WIDTH=width, ADDS_ONE=norm.adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-    return state, normed, to_router, to_experts
+    return found
 
 
 def route(logits: Tensor, routed: RoutedExperts) -> tuple[Tensor, Tensor]:

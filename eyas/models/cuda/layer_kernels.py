@@ -30,10 +30,9 @@ def add_norm(
     hidden: Tensor, delta: Tensor | ExpertOutputs, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm, as `fused.add_norm`: one launch. Outputs of experts are summed in it."""
-    width = hidden.shape[-1]
-    state, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     outputs, shares, dense, mixed = (delta, None, None, None) if isinstance(delta, Tensor) else delta
-    (own, beside), inner = mixed or (norm, norm), delta_norm or norm
+    (own, beside), inner, width = mixed or (norm, norm), delta_norm or norm, hidden.shape[-1]
+    state, normed = outputs.new_empty(hidden.shape), outputs.new_empty(hidden.shape)
     block = triton.next_power_of_2(width)
     with on_device_of(hidden):
         _add_norm[(hidden.numel() // width,)](
@@ -224,11 +223,7 @@ def _add_norm(
     """One row. TOP_K: of its experts, whose outputs are delta; 0 if delta is a row. HAS_DENSE: an MLP is beside them."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, kept = row * WIDTH + d, d < WIDTH
-    x = tl.load(hidden + at, mask=kept, other=0.0)
-    if TOP_K > 0:
-        y = weighted_row(delta, shares, row, d, kept, WIDTH, TOP_K)
-    else:
-        y = tl.load(delta + at, mask=kept, other=0.0)
+    y = weighted_row(delta, shares, row, d, kept, WIDTH, TOP_K) if TOP_K else tl.load(delta + at, mask=kept, other=0.0)
     if HAS_DENSE:
         y = normed_row(y, tl.load(own + d, mask=kept, other=0.0), own_eps, WIDTH, ADDS_ONE)
         z = tl.load(dense + at, mask=kept, other=0.0)
@@ -236,6 +231,7 @@ def _add_norm(
         y = (y.to(tl.float32) + z.to(tl.float32)).to(y.dtype)
     if HAS_INNER:
         y = normed_row(y, tl.load(inner + d, mask=kept, other=0.0), inner_eps, WIDTH, ADDS_ONE)
+    x = tl.load(hidden + at, mask=kept, other=0.0)
     x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
     if HAS_FACTOR:
         x = (x.to(tl.float32) * tl.load(factor).to(tl.float32)).to(x.dtype)
