@@ -269,7 +269,7 @@ class FusedLayer:
         else:
             query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
         attended = attend_layer(query, kv_cache, source, packed, *self._attention)
-        out = self._out(attended.reshape(1, hidden_states.shape[1], -1))
+        out: Any = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         routed = self._routed if kernels else None
         sum_and_norms = routed.add_norms if routed and routed.norms else sum_and_norm
@@ -292,7 +292,7 @@ class FusedLayer:
         dense: Tensor = self._down(self._gated(normed, gated))
         if self._mixture is None:
             return dense
-        return routed.run(*inputs, dense=dense) if routed else with_experts(self._mixture, state, dense)
+        return routed.run(inputs[0], inputs[1], dense) if routed else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Activated gates times values [1, R, I]; both are freed before the next product."""

@@ -6,8 +6,7 @@ Ranks are threads, and the kernels run in triton's interpreter, one at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +34,21 @@ MODELS = ("mixtral", "qwen-3-moe", "gemma-4")
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Kernels of experts, whose routing counts its calls; the layers run by kernels, though attention does not."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Those of experts. Layers take kernels here, though attention does not."""
     from triton.runtime.interpreter import GridExecutor
 
-    found, lock, run = import_module("eyas.models.cuda.expert_kernels"), threading.Lock(), GridExecutor.__call__
-    route, found_calls = found.route, list[int]()
+    from eyas.models.cuda import expert_kernels, layer_kernels
 
-    def locked(*args: Any, **named: Any) -> None:
+    lock, run = threading.Lock(), GridExecutor.__call__
+
+    def run_alone(*args: Any, **named: Any) -> None:
         with lock:
             run(*args, **named)
 
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
-    monkeypatch.setattr(found, "route", lambda *args: (found_calls.append(1), route(*args))[1])
-    monkeypatch.setattr(found, "calls", found_calls, raising=False)
-    layer_kernels = import_module("eyas.models.cuda.layer_kernels")
+    monkeypatch.setattr(GridExecutor, "__call__", run_alone)
     monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
-    return found
+    return expert_kernels
 
 
 def write_family(name: str, folder: Path) -> str:
@@ -81,12 +78,15 @@ def logits_over_ranks(targets: Sequence[TargetModel], run: Callable[[TargetModel
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_with_kernels_equal_the_whole_model(name: str, tmp_path: Path, kernels: Any) -> None:
+def test_ranks_with_kernels_equal_the_whole_model(
+    name: str, tmp_path: Path, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the exchanges of the modules, in their order; a rank without memory counts on that."""
-    folder = write_family(name, tmp_path)
+    folder, routed, route = write_family(name, tmp_path), list[Tensor](), kernels.route
     targets = [rank_of(folder, rank) for rank in range(NUM_RANKS)]
+    monkeypatch.setattr(kernels, "route", lambda logits, experts: (routed.append(logits), route(logits, experts))[1])
     found = logits_over_ranks(targets)
-    assert len(kernels.calls) == NUM_RANKS * NUM_LAYERS
+    assert len(routed) == NUM_RANKS * NUM_LAYERS
     exchanges = targets[0].model.exchanges._known
     for target in targets:
         unfuse_layers(target.model)
