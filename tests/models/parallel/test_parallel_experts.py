@@ -36,17 +36,17 @@ MODELS = ("mixtral", "qwen-3-moe", "gemma-4")
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Those of experts. Layers take kernels here, though attention does not."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import InterpretedFunction
 
     from eyas.models.cuda import expert_kernels, layer_kernels
 
-    lock, run = threading.Lock(), GridExecutor.__call__
+    lock, run = threading.Lock(), InterpretedFunction.run
 
     def run_alone(*args: Any, **named: Any) -> None:
         with lock:
             run(*args, **named)
 
-    monkeypatch.setattr(GridExecutor, "__call__", run_alone)
+    monkeypatch.setattr(InterpretedFunction, "run", run_alone)
     monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
     return expert_kernels
 
