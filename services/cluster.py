@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
@@ -91,9 +91,9 @@ def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> l
         name, _, rest = assignment.partition(".")
         if name not in by_name:
             near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"--set {assignment!r}: no service {name!r} is started; did you mean {near}.{rest or 'key=value'}?"
-            )
+            owner = next((each for each in by_name if name in {field.name for field in fields(CONFIG_TYPES[each])}), "")
+            meant = f"{owner}.{assignment}" if owner else f"{near}.{rest or 'key=value'}"
+            raise ConfigError(f"--set {assignment!r}: no service {name!r} is started; did you mean {meant}?")
         by_name[name] = by_name[name].add(rest)
     return list(by_name.values())
 
@@ -335,16 +335,21 @@ def _end_with_parent() -> Callable[[], object] | None:
 
 
 def _stop(children: Sequence[Child]) -> None:
-    """Stop the router first, so that running requests finish; then the workers; Redis last. Another Ctrl-C kills all."""
+    """Stop the router first, so that running requests finish; then the workers; Redis last. Another Ctrl-C kills all.
+
+    Without a verifier no request can finish, so the router gets STOP_TIMEOUT_S only.
+    """
     routers = [child for child in children if child.name == "router"]
     workers = [child for child in children[1:] if child.name != "router"]
+    can_finish = any(child.name == "verifier" and child.process.poll() is None for child in workers)
     try:
         for group in (routers, workers, children[:1]):
             for child in group:
                 child.process.terminate()
             started = time.monotonic()
             for child in group:
-                child.wait_or_kill(started + child.stop_timeout_s)
+                is_idle = child.name == "router" and not can_finish
+                child.wait_or_kill(started + (STOP_TIMEOUT_S if is_idle else child.stop_timeout_s))
     except KeyboardInterrupt:
         for child in children:
             child.process.kill()

@@ -25,6 +25,7 @@ from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
+MAX_PORT = 65_535
 REPORT_INTERVAL_S = 30.0
 MAX_STATUS_CHARS = 100
 
@@ -56,8 +57,8 @@ def serve(
         str, typer.Option(help=f"How MODEL writes reasoning: {', '.join(get_args(ReasoningParser))}.")
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="Port of the gRPC API.")] = GRPC_PORT,
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the gRPC API.")] = GRPC_PORT,
     assignments: AssignmentsOption = None,
 ) -> None:
     """Serve MODEL on this machine until Ctrl-C: a router, a verifier and Redis, and a draft service if there is a method.
@@ -72,6 +73,8 @@ def serve(
         settings = {"dtype": dtype, "device": device, **tree}
         chats = {"chat_template": chat_template, "tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
         services = plan(model, draft_model, method, served_model_name, settings, chats)
+        if port == grpc_port:
+            raise ConfigError(f"--port and --grpc-port are both {port}; choose two ports")
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):
             if not is_free(number):
                 raise ConfigError(f"port {number} is in use; choose another with {option}")
@@ -127,9 +130,13 @@ def _assignment(key: str, value: Any) -> str:
 
 @contextmanager
 def exit_on_error(console: Console) -> Iterator[None]:
-    """Turn an EyasError into one reason on stderr and exit status 1, and a signal into status 130."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    """Turn an EyasError into one reason on stderr and exit status 1, and a signal into status 130.
+
+    A script's background job gets SIGINT ignored, and nohup has SIGHUP ignored. Only the second is meant to last.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     except EyasError as error:

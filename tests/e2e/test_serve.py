@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from eyas import SamplingParams
+from eyas.cli import app
 from eyas.errors import ConfigError
+from eyas.services import cluster
 from eyas.services.cluster import assign, free_port
 from eyas.services.serve import plan, share_cores
 from tests.e2e.client import generate
@@ -32,6 +35,16 @@ PROMPT = "x = 1\nx = 1\nx = 1\n"  # prompt lookup finds its end again
 READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
+SIGNALLED = """
+import signal
+from rich.console import Console
+from eyas.services.serve import exit_on_error
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.{}, signal.SIG_IGN)
+with exit_on_error(Console()):
+    signal.raise_signal(signal.{})
+    print("goes on")
+"""
 BUILD = "from setuptools.build_meta import build_{kind} as build; build('..')"
 
 
@@ -202,6 +215,44 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--port", "65536"], "less than or equal to 65535"),
+        (["--grpc-port", "0"], "greater than or equal to 1"),
+        (["--port", "8001", "--grpc-port", "8001"], "--port and --grpc-port are both 8001; choose two ports"),
+    ],
+)
+def test_ports_that_cannot_be_served_are_refused(options: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["serve", TARGET, *options])
+    assert isinstance(result.exception, SystemExit)
+    assert reason in " ".join(re.sub(r"\x1b\[[\d;]*m|│", "", result.output).split())
+
+
+@pytest.mark.parametrize(
+    ("ignored", "sent", "output"),
+    [("SIGINT", "SIGINT", "stopped\n"), ("SIGUSR1", "SIGHUP", "stopped\n"), ("SIGHUP", "SIGHUP", "goes on\n")],
+    ids=["background job", "closed terminal", "nohup"],
+)
+def test_which_signals_end_serve(ignored: str, sent: str, output: str) -> None:
+    command = [sys.executable, "-c", SIGNALLED.format(ignored, sent)]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == output
+
+
+def test_without_a_verifier_a_router_does_not_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "STOP_TIMEOUT_S", 0.1)
+    commands = {"redis": "sleep 60", "verifier": "exit 1", "router": "trap '' TERM; echo ready; exec sleep 20"}
+    children = [
+        cluster.Child(name, "", ["sh", "-c", command], tmp_path / name, tmp_path, 60.0) for name, command in commands.items()
+    ]
+    children[1].process.wait()
+    while not children[2].last_log_lines(1):
+        time.sleep(0.01)
+    cluster._stop(children)
+    assert children[2].process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
     ("draft_model", "method", "names", "verifier_method"),
     [
         ("", "", ["verifier", "router"], "none"),
@@ -228,3 +279,5 @@ def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
     services = plan("model", "", "", "", {})
     with pytest.raises(ConfigError, match="no service 'draft' is started"):
         assign(services, ["draft.threads=1"])
+    with pytest.raises(ConfigError, match=r"did you mean verifier\.engine\.max_num_seqs=4\?"):
+        assign(services, ["engine.max_num_seqs=4"])
