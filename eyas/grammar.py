@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -335,7 +336,7 @@ class GrammarCompiler:
         def compile_matcher() -> Matcher:
             matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
             if matcher.is_error():
-                reason = f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
+                reason = f"structured_outputs cannot be compiled: {_compile_error(matcher.get_error())}"
                 raise InvalidRequest(reason, "structured_outputs")
             return Matcher(matcher, self._not_eos)
 
@@ -415,6 +416,12 @@ def _limits() -> LLParserLimits:
 def _length(structured: StructuredOutputs) -> int:
     texts = (structured.json, structured.regex, structured.grammar, structured.structural_tag, *structured.choice)
     return sum(map(len, texts))
+
+
+def _compile_error(message: str) -> str:
+    """The first line of llguidance's message, and what is wrong with a regular expression, which stands below it."""
+    details = (line.removeprefix("error: ") for line in message.splitlines() if line.startswith("error: "))
+    return " ".join([_first_line(message), *islice(details, 1)])
 
 
 def _first_line(message: str) -> str:

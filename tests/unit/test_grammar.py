@@ -94,7 +94,11 @@ REFUSED: list[tuple[StructuredOutputs, str]] = [
     (StructuredOutputs(json={"not": {"type": "string"}}), "not"),
     (StructuredOutputs(json={"title": "\ud800"}), "structured_outputs cannot be read"),
     (StructuredOutputs(json={"$ref": "http://127.0.0.1/schema"}), "not present in a registry"),
-    (StructuredOutputs(regex="(a"), "cannot be compiled"),
+    (StructuredOutputs(regex="(a"), "cannot be compiled: .* regex parse error: unclosed group$"),
+    (
+        StructuredOutputs(json={"type": "string", "pattern": "a(?=b)"}),
+        "cannot be compiled: .* look-around.* is not supported$",
+    ),
     (StructuredOutputs(grammar="root ::= other"), "grammar cannot be read: Rule 'other' not found"),
     (StructuredOutputs(grammar="root = ["), "cannot be"),
     (StructuredOutputs(structural_tag={}), "must be an object of the form"),
