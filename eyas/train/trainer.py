@@ -215,10 +215,16 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint; what the log says beyond it is cut off."""
+        """Continue from the newest checkpoint, or begin if there is none; what the log says beyond it is cut off."""
         newest = max((self._out / CHECKPOINTS).glob("step-*.pt"), default=None)
-        if newest is None:
-            return
+        if newest is not None:
+            self._restore(newest)
+        log = self._out / LOG_FILE
+        if log.exists() and self.accelerator.is_main_process:
+            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= self.progress.step]
+            write_whole(log, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
+
+    def _restore(self, newest: Path) -> None:
         state = torch.load(newest, map_location="cpu", weights_only=True)
         if state["fingerprint"] != self.config.fingerprint:
             raise ConfigError(
@@ -251,10 +257,6 @@ class Trainer:
                 group["lr"] = rate
             scheduler._last_lr = rates
         self.progress = Progressed(**state["progress"])
-        log = self._out / LOG_FILE
-        if log.exists() and self.accelerator.is_main_process:
-            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= self.progress.step]
-            write_whole(log, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
 
     @contextmanager
     def _bar(self) -> Iterator[Callable[..., None]]:

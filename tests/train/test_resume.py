@@ -103,6 +103,14 @@ def test_other_settings_do_not_continue_a_run(folder: Path, tmp_path: Path) -> N
         build_trainer(other).resume()
 
 
+def test_a_run_stopped_before_a_checkpoint_begins_its_log_again(folder: Path, tmp_path: Path) -> None:
+    config = settings(folder, str(folder / "target"), out=str(tmp_path / "run"))
+    stopped, other = build_trainer(config), build_trainer(config)
+    stopped._log(stopped.step())
+    other.resume()
+    assert records(tmp_path / "run") == []
+
+
 def test_other_data_do_not_continue_a_run(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     for count in (12, 13):
