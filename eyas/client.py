@@ -409,8 +409,9 @@ def _error(error: BaseException) -> EyasError:
     if isinstance(error, EyasError):
         return error
     failed = cast("grpc.RpcError", error)
-    if failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return TimedOut(failed.details() or "the request was not done in its time")
     if failed.code() is grpc.StatusCode.CANCELLED:
         return Unavailable("the router cancelled the call; it may be stopping")
-    return status_error(failed)
+    raised = status_error(failed)
+    if failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not isinstance(raised, TimedOut):  # gRPC's own, at timeout_s
+        return TimedOut("the request was not done in its time")
+    return raised

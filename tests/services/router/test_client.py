@@ -133,7 +133,7 @@ def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
     async def reaches_the_router(timeout_s: float) -> bool:
         retry = replace(QUICK, budget_s=300.0)
         async with worker(url, script) as address, AsyncClient(address, retry=retry) as client:
-            with pytest.raises(TimedOut):
+            with pytest.raises(TimedOut, match=r"^the request was not done in its time"):
                 async for _ in client.stream(PROMPT, GREEDY, timeout_s=timeout_s):
                     pass
         return len(script.calls) == 1
