@@ -11,6 +11,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
+from eyas import validation
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
@@ -82,6 +83,15 @@ def test_the_configuration_page_lists_every_key_once(service: str) -> None:
     listed = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| `?([^|`]+)`? \|", page, re.MULTILINE)
     own = [(key, default) for key, services, default in listed if service in services.split(", ")]
     assert sorted(own) == sorted(DEFAULTS[service].items())
+
+
+def test_ranges_on_the_page_of_sampling_are_the_codes() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text().partition("## Ranges")[2]
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
+    found = {name: (low, float(high)) for names, low, high in rows for name in re.findall("`(.*?)`", names)}
+    code = {**validation._WHOLE, **validation._WHOLE_OR_NONE, **validation._REAL}
+    lows = {name: "above 0" if 0 < low < 1e-9 else f"{low:g}" for name, (low, *_) in code.items()}
+    assert found == {name: (lows[name], float(high)) for name, (_, high, *_) in code.items()}
 
 
 def test_keys_on_the_pages_exist() -> None:
