@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -156,11 +156,15 @@ class SamplingParams:
 def paired(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt, of one or several, with its parameters. Raises InvalidRequest for another number of them."""
+    """Return each prompt, of one or several, with its parameters. Raises InvalidRequest for a wrong number or type."""
+    if not isinstance(prompts, Sized):
+        raise InvalidRequest(f"prompts is {prompts!r}; give a prompt, or a list of them")
     is_one = isinstance(prompts, str | Mapping) or (len(prompts) and all(isinstance(one, Integral) for one in prompts))
     batch = [cast("Prompt", prompts)] if is_one else list(cast("Sequence[Prompt]", prompts))
     params = sampling_params or SamplingParams()
     each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+    if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+        raise InvalidRequest(f"sampling_params holds {wrong[0]!r}; give SamplingParams")
     if len(each) != len(batch):
         raise InvalidRequest(f"{len(batch)} prompts but {len(each)} sampling params; give one for all, or one each")
     return list(zip(batch, each, strict=True))

@@ -77,6 +77,9 @@ def test_the_seed_of_a_result_repeats_it(plain_llm: LLM) -> None:
         (["a"], SamplingParams(stop_token_ids=(9999,)), "stop_token_ids holds token id 9999"),
         (["a"], SamplingParams(max_tokens=5000), "exceed the context length 2048"),
         (["a", "b"], [GREEDY], "2 prompts but 1 sampling params"),
+        (["a"], {"max_tokens": 3}, "sampling_params holds {'max_tokens': 3}; give SamplingParams"),
+        (["a", "b"], [GREEDY, None], "sampling_params holds None; give SamplingParams"),
+        (None, GREEDY, "prompts is None; give a prompt, or a list of them"),
     ],
 )
 def test_a_bad_prompt_is_named_and_leaves_nothing_behind(
