@@ -1,0 +1,24 @@
+"""How torch tells of waits for the GPU."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+NOTICE = "Synchronization debug mode is a prototype feature"  # of the first call in a process; no wait for the device
+
+
+@contextmanager
+def waits_noted(mode: str) -> Iterator[None]:
+    """Inside the context torch warns of each wait for the GPU, or raises.
+
+    mode: as `torch.cuda.set_sync_debug_mode` has it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=NOTICE)
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
