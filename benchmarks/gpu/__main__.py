@@ -1,8 +1,9 @@
 """`make gpu`: everything that a first GPU has to show, in one run of at most 25 minutes, as one dated report.
 
 Beside the report it writes cost tables, one JSON file for each target and head, that emulation and planning read.
-A stage that fails is reported with its error, and the others still run. Each stage ends with its share of the minutes; what
-earlier ones leave is for those that follow. Cases without time are reported as not run.
+A stage that fails is reported with its error, and the others still run; in a new process with a report of its own, if this
+one has lost the device. Each stage ends with its share of the minutes; what earlier ones leave is for those that follow.
+Cases without time are reported as not run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,6 +31,7 @@ from rich.progress import Progress
 from benchmarks.gpu import drafts, end_to_end, kernels, prefill, steps
 from benchmarks.gpu.measuring import Limit, OutOfTime, Part, Scale, full_scale, measure_rates
 from eyas.bench.report import Report, Table
+from eyas.process import num_cores
 
 PROGRAM = "python -m benchmarks.gpu"
 RESULTS = Path("benchmarks/results")
@@ -36,6 +39,10 @@ RESULTS = Path("benchmarks/results")
 SHARES = {"tests": 5.0, "kernels": 2.0, "prefill": 2.0, "steps": 5.0, "drafts": 4.0, "end-to-end": 6.0}
 STAGES = tuple(SHARES)
 RESERVE = 1 / 25
+# Processes that share the tests, which compile most of the time; and plugins of pytest that they need.
+TEST_PROCESSES, PLUGINS = 8, ("xdist.plugin", "pytest_timeout")
+# Seconds before the end of their time at which tests are interrupted, so that they say what they have found.
+GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
     """Run the stages, write the report also if a stage fails or Ctrl-C ends the run, and return the path of its page.
 
     now: a clock of seconds. If the device hangs so that no stage can be ended, the report is written and the process ends.
+    If a stage has left the device unusable, another process takes the place of this one for the stages behind it.
     """
     started = now()
     limits = {name: Limit(started + 60 * end, now) for name, end in stage_ends(settings).items()}
@@ -77,6 +85,7 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
     watchdog = threading.Timer(60 * settings.minutes, give_up, (device, settings, parts, out))
     watchdog.daemon = True
     watchdog.start()
+    is_lost = False
     try:
         with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
             whole = progress.add_task("make gpu", total=len(settings.stages))
@@ -84,10 +93,30 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
                 part = parts[name] = Part(limits[name])
                 _run_stage(work, part)
                 progress.advance(whole)
+                if is_lost := bool(part.error) and cannot_use(device):
+                    break
     finally:
         watchdog.cancel()
         page = _publish(device, settings, parts, out)
+    if is_lost and (left := [name for name in STAGES if name in settings.stages and name not in parts]):
+        go_on(left, settings.minutes - (now() - started) / 60, out)
     return page
+
+
+def cannot_use(device: torch.device) -> bool:
+    """Whether this process has lost the device: after an access to memory that is not there, every call fails."""
+    try:
+        torch.zeros(1, device=device).tolist()
+    except RuntimeError:
+        return True
+    return False
+
+
+def go_on(stages: Sequence[str], minutes: float, out: Path) -> None:
+    """Replace this process by one for these stages, with its own report."""
+    print(f"the device is lost; another process runs {', '.join(stages)}", flush=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", *(f"--stage={name}" for name in stages)]
+    os.execv(sys.executable, [*command, f"--minutes={minutes:.2f}", f"--out={out}"])
 
 
 def stage_ends(settings: Settings) -> dict[str, float]:
@@ -138,33 +167,50 @@ def _run_stage(work: Callable[[Part], None], part: Part) -> None:
 
 
 def run_tests(part: Part) -> None:
-    """tests/gpu in a process of its own, and its last lines."""
+    """tests/gpu in processes of their own, and the last lines."""
     if importlib.util.find_spec("pytest") is None:
         part.error = "pytest is not installed"
         return
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "tests/gpu"]
-    code, output = run_within(command, part.limit)
+    plugins = [name for name in PLUGINS if importlib.util.find_spec(name.partition(".")[0])]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", *(f"-p{name}" for name in plugins)]
+    command += [f"-n{min(TEST_PROCESSES, num_cores())}"] if PLUGINS[0] in plugins else []
+    # a plugin that warns, as some do beside others, would fail every test
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    code, output = run_within([*command, "tests/gpu"], part.limit, GRACE_S, environment)
     lines = output.strip().splitlines()
     failed = tuple((line,) for line in lines if line.startswith(("FAILED", "ERROR")))
     outcome = (lines[-1] if lines else "no output",)
-    part.tables, part.results = [Table("tests/gpu", ("outcome",), (*failed, outcome))], {"output": lines[-40:]}
+    part.tables, part.results = [Table("tests/gpu", ("outcome",), (*failed, outcome))], {"output": lines[-400:]}
     if code is None:
         raise OutOfTime
     part.error = f"tests/gpu exited with {code}" if code else ""
 
 
-def run_within(command: Sequence[str], limit: Limit) -> tuple[int | None, str]:
-    """The exit code of a command and what it printed; None if it had to be ended, with all processes that it started."""
+def run_within(
+    command: Sequence[str], limit: Limit, grace_s: float = 0.0, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """The exit code of a command and what it printed; None if it had to be ended, with all processes that it started.
+
+    grace_s: how long before the end it is interrupted, as by Ctrl-C.
+    """
     with TemporaryFile() as printed:
-        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         code: int | None = None
         try:
-            code = process.wait(max(0.0, limit.left))
-        except (subprocess.TimeoutExpired, OutOfTime):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(0.0, limit.left - grace_s))
+            if code is None and grace_s:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, limit.left))
+        except OutOfTime:
             pass
         finally:
             if code is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         printed.seek(0)
         return code, printed.read().decode(errors="replace")

@@ -96,6 +96,25 @@ def test_a_stage_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert "| steps | broken, batch 2, 5 rows, 40 cached | not run: " in text
 
 
+def test_another_process_runs_what_is_left_when_a_stage_loses_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[list[str]]()
+    monkeypatch.setattr(gpu, "cannot_use", lambda device: True)
+    monkeypatch.setattr(gpu.os, "execv", lambda program, command: started.append(command))
+    broken = replace(TINY, targets={"broken": replace_heads(TARGET)})
+    page = gpu.run(DEVICE, gpu.Settings(("steps", "drafts"), 25.0, broken), tmp_path, Clock(30.0))
+    assert "| drafts | not reached |" in page.read_text(encoding="utf-8")
+    ((*command, minutes, out),) = started
+    assert command == [sys.executable, "-m", "benchmarks.gpu", "--stage=drafts"]
+    assert 0 < float(minutes.removeprefix("--minutes=")) < 25
+    assert out == f"--out={tmp_path}"
+
+
+def test_a_device_that_answers_is_not_lost() -> None:
+    assert not gpu.cannot_use(DEVICE)
+
+
 def test_every_stage_ends_before_the_minutes_do() -> None:
     ends = gpu.stage_ends(gpu.Settings(gpu.STAGES, 25.0, TINY))
     assert list(ends) == list(gpu.STAGES)
@@ -140,6 +159,20 @@ def test_a_command_without_time_ends_with_its_children() -> None:
     assert gpu.run_within(held, Limit(time.monotonic() + 0.5)) == (None, "")
     failing = [sys.executable, "-c", "print(3); raise SystemExit(4)"]
     assert gpu.run_within(failing, Limit(time.monotonic() + 60)) == (4, "3\n")
+
+
+def test_a_command_is_interrupted_before_its_time_ends(tmp_path: Path) -> None:
+    """So it can say what it has found."""
+    ready = tmp_path / "ready"
+    work = f"pathlib.Path({str(ready)!r}).touch(); time.sleep(600)"
+    code = f"import pathlib, time\ntry: {work}\nexcept KeyboardInterrupt: print(5)"
+
+    def now() -> float:
+        while not ready.exists():
+            time.sleep(0.01)
+        return 0.0
+
+    assert gpu.run_within([sys.executable, "-c", code], Limit(60.0, now), grace_s=60.0) == (None, "5\n")
 
 
 def test_a_device_that_hangs_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
