@@ -70,7 +70,7 @@ def main(
     if not torch.cuda.is_available():
         print("error: no CUDA device here; `make gpu` measures a GPU, see `nvidia-smi`", file=sys.stderr)
         raise typer.Exit(1)
-    run(torch.device("cuda"), Settings(tuple(stage), minutes, full_scale()), out)
+    run(torch.device("cuda"), Settings(tuple(stage), minutes, full_scale(minutes)), out)
 
 
 def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], float] = time.monotonic) -> Path:

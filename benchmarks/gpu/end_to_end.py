@@ -6,7 +6,7 @@ A table gives the shares of a step that the pass, the sampler, the draft round a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.measuring import Part, Scale
 from eyas.bench import methods, offline
 from eyas.bench.methods import MethodsResults
 from eyas.bench.report import Table, number
-from eyas.bench.results import OfflineResults, SpeedComparison
+from eyas.bench.results import OfflineResults, SpeedComparison, tables_of
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.bench.widen_heads import widen
 from eyas.config import Dtype, TreeConfig
@@ -26,16 +26,17 @@ DEMO = Path("models/demo")
 HEADS = {"eagle3": "eagle3-full", "dspark": "dspark", "medusa": "medusa", "sps": "small"}
 TREE = TreeConfig(num_draft_tokens=24)
 
-
 CASES = ("widened checkpoints", "batches", "methods")
 
 
 @dataclass
 class EndToEnd:
-    """methods: every method at batch 1. batches: EAGLE-3 beside plain decoding and `generate`. None: not run."""
+    """methods: every method at batch 1. batches: EAGLE-3 beside plain decoding and `generate`. None: not run, or not to the
+    end. compared: the comparisons of `batches`, also of those before an end too early."""
 
     methods: MethodsResults | None = None
     batches: OfflineResults | None = None
+    compared: list[SpeedComparison] = field(default_factory=list)
 
 
 def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) -> None:
@@ -49,12 +50,16 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
         specs = [MethodSpec(name, str(head)) for name, head in zip(HEADS, heads, strict=True)]
         batched = OfflineSettings(
             model=str(target), draft_model=specs[0].draft_model, method=specs[0].name, prompts=DEMO / "prompts.jsonl",
-            batches=tuple(scale.batches), num_groups=scale.num_groups, rows=(1, 16, 24), temperatures=(0.0,),
-            max_tokens=scale.max_tokens, tree=TREE, dtype=dtype, device=str(device),
+            batches=tuple(scale.batches), num_groups=scale.num_groups, max_groups=scale.max_groups, rows=(1, 16, 24),
+            temperatures=(0.0,), max_tokens=scale.max_tokens, tree=TREE, dtype=dtype, device=str(device),
         )  # fmt: skip
         with part.case(CASES[1]):
-            part.results.batches = by_batch = offline.measure(batched, progress)
-            part.tables += [shares(by_batch.comparisons), *_titled(by_batch.tables())]
+            try:
+                part.results.batches = offline.measure(batched, progress, part.results.compared.append)
+            finally:
+                whole, compared = part.results.batches, part.results.compared
+                found = whole.tables() if whole else tables_of(compared)
+                part.tables += [shares(compared), *_titled(found)] if compared else []
         _free(device)
         every = MethodsSettings(
             model=batched.model,

@@ -5,6 +5,7 @@ Weights are made on the device. Steps are captured, launched kernel by kernel, a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,11 +58,14 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
         target = make_target(config, device)
         try:
             measure_target(name, target, scale, rates, part)
-            part.costs.append(cost_table(name, [step for step in part.results if step.target == name], device))
         finally:
-            part.tables += tables(name, [step for step in part.results if step.target == name], rates)
+            found = [step for step in part.results if step.target == name]
+            if sum(not step.case.is_narrow for step in found) == sum(not case.is_narrow for case in scale.cases):
+                part.costs.append(cost_table(name, found, device))  # without those of 8 bits, which are the last
+            part.tables += tables(name, found, rates)
         del target
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -175,7 +175,8 @@ def _contender(
     fuser, drafter = None, None
     if spec is not None:
         fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
-        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
+        config = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
+        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, config)
         tree = resolve_tree(tree, spec.name, spec.draft_model)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget="fixed")

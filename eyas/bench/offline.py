@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from rich.progress import Progress
@@ -55,26 +56,30 @@ class BenchParts:
     drafter: Drafter | None
 
 
-def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
-    """Take every measurement. Raises EyasError for models and prompts that cannot be used."""
+def measure(
+    settings: OfflineSettings, progress: Progress, found: Callable[[SpeedComparison], object] = lambda _: None
+) -> OfflineResults:
+    """Take every measurement. Raises EyasError for models and prompts that cannot be used.
+
+    found: called with each comparison as soon as it is there, as what follows may be interrupted.
+    """
     loading = progress.add_task("loading models", total=None)
     settings = replace(settings, method=default_method(settings.method, settings.draft_model))
     parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
     progress.update(loading, total=1, completed=1)
-    comparisons = tuple(
-        compare(settings, contenders, prompts, temperature, batch, progress)
-        for temperature in settings.temperatures
-        for batch in settings.batches
-    )
+    comparisons = list[SpeedComparison]()
+    for temperature, batch in product(settings.temperatures, settings.batches):
+        comparisons.append(compare(settings, contenders, prompts, temperature, batch, progress))
+        found(comparisons[-1])
     target, fuser, drafter = parts.target, parts.fuser, parts.drafter
     batches = progress.track(settings.batches, description="verify steps by rows")
     verify = [time for batch in batches for time in time_verify_steps(target, fuser, batch, settings.rows)]
     time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
     draft = [time_draft(batch) for batch in progress.track(settings.batches, description="drafting")] if time_draft else []
     first = first_token(settings, contenders, build_caching_contenders(settings, parts), target, progress)
-    return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
+    return OfflineResults(torch.get_num_threads(), tuple(comparisons), tuple(verify), tuple(draft), first)
 
 
 def with_levels(settings: OfflineSettings) -> OfflineSettings:
@@ -94,7 +99,9 @@ def load(settings: OfflineSettings) -> BenchParts:
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)
-    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, DraftingConfig())
+    # graphs take seconds to capture: none for noise that no draw has, nor for more sessions than there will be
+    drafting = DraftingConfig(shared_noise=any(settings.temperatures), cuda_graph_max_batch=max(settings.batches))
+    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, drafting)
     return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
 
 
@@ -137,7 +144,7 @@ def compare(
     sampling = settings.sampling(temperature)
     left_out = {GENERATE, LOOKUP} if temperature > 0 else {LOOKUP} if batch > 1 else set()
     contenders = {name: each for name, each in contenders.items() if name not in left_out}
-    batches = groups(prompts, batch, settings.num_groups)
+    batches = groups(prompts, batch, settings.num_groups)[: settings.max_groups or None]
     runs = run_in_turn(contenders, batches, sampling, progress, f"temperature {temperature:g}, batch {batch}")
     return SpeedComparison.of(temperature, batch, runs, stages(contenders, batches[0], sampling))
 

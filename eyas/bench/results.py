@@ -155,9 +155,14 @@ class OfflineResults:
 
     def tables(self) -> list[Table]:
         """The tables of the report; empty ones are left out."""
-        tables = [_speed(self.comparisons), _agreement(self.comparisons), _acceptance(self.comparisons)]
-        tables += [_stages(self.comparisons), _verify(self.verify), _draft(self.draft), _first_token(self.first_token)]
-        return [table for table in tables if table.rows]
+        tables = [_verify(self.verify), _draft(self.draft), _first_token(self.first_token)]
+        return [*tables_of(self.comparisons), *(table for table in tables if table.rows)]
+
+
+def tables_of(comparisons: Sequence[SpeedComparison]) -> list[Table]:
+    """The tables of comparisons; empty ones are left out."""
+    tables = [_speed(comparisons), _agreement(comparisons), _acceptance(comparisons), _stages(comparisons)]
+    return [table for table in tables if table.rows]
 
 
 def _speed(comparisons: Sequence[SpeedComparison]) -> Table:

@@ -59,7 +59,7 @@ class OfflineSettings(BenchSettings):
 
     draft_model: folder or hub id of a draft head; empty measures plain decoding alone.
     prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
-    num_groups: fewest batches of each size.
+    num_groups: fewest batches of each size. max_groups: most; 0 takes as many as all prompts need.
     rows: lengths of the chains that a verify step is timed with.
     """
 
@@ -69,6 +69,7 @@ class OfflineSettings(BenchSettings):
     prompts: Path | None = None
     batches: tuple[int, ...] = (1, 8)
     num_groups: int = 5
+    max_groups: int = 0
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
     draft_budget: DraftBudgetPolicy = "fixed"
 

@@ -34,7 +34,7 @@ TARGET = LlamaConfig(
 TINY = Scale(
     {"tiny": TARGET}, {"tiny-head": HEAD},
     [Case(1, 1, 9), Case(2, 1, 9), Case(2, 5, 9), Case(2, 5, 40), Case(2, 5, 9, is_narrow=True)], (1, 2), (1, 3),
-    (32, 48, 64), Shape(320, 512, 12, 4, 2, 64, 4200, 4100), batches=(1,), num_prompts=1, num_groups=1,
+    (32, 48, 64), Shape(320, 512, 12, 4, 2, 64, 4200, 4100), batches=(1,), num_prompts=1, num_groups=1, max_groups=1,
     temperatures=(0.0,), max_tokens=3, repeats=1,
     copied_bytes=1 << 16, product_width=32, num_steps=2, cached=9, chunks=(3, 16), prefixes=(0, 5),
 )  # fmt: skip

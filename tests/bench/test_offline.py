@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
+from eyas.bench import offline
 from eyas.bench.offline import build_caching_contenders, load
+from eyas.bench.results import SpeedComparison
 from eyas.bench.settings import OfflineSettings, groups, load_prompts, random_prompt
 from eyas.bench.timing import STAGES, EngineContender
 from eyas.cli import app
@@ -121,6 +125,20 @@ def test_warm_measurements_have_a_cached_prefix(tiny_target: str, tiny_head: str
         (chunk,) = contender.engine.step()
         assert chunk.num_cached == len(prompt)
     assert set(contenders) == {"plain", "speculative"}
+
+
+def test_an_interrupted_run_has_given_its_comparisons(
+    tiny_target: str, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many batches as were asked for, though there are more prompts."""
+    found, never = list[SpeedComparison](), Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(offline, "time_verify_steps", never)
+    settings = OfflineSettings(
+        tiny_target, prompts=prompts, batches=(1, 2), num_groups=1, max_groups=2, max_tokens=3, dtype="float32", device="cpu"
+    )
+    with Progress(disable=True) as progress, pytest.raises(KeyboardInterrupt):
+        offline.measure(settings, progress, found.append)
+    assert [(each.batch, each.num_groups) for each in found] == [(1, 2), (2, 2)]
 
 
 def test_batches_use_every_prompt_and_start_again() -> None:

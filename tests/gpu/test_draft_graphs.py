@@ -64,7 +64,7 @@ def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_he
     others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
     others["sps"] = write_small(tiny_target)
     folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
-    tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048)
+    tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=4)
     drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", fixed_config(max_kv_tokens=1024), tree, drafter)
