@@ -108,10 +108,11 @@ def narrow_dtype(device: torch.device) -> torch.dtype:
 def make_backends(target: TargetModel, cases: Sequence[Case], kv_cache: KVCache) -> list[ForwardBackend]:
     """The captured and the launched one."""
     batch, rows = (max(getattr(case, key) for case in cases) for key in ("batch", "rows"))
+    longest = max(case.cached + case.rows for case in cases)  # a graph holds no pass with a longer context
     backends = []
     for graphs in (True, False):
         engine = EngineConfig(max_kv_tokens=kv_cache.scratch, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
-        plan = plan_backend(target, engine, TreeConfig(rows, 1, 1), -(-kv_cache.scratch // batch))
+        plan = plan_backend(target, engine, TreeConfig(rows, 1, 1), longest)
         backends.append(build_backend(plan, target, kv_cache))
     return backends
 

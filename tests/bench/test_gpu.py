@@ -8,6 +8,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import drafts
+from benchmarks.gpu import drafts, steps
 from benchmarks.gpu.drafts import Round, Times, level_bytes, make_head
 from benchmarks.gpu.drafts import cost_table as draft_costs
 from benchmarks.gpu.measuring import Case, Limit, Part, Rates, Scale, full_scale, llama_head
-from benchmarks.gpu.steps import Step, cost_table
+from benchmarks.gpu.steps import Step, cost_table, make_backends, make_target
 from eyas.bench import offline, timing
 from eyas.bench.widen import Shape
 from eyas.config import TreeConfig
 from eyas.config.device_costs import DeviceCosts
+from eyas.models.cuda.backend import BackendPlan, plan_backend
 from tests.gpu.waits import NOTICE, waits_noted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -220,6 +222,21 @@ def test_cost_tables_give_back_what_was_measured() -> None:
     drafts = draft_costs("head", rounds, full_scale(), DEVICE)
     assert 1e3 * (drafts.seconds("draft_round", 4) + 7 * drafts.seconds("draft_level", 10)) == pytest.approx(2.0)
     assert 1e3 * (drafts.seconds("draft_round", 32) + 7 * drafts.seconds("draft_level", 80)) == pytest.approx(9.0)
+
+
+def test_graphs_hold_the_longest_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its steps would be launched kernel by kernel, and the table would take that for a cost of the context."""
+    plans = list[BackendPlan]()
+
+    def plan(*arguments: Any) -> BackendPlan:
+        plans.append(plan_backend(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(steps, "plan_backend", plan)
+    target, cases = make_target(TARGET, DEVICE), [Case(1, 5, 40), Case(4, 1, 9)]
+    make_backends(target, cases, target.new_kv_cache(45))
+    assert plans
+    assert all(plan.limits.prefix // plan.limits.segments >= 40 for plan in plans)
 
 
 def test_the_floor_counts_what_a_level_reads() -> None:
