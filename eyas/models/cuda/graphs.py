@@ -5,10 +5,12 @@ A pass travels to the device as one array of words. A replay copies it to where 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -195,6 +197,18 @@ def largest_padded_size(count: int) -> int:
     return half if power >= 4 and half <= count else power
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside the context no garbage is collected: graphs and pinned memory that it frees would call the device."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaCapture:
     """Captures on one GPU. The graphs share memory, because only one runs at a time."""
 
@@ -217,7 +231,10 @@ class CudaCapture:
                 run()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+            with (
+                without_collection(),
+                torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"),
+            ):
                 out = run()
 
         def replay() -> Out:

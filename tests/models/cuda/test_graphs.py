@@ -3,6 +3,7 @@
 Capturing is CUDA's; without it a captured pass runs again from the same closure, on the current static inputs.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
-from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
+from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend, without_collection
 from eyas.models.cuda.metadata import Tiling, build_words
 from eyas.models.inputs import Segment
 from eyas.models.numerics import Float32Head
@@ -203,6 +204,18 @@ def test_padded_passes_do_not_change_the_output(
             emitted[chunk.request_id] += chunk.token_ids
     for request in requests:
         assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+
+
+def test_no_garbage_is_collected_during_a_capture() -> None:
+    """Nor is the collector started that somebody has stopped."""
+    for is_enabled in (True, False):
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            with without_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
 
 
 def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend) -> None:
