@@ -174,7 +174,8 @@ def run_tests(part: Part) -> None:
     plugins = [name for name in PLUGINS if importlib.util.find_spec(name.partition(".")[0])]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", *(f"-p{name}" for name in plugins)]
     command += [f"-n{min(TEST_PROCESSES, num_cores())}"] if PLUGINS[0] in plugins else []
-    # a plugin that warns, as some do beside others, would fail every test
+    # what else is installed may warn when it is imported, and no test may fail for that
+    command += ["-Wdefault", "--disable-warnings", "--durations=10"]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     code, output = run_within([*command, "tests/gpu"], part.limit, GRACE_S, environment)
     lines = output.strip().splitlines()
