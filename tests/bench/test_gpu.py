@@ -26,7 +26,7 @@ from eyas.bench.widen import Shape
 from eyas.config import TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.models.cuda.backend import BackendPlan, plan_backend
-from tests.gpu.waits import NOTICE, waits_noted
+from tests.gpu.waits import NOTICE, WAIT, recorded_waits, waits_noted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD = replace(llama_head(32, 48, 2), num_kv_heads=1, head_dim=16, vocab_size=64, draft_vocab_size=40, max_positions=128)
@@ -201,6 +201,10 @@ def test_the_first_look_for_waits_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     with waits_noted("error"):
         assert modes == ["error"]
     assert modes == ["error", "default"]
+    with recorded_waits() as waits:
+        for message in ("another warning", f"{WAIT} (somewhere)"):
+            warnings.warn(message, stacklevel=1)
+    assert waits == [f"{WAIT} (somewhere)"]
 
 
 def replace_heads(config: LlamaConfig) -> LlamaConfig:

@@ -1,6 +1,5 @@
 """Engine on a GPU: the kernel at real sizes, replays without waiting, tokens in float32 and in bfloat16."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
 from tests.acceptance.test_device_syncs import ASKED
 from tests.engine.drafters import RandomDrafter
-from tests.gpu.waits import waits_noted
+from tests.gpu.waits import recorded_waits, waits_noted
 from tests.models.cuda.random_passes import Heads, make_pass, scaling_of
 from tests.tiny import fixed_config
 
@@ -80,12 +79,10 @@ def test_a_step_syncs_with_the_device_once_for_any_parameters(tiny_target: str) 
     for i, sampling in enumerate(ASKED):
         engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i)))
     engine.step()
-    with waits_noted("warn"):
-        while engine.has_work:
-            with warnings.catch_warnings(record=True) as waits:
-                warnings.simplefilter("always")
-                engine.step()
-            assert len(waits) == 1, [str(each.message) for each in waits]
+    while engine.has_work:
+        with recorded_waits() as waits:
+            engine.step()
+        assert len(waits) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

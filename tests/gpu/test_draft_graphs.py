@@ -1,7 +1,5 @@
 """Captured draft trees on a GPU: capture at real sizes, and how often a draft waits for the device."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import METHODS
-from tests.gpu.waits import waits_noted
+from tests.gpu.waits import recorded_waits
 from tests.tiny import build_engine, fixed_config, write_small
 from tests.tiny_medusa_hydra import tiny_heads
 
@@ -55,10 +53,9 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     captured, states = drafter._graphs, [drafter.sessions[context.session].state for context in contexts]
     assert isinstance(captured, TreeGraphs)
     stacked, slots = torch.stack([state for state in states if state is not None]), drafter._prefix_slots(contexts)
-    with waits_noted("warn"), warnings.catch_warnings(record=True) as waits, torch.inference_mode():
-        warnings.simplefilter("always")
+    with recorded_waits() as waits, torch.inference_mode():
         assert captured.grow(contexts, slots, stacked, drafter._scratch(contexts, drafter._slots))
-    assert len(waits) == 1, [str(each.message) for each in waits]
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 NOTICE = "Synchronization debug mode is a prototype feature"  # of the first call in a process; no wait for the device
+WAIT = "called a synchronizing CUDA operation"
 
 
 @contextmanager
@@ -22,3 +23,13 @@ def waits_noted(mode: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def recorded_waits() -> Iterator[list[str]]:
+    """What torch said of waits inside the context, once it has ended; compilers warn of other things."""
+    found = list[str]()
+    with waits_noted("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [text for each in caught if (text := str(each.message)).startswith(WAIT)]
