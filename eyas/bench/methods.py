@@ -175,8 +175,8 @@ def _contender(
     fuser, drafter = None, None
     if spec is not None:
         fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
-        config = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
-        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, config)
+        one = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
+        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, one)
         tree = resolve_tree(tree, spec.name, spec.draft_model)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget="fixed")
