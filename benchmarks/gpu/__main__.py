@@ -8,6 +8,7 @@ Cases without time are reported as not run.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import signal
@@ -70,6 +71,7 @@ def main(
     if not torch.cuda.is_available():
         print("error: no CUDA device here; `make gpu` measures a GPU, see `nvidia-smi`", file=sys.stderr)
         raise typer.Exit(1)
+    faulthandler.enable()
     run(torch.device("cuda"), Settings(tuple(stage), minutes, full_scale(minutes)), out)
 
 
@@ -92,6 +94,8 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
             for name, work in _stages(device, settings, progress).items():
                 part = parts[name] = Part(limits[name])
                 _run_stage(work, part)
+                # a crash of the driver would take with it what no file holds yet
+                print(f"{name}: {_outcome(part)}", *(table.markdown() for table in part.tables), sep="\n\n", flush=True)
                 progress.advance(whole)
                 if is_lost := bool(part.error) and cannot_use(device):
                     break
@@ -136,6 +140,7 @@ def give_up(device: torch.device, settings: Settings, parts: Mapping[str, Part],
         if part.waiting and not part.error:
             part.error = "the device hangs"
     print(f"error: the device hangs; report: {_publish(device, settings, parts, out)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
     os._exit(1)
 
 
@@ -217,9 +222,13 @@ def run_within(
         return code, printed.read().decode(errors="replace")
 
 
+def _outcome(part: Part) -> str:
+    return part.error or ("interrupted" if part.waiting else "done")
+
+
 def _publish(device: torch.device, settings: Settings, parts: Mapping[str, Part], out: Path) -> Path:
     """Write report, cost tables and picture."""
-    stages = [(name, part.error or ("interrupted" if part.waiting else "done")) for name, part in parts.items()]
+    stages = [(name, _outcome(part)) for name, part in parts.items()]
     stages += [(name, "not reached") for name in settings.stages if name not in parts]
     tables = [Table("Stages", ("stage", "outcome"), tuple(stages))]
     left = tuple(

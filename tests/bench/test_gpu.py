@@ -113,6 +113,14 @@ def test_another_process_runs_what_is_left_when_a_stage_loses_the_device(
     assert out == f"--out={tmp_path}"
 
 
+def test_a_stage_prints_what_it_has_found_when_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before later ones may crash."""
+    gpu.run(DEVICE, gpu.Settings(("kernels",), 25.0, TINY), tmp_path)
+    printed = capfd.readouterr().out
+    first, page = printed.index("kernels: done\n\n## Kernels"), printed.index("# Benchmark: gpu")
+    assert first < page
+
+
 def test_a_device_that_answers_is_not_lost() -> None:
     assert not gpu.cannot_use(DEVICE)
 
