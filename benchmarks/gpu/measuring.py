@@ -20,7 +20,7 @@ from eyas.config.device_costs import DeviceCosts
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring
 
 NUM_WARM_UPS = 3
-# Times behind which a median needs no more, once they take so many seconds together.
+# Times behind which a median needs no more, if they take this many seconds together.
 LEAST, ENOUGH_S = 5, 0.25
 # Minutes below which a run decodes fewer prompts end to end.
 SHORT_MINUTES = 20.0

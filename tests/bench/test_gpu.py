@@ -98,9 +98,7 @@ def test_a_stage_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert "| steps | broken, batch 2, 5 rows, 40 cached | not run: " in text
 
 
-def test_another_process_runs_what_is_left_when_a_stage_loses_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_runs_what_is_left_of_a_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[list[str]]()
     monkeypatch.setattr(gpu, "cannot_use", lambda device: True)
     monkeypatch.setattr(gpu.os, "execv", lambda program, command: started.append(command))

@@ -1,4 +1,4 @@
-"""How torch tells of waits for the GPU."""
+"""Waits for the GPU, as torch notes them."""
 
 import warnings
 from collections.abc import Iterator
