@@ -19,9 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.models.inputs import Segment
 from tests.launches import META, Launch, recorded
 
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
@@ -190,6 +192,25 @@ def layout_calls(sm: int) -> None:
         kernel.attend(query, keys, keys, packed, width**-0.5)
 
 
+def prefill_calls(sm: int) -> None:
+    """The attention of long prompts in tiles of 128 rows, over whole keys, and once over parts of them."""
+    from eyas.models.cuda import kernel
+    from eyas.models.cuda.metadata import Tiling, max_words, tight_shape, view
+
+    wanted = [(128, 4, False, None), (128, 1, False, None), (128, 4, True, None), (64, 4, True, None)]
+    if sm == ALL_LAYOUTS:
+        wanted += [(width, group, False, None) for width in (64, 96, 128) for group in (1, 4, 8, 16)]
+        wanted += [(128, 8, True, None), (128, 4, False, 4096)]
+    for (width, group, is_narrow, window), rows in [(wanted[0], 2048), *((each, 8192) for each in wanted)]:
+        own = np.arange(rows)
+        tiling = Tiling(group, 8, 132, prefill_rows=128)
+        shape = tight_shape([Segment(own, own, own, own[:0], None, own[-1:])], tiling)
+        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
+        query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
+        keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
+        kernel.attend(query, keys, keys, packed, width**-0.5, window)
+
+
 def layer_calls(sm: int) -> None:
     """The kernels of a fused layer: Llama 3.1 8B; on two kinds of GPU Gemma 2 9B, and the widest rows in float32 too."""
     from eyas.models.cuda import layer_kernels
@@ -309,7 +330,7 @@ def drafting_calls(sm: int) -> None:
 
 
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
-    attention_calls, layout_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
+    attention_calls, layout_calls, prefill_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
 )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ Chunks are launched kernel by kernel, as the engine launches them. Only the logi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,17 +19,20 @@ from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.models.attention import attend
-from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend
+from eyas.models.cuda.backend import ForwardBackend, KernelBackend, build_backend, plan_backend
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
+
+# Rows of query heads in a tile of attention, beside each other.
+TILES = (64, 128)
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Medians in ms of a pass over `rows` rows of a prompt behind `cached` ones, and their floors.
 
-    attention: of one layer by the kernel. library: the same by torch's causal attention over contiguous keys; 0 behind a
-    prefix.
+    attention: of one layer by the kernel, in tiles of 64 rows of query heads. tall: in tiles of 128. library: the same by
+    torch's causal attention over contiguous keys; 0 behind a prefix.
     """
 
     rows: int
@@ -37,7 +41,13 @@ class Chunk:
     floor: float
     attention: float
     attention_floor: float
+    tall: float
     library: float
+
+    @property
+    def fastest(self) -> str:
+        """The tiles that win. Equal times are for the usual ones."""
+        return "128 rows" if self.tall < self.attention else "64 rows"
 
 
 def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
@@ -71,18 +81,15 @@ def measure_chunk(
     rates: Rates,
 ) -> Chunk:
     """One chunk in scattered slots."""
-    packed = backend.pack([make_segment(rows, cached, target.vocab_size)])
+    segment = make_segment(rows, cached, target.vocab_size)
+    packed, *tiled = [with_tiles(backend, height).pack([segment]) for height in (0, *TILES)]
     num_kv, width = target.kv_shapes[0]
     heads, half = num_kv * target.heads_per_kv, target.dtype
     query = torch.randn(rows, heads, width, dtype=half, device=target.device)
     keys, values = kv_cache.keys[0], kv_cache.values[0]
-    whole, attention = (
-        median_ms(work, target.device, scale.repeats)
-        for work in (
-            lambda: backend.forward(packed, kv_cache).logits.argmax(-1).tolist(),
-            lambda: attend(query, keys, values, packed, width**-0.5),
-        )
-    )
+    works: list[Callable[[], object]] = [lambda: backend.forward(packed, kv_cache).logits.argmax(-1).tolist()]
+    works += [partial(attend, query, keys, values, inputs, width**-0.5) for inputs in tiled]
+    whole, attention, tall = (median_ms(work, target.device, scale.repeats) for work in works)
     library = 0.0
     if cached == 0:
         q, k, v = (x[:rows].transpose(0, 1)[None].contiguous() for x in (query, keys, values))
@@ -93,7 +100,14 @@ def measure_chunk(
     head = target.model.get_output_embeddings().weight
     products = 2 * (rows * (weights - head.nbytes) + head.nbytes) / head.itemsize
     floor = rates.floor_ms(weights + layers * moved, products + layers * operations)
-    return Chunk(rows, cached, whole, floor, attention, rates.floor_ms(moved, operations), library)
+    return Chunk(rows, cached, whole, floor, attention, rates.floor_ms(moved, operations), tall, library)
+
+
+def with_tiles(backend: ForwardBackend, rows: int) -> ForwardBackend:
+    """The backend with tiles of `rows` rows of query heads for prompts, 0 for its own. Plain attention has no tiles."""
+    if not rows or not isinstance(backend, KernelBackend):
+        return backend
+    return KernelBackend(backend.target, replace(backend.tiling, prefill_rows=rows), backend.scratch, backend.memory)
 
 
 def attention_work(rows: int, cached: int, heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[int, int]:
@@ -115,14 +129,17 @@ def table(name: str, chunks: Sequence[Chunk], rates: Rates) -> Table:
     note = (
         "ms of a chunk of a prompt, launched kernel by kernel, and microseconds of the attention of one layer. Floors: "
         f"operations over {rates.operations / 1e12:.0f} TFLOP/s, or bytes over {rates.bytes / 1e12:.2f} TB/s. Library: "
-        "torch's causal attention over contiguous keys without a prefix."
+        "torch's causal attention over contiguous keys without a prefix. Attention runs in tiles of 64 and of 128 rows of "
+        "query heads. If 128 rows win, add the GPU to PREFILL_ROWS in eyas/models/cuda/backend.py."
     )
-    columns = ("rows", "cached", "pass", "floor", "over floor", "attention", "floor", "over floor", "library")
+    columns = (
+        "rows", "cached", "pass", "floor", "over floor", "64 rows", "floor", "over floor", "128 rows", "library", "faster",
+    )  # fmt: skip
     lines = []
     for c in chunks:
         numbers = (c.whole, c.floor, c.whole / c.floor, 1e3 * c.attention, 1e3 * c.attention_floor)
         library = number(1e3 * c.library) if c.library else ""
-        own = (*map(number, numbers), number(c.attention / c.attention_floor), library)
+        own = (*map(number, numbers), number(c.attention / c.attention_floor), number(1e3 * c.tall), library, c.fastest)
         lines.append((f"{c.rows}", f"{c.cached}", *own))
     return Table(f"Prefill of {name}", columns, tuple(lines), note)
 

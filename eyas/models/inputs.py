@@ -302,6 +302,7 @@ class MetadataShape:
     fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0. Then
     `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
     shared_tiles: of `tiles`, those over a prefix that several segments share; rows then have twice the results.
+    product_rows: the most rows of query heads that a program of the kernel multiplies.
     """
 
     rows: int
@@ -313,6 +314,7 @@ class MetadataShape:
     fixed_part: int = 0
     part_rows: int = 0
     shared_tiles: int = 0
+    product_rows: int = 64
 
     @property
     def num_results(self) -> int:

@@ -37,9 +37,9 @@ PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 7, 30, 11)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 4, 256), Heads(32, 32, 96)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (512, 50.0)])
+@pytest.mark.parametrize(("window", "softcap", "prefill_rows"), [(None, None, 0), (512, 50.0, 0), (None, None, 128)])
 def test_the_kernel_equals_the_plain_path_at_real_sizes(
-    dtype: torch.dtype, heads: Heads, window: int | None, softcap: float | None
+    dtype: torch.dtype, heads: Heads, window: int | None, softcap: float | None, prefill_rows: int
 ) -> None:
     segments, device = make_pass(SIZES), torch.device("cuda")
     size, rows = sum(n + m for _, n, m in SIZES), sum(n for _, n, _ in SIZES)
@@ -47,7 +47,8 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     keys, values = (torch.randn(size + 1, heads.kv, heads.width, device=device, generator=generator) for _ in "kv")
     query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
     query, keys, values = (x.to(dtype) for x in (query, keys, values))
-    shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, 16 if dtype == torch.float32 else 64))
+    most = 16 if dtype == torch.float32 else 64
+    shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, most, prefill_rows))
     packed = pack_with_metadata(segments, shape, size, device)
     got = attend(query, keys, values, packed, scaling_of(heads), window, softcap).float()
     query, keys, values = query.double(), keys.double(), values.double()  # which no library multiplies with fewer bits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -52,6 +52,8 @@ CHECKED_PROMPT = 70  # tokens; more than a block of keys
 WORKSPACES = 2 * 2**25
 # Of one graph, for its some hundreds of launches and their arguments.
 GRAPH_NODES = 2**20
+# Rows of a matrix product of attention in passes of prompts, by compute capability: 128 where `make gpu` found them faster.
+PREFILL_ROWS: Mapping[tuple[int, int], int] = {}
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +211,12 @@ def release_backend(backend: ForwardBackend) -> None:
 
 def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_kv: int) -> Tiling:
     """The tiling of attention over keys and values of a dtype on a device."""
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return Tiling(heads_per_kv, num_kv, num_processors, 16 if dtype == torch.float32 else 64)
+    rows = 16 if dtype == torch.float32 else 64
+    if device.type != "cuda":
+        return Tiling(heads_per_kv, num_kv, 1, rows)
+    found = torch.cuda.get_device_properties(device)
+    prefill_rows = 0 if dtype == torch.float32 else PREFILL_ROWS.get((found.major, found.minor), 0)
+    return Tiling(heads_per_kv, num_kv, found.multi_processor_count, rows, prefill_rows)
 
 
 def why_no_kernel(target: TargetModel) -> str:

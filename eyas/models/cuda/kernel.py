@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.models.cuda.metadata import LONG_PART
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import MetadataShape, PackedInputs
 
 # Registers that a thread may take in float32 and with wide heads: ptxas, left to choose, takes too few, and values spill.
 MOST_REGISTERS = 255
-# The widest heads whose results for 64 rows fit into registers.
-NARROW_HEAD = 256
+# The widest heads whose results for 128 rows fit into registers, and those for 64 rows.
+SLIM_HEAD, NARROW_HEAD = 128, 256
 # Blocks on their way: one of keys is multiplied, the next is loaded, and the slots of the one behind that.
 NUM_STAGES = 3
 # Numbers of a program of `_combine` from which on it has 8 warps: with 4, sm_100 spills registers.
@@ -54,7 +54,7 @@ def attend(
     if not is_whole:
         partials = query.new_empty((shape.num_results, rows, num_heads, width), dtype=torch.float32)
         sums = query.new_empty((shape.num_results, rows, num_heads), dtype=torch.float32)
-    pieces, constants = _constants(query, num_kv, shape.tile_rows, window, softcap)
+    pieces, constants = _constants(query, num_kv, shape, window, softcap)
     _attend_parts[(shape.tiles, num_kv * pieces, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
@@ -90,7 +90,7 @@ def _attend_by_position(
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # without fused operations, which the compiler would choose by what is around them
-    pieces, constants = _constants(query, num_kv, shape.tile_rows, window, softcap)
+    pieces, constants = _constants(query, num_kv, shape, window, softcap)
     _attend_fixed_parts[(shape.tiles, num_kv * pieces)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions),
@@ -110,13 +110,13 @@ def _attend_by_position(
 
 
 def _constants(
-    query: Tensor, num_kv: int, tile_rows: int, window: int | None, softcap: float | None
+    query: Tensor, num_kv: int, shape: MetadataShape, window: int | None, softcap: float | None
 ) -> tuple[int, dict[str, int | float | None]]:
     """Pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query [R, H, D]."""
     width, group = query.shape[2], query.shape[1] // num_kv
     is_wide = _block_width(width) > NARROW_HEAD
-    rows = min(tile_rows, max(1, _product_rows(query) // group))
-    pieces = -(-tile_rows // rows)
+    rows = min(shape.tile_rows, max(1, min(shape.product_rows, _most_product_rows(query)) // group))
+    pieces, block_m = -(-shape.tile_rows // rows), max(16, triton.next_power_of_2(rows * group))
     return pieces, {
         "PIECES": pieces,
         "ROWS": rows,
@@ -125,19 +125,20 @@ def _constants(
         "WIDTH": width,
         "WINDOW": window or 0,
         "SOFTCAP": float(softcap or 0),
-        "BLOCK_M": max(16, triton.next_power_of_2(rows * group)),
+        "BLOCK_M": block_m,
         "BLOCK_D": _block_width(width),
-        "num_warps": 4 if _row_bytes(query) <= 256 else 8,
+        "num_warps": 4 if _row_bytes(query) <= 256 and block_m <= 64 else 8,
         "num_stages": NUM_STAGES,
         "maxnreg": MOST_REGISTERS if query.dtype == torch.float32 or is_wide else None,
     }
 
 
-def _product_rows(query: Tensor) -> int:
-    """Rows of query heads that a program holds in registers. Tiles with more are cut into pieces, each read by a program."""
+def _most_product_rows(query: Tensor) -> int:
+    """Rows of query heads that fit into registers. Tiles with more are cut into pieces, each read by a program."""
     if query.dtype == torch.float32:
         return 16
-    return 64 if _block_width(query.shape[2]) <= NARROW_HEAD else 32
+    width = _block_width(query.shape[2])
+    return 128 if width <= SLIM_HEAD else 64 if width <= NARROW_HEAD else 32
 
 
 def _block_width(width: int) -> int:
@@ -155,15 +156,15 @@ def _keys_per_block(query: Tensor) -> int:
 
 
 def _would_spill(query: Tensor, keys: Tensor) -> bool:
-    """Whether registers spill with whole blocks of keys: 64 wide with 8 bits, or 128 wide where no heads share keys.
+    """Whether registers spill with whole blocks of keys: 128 wide where no heads share keys, or where keys are converted.
 
-    query [R, H, D], keys [S, J, D]. Such heads do not share their rows' masks either. GPUs without numbers of 8 bits convert
-    `float8_e5m2` in registers, and spill where many heads share keys.
+    query [R, H, D], keys [S, J, D]. GPUs without numbers of 8 bits convert `float8_e5m2` in registers, and spill 64 wide too
+    where many heads share keys.
     """
+    group, is_converted = query.shape[1] // keys.shape[1], keys.dtype == torch.float8_e5m2
     if _row_bytes(query) <= 128:
-        return keys.dtype.itemsize < query.dtype.itemsize
-    group = query.shape[1] // keys.shape[1]
-    return _row_bytes(query) <= 256 and (group == 1 or (group >= 8 and keys.dtype == torch.float8_e5m2))
+        return is_converted and group >= 8
+    return _row_bytes(query) <= 256 and (is_converted or group == 1)
 
 
 @triton.jit(
@@ -211,11 +212,16 @@ def _attend_parts(
         place = (tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = inside[None, :] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
         top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
-    for at in range(tl.maximum(begin, length) - length, end - length, BLOCK_N):
-        inside = at + n < end - length
+    start = tl.maximum(begin, length) - length
+    for at in range(start // 32 * 32, end - length, BLOCK_N):
+        inside = (at + n >= start) & (at + n < end - length)
         place = (tl.load(slots + own + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
-        bits = masks + (m // GROUP)[:, None] * stride + ((at + n) // 32)[None, :]
-        visible = (tl.load(bits, mask=live[:, None] & inside[None, :], other=0) >> ((at + n) % 32)[None, :]) & 1 == 1
+        word = masks + m // GROUP * stride + at // 32
+        bits = tl.load(word, mask=live, other=0)[:, None]
+        if BLOCK_N > 32:  # 64, two words
+            more = tl.load(word + 1, mask=live & (at + 32 < end - length), other=0)[:, None]
+            bits = tl.where((n < 32)[None, :], bits, more)
+        visible = inside[None, :] & ((bits >> ((at + n) % 32)[None, :]) & 1 == 1)
         if WINDOW:
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)

@@ -81,14 +81,15 @@ class Tiling:
 
     heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
     num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
-    longest: the most keys that a row may see. fixed_part: keys of parts at fixed positions; 0 cuts keys so that the device
-    is full, and results depend on the batch.
+    prefill_rows: the same in passes of prompts, 0 for as many. longest: the most keys that a row may see. fixed_part: keys
+    of parts at fixed positions; 0 cuts keys so that the device is full, and results depend on the batch.
     """
 
     heads_per_kv: int
     num_kv: int
     num_processors: int
     max_rows: int = 64
+    prefill_rows: int = 0
     longest: int = 1 << 30
     fixed_part: int = 0
 
@@ -123,7 +124,22 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[Shar
     shared = sum(-(-run.rows // tile_rows) for run in runs)
     tiles = sum([-(-count // tile_rows) for count in counts]) + shared
     shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
-    return replace(shape, shared_tiles=shared) if shared else shape
+    if runs or isinstance(segments, TreeSegments):
+        return replace(shape, shared_tiles=shared)
+    return _with_tall_tiles(shape, counts, tiling)
+
+
+def _with_tall_tiles(shape: MetadataShape, counts: Sequence[int], tiling: Tiling) -> MetadataShape:
+    """The shape with tiles for prompts, if they are at most two thirds as many. counts: rows of each segment.
+
+    Keys are cut as before: a processor has one such program instead of two others. Half-empty tiles of trees beside few rows
+    of prompts would read the same keys with more arithmetic.
+    """
+    tall = max(1, tiling.prefill_rows // tiling.heads_per_kv)
+    tiles = sum(-(-count // tall) for count in counts)
+    if 3 * tiles > 2 * shape.tiles:
+        return shape
+    return replace(shape, tiles=tiles, tile_rows=tall, product_rows=tiling.prefill_rows)
 
 
 class SharedRun(NamedTuple):

@@ -74,14 +74,18 @@ def check(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 2e-6,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     size = sum(len(s.tokens) + len(s.prefix) + len(s.others) for s in segments)
     rows = sum(len(s.tokens) for s in segments)
-    kv_cache = make_kv_cache(size, heads, seed=size, dtype=dtype)
+    kv_cache = make_kv_cache(size, heads, seed=size, dtype=kv_dtype or dtype)
     packed = packing(segments, heads, size)
     query = torch.randn(len(packed.tokens), heads.query, heads.width, generator=torch.Generator().manual_seed(1))
     # Rounded before both computations, so that the reference sees the same numbers.
-    query, keys, values = (x.to(DEVICE, dtype) for x in (query, kv_cache.keys, kv_cache.values))
+    query, keys, values = (
+        query.to(DEVICE, dtype),
+        *(x.to(DEVICE, kv_dtype or dtype) for x in (kv_cache.keys, kv_cache.values)),
+    )
     expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap)
     got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
@@ -176,6 +180,30 @@ NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interprete
 def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads, packing: Packing) -> None:
     tolerance = 4 * torch.finfo(dtype).eps
     check(packing, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [
+    (Heads(4, 1, 16), [(False, 90, 41), (True, 7, 60), (False, 33, 0), (False, 1, 9)]),
+    (Heads(14, 2, 16), [(True, 9, 30), (False, 70, 3)]),
+    (Heads(1, 1, 16), [(False, 200, 70)]),
+])  # fmt: skip
+@pytest.mark.parametrize(("longest", "window", "kv_dtype"), [
+    (100, None, None), (1 << 30, 33, None), (1 << 30, None, torch.float8_e4m3fn),
+])  # fmt: skip
+def test_prompts_in_tiles_of_128_rows_equal_the_definition(
+    heads: Heads, sizes: list[tuple[bool, int, int]], longest: int, window: int | None, kv_dtype: torch.dtype | None
+) -> None:
+    """Rows of query heads. Beside trees and plain rows, over whole keys and parts, with lengths that fill no tile."""
+
+    def tall(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+        tiling = Tiling(heads.query // heads.kv, heads.kv, 1, prefill_rows=128, longest=longest)
+        shape = tight_shape(segments, tiling)
+        assert (shape.tile_rows, shape.product_rows) == (128 // tiling.heads_per_kv, 128)
+        assert (shape.splits == 1) == (longest == 100)
+        return pack_with_metadata(segments, shape, scratch, DEVICE)
+
+    tolerance = 4 * torch.finfo(torch.float16).eps
+    check(tall, make_pass(sizes), heads, window, None, torch.float16, tolerance, kv_dtype)
 
 
 @pytest.mark.parametrize("packing", [plainly, tightly, by_position])

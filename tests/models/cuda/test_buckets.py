@@ -16,7 +16,7 @@ from eyas.models.cuda.metadata import Tiling, _words_of_all, bucket_shape, build
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
-from tests.models.cuda.random_passes import passes
+from tests.models.cuda.random_passes import make_pass, passes
 from tests.strategies import trees
 
 
@@ -59,7 +59,7 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
 
 @given(passes(max_segments=1, max_rows=70), st.integers(0, 40), st.integers(1, 8), st.integers(0, 500))
 def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
-    tiling, kept = Tiling(heads, 2, 16), np.array([prefix])
+    tiling, kept = Tiling(heads, 2, 16, prefill_rows=128), np.array([prefix])
     for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
         ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, _words_of_all))
         assert ours.dtype == plain.dtype
@@ -72,6 +72,23 @@ def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
     sequence = Sequence(Request(f"{number}", prompt, SamplingParams(seed=0)), QueueKey(0.0, number), list(prompt), slots)
     sequence.computed = len(prompt) - 1
     return ScheduledSequence(sequence, slots[::-1][: len(tree)], sequence.computed, tree)
+
+
+def test_tall_tiles_are_for_passes_of_prompts() -> None:
+    """Not for trees, not in graphs, and not in deterministic mode, whose tiles are the same in any pass."""
+    usual = Tiling(4, 8, 132)
+    tiling, fixed = replace(usual, prefill_rows=128), replace(usual, fixed_part=1024)
+    trees, prompt = make_pass([(True, 16, 40)] * 20), make_pass([(False, 1000, 9)])
+    for segments in (prompt, [*trees[:9], *prompt]):
+        plain, tall = tight_shape(segments, usual), tight_shape(segments, tiling)
+        assert (plain.tile_rows, plain.product_rows, tall.tile_rows, tall.product_rows) == (16, 64, 32, 128)
+        assert tall.num_results == plain.num_results, "as much memory"
+        assert tight_shape(segments, replace(fixed, prefill_rows=128)) == tight_shape(segments, fixed)
+    for segments in (trees, [*trees, *make_pass([(False, 60, 9)])]):
+        assert tight_shape(segments, tiling) == tight_shape(segments, usual)
+    whole_trees = tree_segments([scheduled(DraftTree.chain(range(60)), number) for number in range(2)], False)
+    assert tight_shape(whole_trees, tiling) == tight_shape(whole_trees, usual)
+    assert bucket_shape(1024, 32, tiling) == bucket_shape(1024, 32, usual)
 
 
 def test_more_tiles_than_a_pass_has_are_no_words() -> None:
