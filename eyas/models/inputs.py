@@ -127,6 +127,16 @@ class TreeSegments(Sequence[Segment]):
         return segments
 
 
+def count_logits(segments: Sequence[Segment]) -> int:
+    """Rows whose logits are asked for."""
+    return count_rows(segments) if isinstance(segments, TreeSegments) else sum(len(s.logits_indices) for s in segments)
+
+
+def count_rows(segments: Sequence[Segment]) -> int:
+    """Rows of all segments."""
+    return len(segments.rows.slots) if isinstance(segments, TreeSegments) else sum(len(s.tokens) for s in segments)
+
+
 def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
     """The prefix of each segment."""
     return segments.prefixes if isinstance(segments, TreeSegments) else [segment.prefix for segment in segments]

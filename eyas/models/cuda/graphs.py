@@ -23,15 +23,13 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.metadata import (
     bucket_shape,
     build_words,
-    count_logits,
-    count_rows,
     has_room,
     max_words,
     pack_with_metadata,
     shared_runs,
     view,
 )
-from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, Segment, count_logits, count_rows
 from eyas.models.numerics import logits_into
 from eyas.models.target import TargetOutput
 from eyas.tensors import explain_out_of_memory, upload

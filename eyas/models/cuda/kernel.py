@@ -218,10 +218,10 @@ def _attend_parts(
         place = (tl.load(slots + own + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         word = masks + m // GROUP * stride + at // 32
         bits = tl.load(word, mask=live, other=0)[:, None]
-        if BLOCK_N > 32:  # 64, two words
+        if BLOCK_N > 32:  # 64, two words; with `inside` here and not below sm_80 spills no register
             more = tl.load(word + 1, mask=live & (at + 32 < end - length), other=0)[:, None]
-            bits = tl.where((n < 32)[None, :], bits, more)
-        visible = inside[None, :] & ((bits >> ((at + n) % 32)[None, :]) & 1 == 1)
+            bits = tl.where(inside[None, :], tl.where((n < 32)[None, :], bits, more), 0)
+        visible = ((bits >> ((at + n) % 32)[None, :]) & 1 == 1) & (True if BLOCK_N > 32 else inside[None, :])
         if WINDOW:
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)

@@ -45,6 +45,8 @@ from eyas.models.inputs import (
     Segment,
     SegmentRows,
     TreeSegments,
+    count_logits,
+    count_rows,
     prefixes_of,
     tables_of,
     tree_paths,
@@ -124,22 +126,14 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[Shar
     shared = sum(-(-run.rows // tile_rows) for run in runs)
     tiles = sum([-(-count // tile_rows) for count in counts]) + shared
     shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
-    if runs or isinstance(segments, TreeSegments):
+    if runs or isinstance(segments, TreeSegments) or all(segment.visible is not None for segment in segments):
         return replace(shape, shared_tiles=shared)
-    return _with_tall_tiles(shape, counts, tiling)
-
-
-def _with_tall_tiles(shape: MetadataShape, counts: Sequence[int], tiling: Tiling) -> MetadataShape:
-    """The shape with tiles for prompts, if they are at most two thirds as many. counts: rows of each segment.
-
-    Keys are cut as before: a processor has one such program instead of two others. Half-empty tiles of trees beside few rows
-    of prompts would read the same keys with more arithmetic.
-    """
+    # Prompts take tall tiles if these are at most two thirds as many: those of trees beside them are half empty. Keys are
+    # cut as before, since a processor has one such program instead of two others.
     tall = max(1, tiling.prefill_rows // tiling.heads_per_kv)
     tiles = sum(-(-count // tall) for count in counts)
-    if 3 * tiles > 2 * shape.tiles:
-        return shape
-    return replace(shape, tiles=tiles, tile_rows=tall, product_rows=tiling.prefill_rows)
+    is_better = 3 * tiles <= 2 * shape.tiles
+    return replace(shape, tiles=tiles, tile_rows=tall, product_rows=tiling.prefill_rows) if is_better else shape
 
 
 class SharedRun(NamedTuple):
@@ -223,16 +217,6 @@ def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
 def max_words(shape: MetadataShape) -> int:
     """The most words that a pass of this shape can take, without its prefixes."""
     return _num_fixed_words(shape) + shape.rows * (shape.rows if shape.fixed_part else -(-shape.rows // 32))
-
-
-def count_logits(segments: Sequence[Segment]) -> int:
-    """Rows whose logits are asked for."""
-    return count_rows(segments) if isinstance(segments, TreeSegments) else sum(len(s.logits_indices) for s in segments)
-
-
-def count_rows(segments: Sequence[Segment]) -> int:
-    """Rows of all segments."""
-    return len(segments.rows.slots) if isinstance(segments, TreeSegments) else sum(len(s.tokens) for s in segments)
 
 
 def pack_with_metadata(

@@ -84,7 +84,7 @@ def test_tall_tiles_are_for_passes_of_prompts() -> None:
         assert (plain.tile_rows, plain.product_rows, tall.tile_rows, tall.product_rows) == (16, 64, 32, 128)
         assert tall.num_results == plain.num_results, "as much memory"
         assert tight_shape(segments, replace(fixed, prefill_rows=128)) == tight_shape(segments, fixed)
-    for segments in (trees, [*trees, *make_pass([(False, 60, 9)])]):
+    for segments in (trees, [*trees, *make_pass([(False, 60, 9)])], make_pass([(True, 60, 9)])):
         assert tight_shape(segments, tiling) == tight_shape(segments, usual)
     whole_trees = tree_segments([scheduled(DraftTree.chain(range(60)), number) for number in range(2)], False)
     assert tight_shape(whole_trees, tiling) == tight_shape(whole_trees, usual)
