@@ -226,8 +226,7 @@ def _attend_parts(
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
         top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
-    out = result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
-    some = tl.where(total == 0, 1.0, total)  # a row may see nothing of its part
+    out, some = result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, tl.where(total == 0, 1.0, total)  # no key seen
     if not IS_WHOLE:
         tl.store(sums + out, top + tl.log2(some), mask=live)
     mean = (acc / some[:, None]).to(partials.dtype.element_ty)

@@ -65,6 +65,8 @@ def test_kernels_compile_fit_and_do_not_spill(sm: int, found: dict[str, Any]) ->
     plain_step, tree = attention[:2]
     assert plain_step["residents"] >= {80: 3, 90: 4}.get(sm, 2)
     assert tree["residents"] >= {90: 2}.get(sm, 1)
+    assert tree["shared"] <= {80: 60, 89: 60, 90: 84}.get(sm, SHARED_KIB[sm]) * 1024, "masks are there as whole words"
+    assert any("128x64x" in product for kernel in attention for product in kernel["products"]), "prompts in tall tiles"
 
 
 def test_what_is_known_of_kernels_is_what_the_compiler_makes(found: dict[str, Any]) -> None:
