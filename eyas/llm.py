@@ -26,6 +26,7 @@ from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
+from eyas.tensors import use_threads
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -59,6 +60,7 @@ class LLM:
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
         chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
         seed: makes the seeds of requests without one; None draws them.
+        threads: of torch in this process, 0 for its own number; by default one on a CPU with numba, see `use_threads`.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:
@@ -83,12 +85,14 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         chat_template: str = "",
         seed: int | None = None,
+        threads: int | None = None,
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
         resolve(model)  # a missing target is not the head's fault
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
+        use_threads(threads, device, dtype)
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         name, head = drafts.method, drafts.draft_model

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, chain, groupby
@@ -43,6 +44,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def runs_compiled(device: torch.device) -> bool:
     """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
+
+
+def use_threads(count: int | None, device: str, dtype: str) -> None:
+    """Set the number of torch's threads for a model on the CPU, in the whole process; 0 leaves it.
+
+    None takes OMP_NUM_THREADS. Without that variable it is one thread wherever kernels of numba can run. Products of torch
+    take longer than these, and its threads wait for one another.
+    """
+    if count is None and device == "cpu" and dtype == "float32" and "OMP_NUM_THREADS" not in os.environ and has_numba():
+        log.info("torch takes one thread here, as compiled kernels do; LLM(..., threads=0) leaves torch's own number")
+        count = 1
+    if count:
+        torch.set_num_threads(count)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:

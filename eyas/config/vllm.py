@@ -97,7 +97,8 @@ def engine_config(arguments: Mapping[str, Any], engine: EngineConfig) -> EngineC
             key, convert = _RENAMED.get(name, (name, lambda same: same))
             settings |= {} if value is None else {key: convert(value)}
         elif name not in _WITHOUT_EFFECT:
-            _refuse(name, value, _REFUSED, "argument", [*own, *_RENAMED, "dtype", "device", "tree", "tokenizer", "seed"])
+            others = "dtype", "device", "tree", "tokenizer", "seed", "threads"
+            _refuse(name, value, _REFUSED, "argument", [*own, *_RENAMED, *others])
     try:
         return replace(engine, **settings)
     except TypeError as error:

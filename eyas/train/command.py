@@ -126,18 +126,14 @@ def regenerate(
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     chat_template_kwargs: TemplateKwargs = "{}",
     seed: Annotated[int, typer.Option()] = 0,
-    threads: Threads = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 lets `LLM` choose.")] = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
-    import torch
-
     from eyas.llm import LLM
     from eyas.train.data import FOLDER_SUFFIXES
     from eyas.train.regenerate import RegenerateSettings
     from eyas.train.regenerate import regenerate as run
 
-    if threads:
-        torch.set_num_threads(threads)
     settings = RegenerateSettings(
         model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries,
         _template_kwargs(chat_template_kwargs),
@@ -145,7 +141,8 @@ def regenerate(
     found = corpus_files(files, exclude, FOLDER_SUFFIXES)
     columns = (TextColumn("{task.completed} entries"), BarColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True))
-    with LLM(model, draft_model or None, method or None, dtype, device, max_num_seqs=batch) as llm, progress:
+    llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads or None, max_num_seqs=batch)
+    with llm, progress:
         task = progress.add_task("", total=max_entries or None)
         done = run(llm, found, out, settings, lambda count: progress.update(task, completed=count))
     print(

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
-import torch
-
 from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, default_method, features_fingerprint
@@ -32,6 +30,7 @@ from eyas.services.lifecycle import (
     worker_server,
 )
 from eyas.telemetry.exporters import telemetry
+from eyas.tensors import use_threads
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name
@@ -41,12 +40,11 @@ DescribedDrafter = tuple[LocalDrafter, DrafterInfo]
 
 async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     """Load the drafters and serve them until the runner stops the service."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
     drafters: list[DescribedDrafter] = []
     read_once = cache(read_target)
     for model in map(with_method, config.models):
         device, dtype = resolve_placement(model.device, model.dtype, model.model)
+        use_threads(config.threads or None, device, dtype)
         drafter = build_drafter(
             model.method,
             model.model,

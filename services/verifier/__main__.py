@@ -49,7 +49,7 @@ from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
-from eyas.tensors import runs_compiled
+from eyas.tensors import runs_compiled, use_threads
 from eyas.v1 import generation_pb2_grpc
 
 # When a rank is gone, rank 0 may hang in an all-reduce forever, as in a stuck step: the system ends the process after this.
@@ -60,9 +60,8 @@ log = logging.getLogger(__name__)
 
 async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> None:
     """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
     device, dtype = resolve_placement(config.device, config.dtype, config.model)
+    use_threads(config.threads or None, device, dtype)
     config = replace(config, device=device, dtype=dtype)
     info = rank_info(config)
     if info.rank > 0:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from eyas import LLM, EyasError, RequestOutput, SamplingParams
 from eyas.config import EngineConfig
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.checkpoint import resolve_placement
+from eyas.process import has_numba
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -211,3 +213,21 @@ def test_a_missing_target_is_not_blamed_on_the_head() -> None:
     with pytest.raises(CheckpointError, match="nowhere") as caught:
         LLM("./nowhere", HEAD)
     assert "method" not in str(caught.value)
+
+
+def test_an_llm_on_a_cpu_lets_compiled_kernels_run(monkeypatch: pytest.MonkeyPatch, tiny_target: str) -> None:
+    """They need one thread of torch, which has one a core by itself."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    found = []
+    try:
+        for threads in (0, 2, None):
+            torch.set_num_threads(3)
+            with LLM(tiny_target, tokenizer=str(DEMO / "target"), threads=threads):
+                found.append(torch.get_num_threads())
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        torch.set_num_threads(3)
+        with LLM(tiny_target, tokenizer=str(DEMO / "target")):
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert found == [3, 2, 1 if has_numba() else 3, 3]
