@@ -21,6 +21,8 @@ ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
 RETRY_KEY = "grpc-retry-pushback-ms"
 # Trailing metadata of a call that one of our services failed. Without it gRPC made the error, whose text names addresses.
 ERROR_KEY = "eyas-error"
+# Trailing metadata of a rejected call: the parameter that is wrong.
+PARAM_KEY = "eyas-param"
 
 
 # Workers

@@ -27,7 +27,7 @@ from eyas.errors import (
 from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor, Continuation, Handler
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import ERROR_KEY
-from eyas.rpc.status import retry_hint, status_of
+from eyas.rpc.status import error_trailers, status_of
 from eyas.v1 import generation_pb2
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -305,7 +305,7 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
             raise error
         if isinstance(error, EyasError):
             traceback.clear_frames(error.__traceback__)  # else a call's messages stay until a full garbage collection
-            await context.abort(status_of(error), str(error), (*retry_hint(error), (ERROR_KEY, type(error).__name__)))
+            await context.abort(status_of(error), str(error), error_trailers(error))
         log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
         await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))
     except cygrpc.ExecuteBatchError:

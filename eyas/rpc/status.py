@@ -25,7 +25,7 @@ from eyas.errors import (
     Unavailable,
     UnknownModel,
 )
-from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
+from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY
 
 # When to try again if the service that should answer is not there, in seconds.
 UNAVAILABLE_RETRY_AFTER_S = 1.0
@@ -62,6 +62,8 @@ def status_error(error: grpc.RpcError) -> EyasError:
         return kind(details, _retry_after(error), quota)
     if issubclass(kind, Overloaded):
         return kind(details, _retry_after(error))
+    if issubclass(kind, InvalidRequest):
+        return kind(details, trailers.get(PARAM_KEY, ""))
     if kind is EyasError:
         return RequestFailed(details if code is grpc.StatusCode.INTERNAL else f"{code.name}: {details}")
     return kind(details)
@@ -93,6 +95,13 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 def _status_of_kind(kind: type[BaseException]) -> grpc.StatusCode:
     known = (status for base, status in _STATUS_CODES if issubclass(kind, base))
     return next(known, grpc.StatusCode.INTERNAL)
+
+
+def error_trailers(error: EyasError) -> tuple[tuple[str, str], ...]:
+    """Return what `status_error` reads: the kind of error, its parameter if it names one, and the hint when to retry."""
+    param = error.param if isinstance(error, InvalidRequest) else ""
+    named = ((PARAM_KEY, param),) if param.isascii() and param.isprintable() and param else ()
+    return *retry_hint(error), (ERROR_KEY, type(error).__name__), *named
 
 
 def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:

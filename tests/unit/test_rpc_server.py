@@ -125,6 +125,18 @@ def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, 
     with_server(check, raised)
 
 
+@pytest.mark.parametrize("param", ["", "structured_outputs", "größe"])
+def test_the_parameter_of_an_error_crosses_the_wire(param: str) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        error = status_error(caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert error.param == (param if param.isascii() else "")
+
+    with_server(check, InvalidRequest("x", param))
+
+
 @pytest.mark.parametrize("seconds", [None, 1.25])
 def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:

@@ -370,7 +370,8 @@ class GenerationEndpoints:
         slots = completion_slots()
         streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
         chunks = merge((_shift_index(stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
-        return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
+        metered = access.meter(chunks, prepared, self.service.record_rejection(received, operation))
+        return _with_field_names(body, metered)
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
@@ -422,6 +423,15 @@ def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[No
         yield
     except InvalidRequest as error:
         raise type(error)(str(error), body.name_of(error.param)) from error
+
+
+async def _with_field_names(
+    body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None]
+) -> AsyncGenerator[TextChunk, None]:
+    with _field_names(body):
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
 
 async def _shift_index(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:

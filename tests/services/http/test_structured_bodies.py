@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.bodies import parse_body
@@ -61,3 +62,17 @@ def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
         StructuredOutputs(json=json.dumps(SCHEMA)),
         StructuredOutputs(choice=("a", "b")),
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a+"})]
+)
+def test_what_a_verifier_cannot_compile_is_named_by_its_field(url: str, field: str, value: dict[str, Any]) -> None:
+    script = Script(TOKENS, fails_after=0, status=grpc.StatusCode.INVALID_ARGUMENT, param="structured_outputs")
+
+    async def body(client: AsyncOpenAI) -> None:
+        with pytest.raises(BadRequestError) as caught:
+            await client.chat.completions.create(**CHAT, extra_body={field: value})
+        assert caught.value.param == field
+
+    with_router(url, body, script)

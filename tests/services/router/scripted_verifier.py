@@ -20,7 +20,7 @@ from eyas.outputs import TextChunk
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
-from eyas.rpc.messages import ERROR_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
+from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
@@ -66,6 +66,7 @@ class Script:
     breaks_after: chunks before a step of its engine fails, which ends the call with an error chunk.
     knows_drafters: whether it accepts the drafter that a call names.
     gate: awaited before the first chunk, like a place in the queue. pushback: the retry delay it sends, in ms.
+    param: the parameter that it says is wrong.
     Every token has log-probability -0.5, and the token after it in the vocabulary has -2.
     """
 
@@ -76,6 +77,7 @@ class Script:
     gate: asyncio.Event | None = None
     status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     pushback: int | None = None
+    param: str = ""
     calls: list[GenerateCall] = field(default_factory=list)
     num_cancelled: int = 0
     knows_drafters: bool = True
@@ -115,7 +117,8 @@ class ScriptedVerifier(GenerationServicer):
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
             if self._script.fails_at(number):
                 hint = () if self._script.pushback is None else ((RETRY_KEY, str(self._script.pushback)),)
-                await context.abort(self._script.status, "scripted failure", (*hint, (ERROR_KEY, "scripted")))
+                named = ((PARAM_KEY, self._script.param),) if self._script.param else ()
+                await context.abort(self._script.status, "scripted failure", (*hint, *named, (ERROR_KEY, "scripted")))
             if number == self._script.stalls_after:
                 await asyncio.sleep(600)
             if number == self._script.breaks_after:
