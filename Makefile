@@ -95,9 +95,8 @@ test: $(READY) ## lint and every test but those of `make load`, side by side
 every-test: $(KERNELS)
 	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m "not load"
 
-LOADED := chaos scheduling ray/cluster deploy/running
 load: $(KERNELS) ## a short soak, a short storm, and services that scale and roll under load, under 5 minutes
-	@$(BIN)/python -m pytest -q -n 2 -m load $(LOADED:%=tests/%)
+	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -n 2 -m load
 
 soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak

@@ -420,7 +420,7 @@ def _length(structured: StructuredOutputs) -> int:
 
 def _compile_error(message: str) -> str:
     """The first line of llguidance's message, and what is wrong with a regular expression, which stands below it."""
-    details = (line.removeprefix("error: ") for line in message.splitlines() if line.startswith("error: "))
+    details = (line.removeprefix("error: ")[:200] for line in message.strip().splitlines()[1:] if line.startswith("error: "))
     return " ".join([_first_line(message), *islice(details, 1)])
 
 

@@ -60,7 +60,7 @@ class LLM:
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
         chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
         seed: makes the seeds of requests without one; None draws them.
-        threads: of torch in this process, 0 for its own number; by default one on a CPU with numba, see `use_threads`.
+        threads: of torch in this process; 0 leaves them, and None sets what `eyas.tensors.use_threads` says.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:
@@ -92,7 +92,7 @@ class LLM:
         resolve(model)  # a missing target is not the head's fault
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
-        use_threads(threads, device, dtype)
+        use_threads(threads, (device, dtype))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         name, head = drafts.method, drafts.draft_model

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from eyas.draft_protocol import TensorBytes
-from eyas.errors import InvalidRequest, OutOfMemory
-from eyas.process import has_numba
+from eyas.errors import ConfigError, InvalidRequest, OutOfMemory
+from eyas.process import has_numba, num_cores
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
+# Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
+MOST_CORES = 2
 HUGE_PAGE = 2 << 20
 # Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or when memory is first touched.
 MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
@@ -46,15 +48,18 @@ def runs_compiled(device: torch.device) -> bool:
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
 
 
-def use_threads(count: int | None, device: str, dtype: str) -> None:
-    """Set the number of torch's threads for a model on the CPU, in the whole process; 0 leaves it.
+def use_threads(count: int | None, *placements: tuple[str, str]) -> None:
+    """Set the number of torch's threads for models at these placements (device, dtype); 0 leaves it.
 
-    None takes OMP_NUM_THREADS. Without that variable it is one thread wherever kernels of numba can run. Products of torch
-    take longer than these, and its threads wait for one another.
+    It holds for the calling thread and for those that first use torch afterwards. None takes OMP_NUM_THREADS. Without that
+    variable it is one thread where compiled kernels can run and there are MOST_CORES at most, else torch's own number.
+
+    Raises ConfigError for a number below 0.
     """
-    if count is None and device == "cpu" and dtype == "float32" and "OMP_NUM_THREADS" not in os.environ and has_numba():
-        log.info("torch takes one thread here, as compiled kernels do; LLM(..., threads=0) leaves torch's own number")
-        count = 1
+    if count is not None and count < 0:
+        raise ConfigError(f"threads is {count}; it must be at least 0")
+    if count is None and "OMP_NUM_THREADS" not in os.environ and set(placements) == {("cpu", "float32")}:
+        count = 1 if num_cores() <= MOST_CORES and has_numba() else None
     if count:
         torch.set_num_threads(count)
 

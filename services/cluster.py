@@ -91,7 +91,8 @@ def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> l
         name, _, rest = assignment.partition(".")
         if name not in by_name:
             near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
-            owner = next((each for each in by_name if name in {field.name for field in fields(CONFIG_TYPES[each])}), "")
+            key = name.partition("=")[0]
+            owner = next((each for each in by_name if key in {field.name for field in fields(CONFIG_TYPES[each])}), "")
             meant = f"{owner}.{assignment}" if owner else f"{near}.{rest or 'key=value'}"
             raise ConfigError(f"--set {assignment!r}: no service {name!r} is started; did you mean {meant}?")
         by_name[name] = by_name[name].add(rest)

@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.errors import ConfigError, EyasError
-from eyas.process import has_numba, num_cores
+from eyas.process import num_cores
 from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
 from eyas.tokenizer import check_source
 
@@ -57,7 +57,9 @@ def serve(
         str, typer.Option(help=f"How MODEL writes reasoning: {', '.join(get_args(ReasoningParser))}.")
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API; 0 takes a free one.")
+    ] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the gRPC API.")] = GRPC_PORT,
     assignments: AssignmentsOption = None,
 ) -> None:
@@ -97,23 +99,21 @@ def plan(
     """The services that serve a model; without a method and a draft model there is no draft service.
 
     settings: further settings of verifier and draft service; None keeps the default. chats: of the router's model.
-    On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set. With numba a share is that of the
-    verifier's kernels, and torch has one thread.
+    On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
     """
     name, method = name or model, method or ("" if draft_model else "none")
     shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method, **settings}
     worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
     served = {"name": name, "tokenizer": model, **(chats or {})}
     router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
-    verifier, draft = (ServiceSettings(name, assignments=worker) for name in ("verifier", "draft"))
-    has_draft = method != "none"
+    verifier = ServiceSettings("verifier", assignments=worker)
+    if method == "none":
+        return [verifier, router]
+    draft = ServiceSettings("draft", assignments=worker)
     if not str(settings.get("device")).startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
-        draft_threads, verifier_threads = share_cores(num_cores()) if has_draft else (0, num_cores())
-        if has_numba() and settings.get("dtype") in (None, "auto", "float32"):
-            verifier = verifier.add(f"engine.layer_threads={verifier_threads}")
-        elif has_draft:
-            draft, verifier = draft.add(f"threads={draft_threads}"), verifier.add(f"threads={verifier_threads}")
-    return [draft, verifier, router] if has_draft else [verifier, router]
+        draft_threads, verifier_threads = share_cores(num_cores())
+        draft, verifier = draft.add(f"threads={draft_threads}"), verifier.add(f"threads={verifier_threads}")
+    return [draft, verifier, router]
 
 
 def share_cores(num_cores: int) -> tuple[int, int]:

@@ -201,8 +201,8 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ServiceConfig):
-    """What verifier and draft service share. threads: number of CPU threads of torch; 0 takes OMP_NUM_THREADS,
-    else one where compiled kernels can run, else torch's default."""
+    """What verifier and draft service share. threads: number of CPU threads of torch; 0 takes what
+    `eyas.tensors.use_threads` says."""
 
     threads: int = 0
 

@@ -156,8 +156,6 @@ def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
     At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
     whether keys and values have 8 bits.
     """
-    if model.device.type != "cpu":
-        return
     found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
     decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
     if decoder is not None:

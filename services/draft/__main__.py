@@ -41,10 +41,10 @@ DescribedDrafter = tuple[LocalDrafter, DrafterInfo]
 async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     """Load the drafters and serve them until the runner stops the service."""
     drafters: list[DescribedDrafter] = []
-    read_once = cache(read_target)
-    for model in map(with_method, config.models):
-        device, dtype = resolve_placement(model.device, model.dtype, model.model)
-        use_threads(config.threads or None, device, dtype)
+    read_once, models = cache(read_target), list(map(with_method, config.models))
+    placements = [resolve_placement(model.device, model.dtype, model.model) for model in models]
+    use_threads(config.threads or None, *placements)
+    for model, (device, dtype) in zip(models, placements, strict=True):
         drafter = build_drafter(
             model.method,
             model.model,

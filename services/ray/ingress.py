@@ -21,7 +21,7 @@ from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.rpc.admission import Admission
 from eyas.rpc.convert import text_chunk_to_proto
-from eyas.rpc.status import retry_hint, status_of
+from eyas.rpc.status import error_trailers, status_of
 from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
@@ -129,9 +129,8 @@ class Router:
                 async for chunk in chunks:
                     yield text_chunk_to_proto(chunk)
         except EyasError as error:
-            if hint := retry_hint(error):
-                grpc_context.set_trailing_metadata(list(hint))
-                yield generation_pb2.GenerateChunk()  # metadata travels only with messages; read_in_task drops this one
+            grpc_context.set_trailing_metadata(list(error_trailers(error)))
+            yield generation_pb2.GenerateChunk()  # metadata travels only with messages; read_in_task drops this one
             _refuse(error, grpc_context)
 
     async def ListModels(  # noqa: N802

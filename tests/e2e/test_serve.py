@@ -275,28 +275,10 @@ def test_draft_service_and_verifier_share_the_cores(cores: int, draft: int, veri
     assert share_cores(cores) == (draft, verifier)
 
 
-@pytest.mark.parametrize(
-    ("has_kernels", "dtype", "method", "expected"),
-    [
-        (True, "auto", "lookahead", {"verifier": "engine.layer_threads=3"}),
-        (True, "auto", "none", {"verifier": "engine.layer_threads=4"}),
-        (True, "bfloat16", "lookahead", {"verifier": "threads=3", "draft": "threads=1"}),
-        (False, "auto", "lookahead", {"verifier": "threads=3", "draft": "threads=1"}),
-    ],
-)
-def test_kernels_or_torch_get_a_share_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, has_kernels: bool, dtype: str, method: str, expected: dict[str, str]
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("eyas.services.serve.num_cores", lambda: 4)
-    monkeypatch.setattr("eyas.services.serve.has_numba", lambda: has_kernels)
-    services = plan("model", "", method, "", {"dtype": dtype})
-    assert {s.name: setting for s in services for setting in s.assignments if "threads" in setting} == expected
-
-
 def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
     services = plan("model", "", "", "", {})
     with pytest.raises(ConfigError, match="no service 'draft' is started"):
         assign(services, ["draft.threads=1"])
-    with pytest.raises(ConfigError, match=r"did you mean verifier\.engine\.max_num_seqs=4\?"):
-        assign(services, ["engine.max_num_seqs=4"])
+    for setting in ("engine.max_num_seqs=4", "threads=2"):
+        with pytest.raises(ConfigError, match=rf"did you mean verifier\.{setting}\?"):
+            assign(services, [setting])

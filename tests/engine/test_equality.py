@@ -60,7 +60,7 @@ def case_of(name: str, target: str, head: str) -> Case:
 
 
 class UnevenClock(Clock):
-    """Each look at it takes up to 2 ms: what depends on time varies within a run, and not from one run to the next."""
+    """Each look at it takes up to 2 ms: what the engine chooses by time varies in a run, and is the same in each."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._now = random.Random(seed), 0.0

@@ -12,7 +12,7 @@ from eyas import LLM, EyasError, RequestOutput, SamplingParams
 from eyas.config import EngineConfig
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.checkpoint import resolve_placement
-from eyas.process import has_numba
+from eyas.tensors import use_threads
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -215,19 +215,40 @@ def test_a_missing_target_is_not_blamed_on_the_head() -> None:
     assert "method" not in str(caught.value)
 
 
-def test_an_llm_on_a_cpu_lets_compiled_kernels_run(monkeypatch: pytest.MonkeyPatch, tiny_target: str) -> None:
-    """They need one thread of torch, which has one a core by itself."""
+@pytest.mark.parametrize(
+    ("threads", "variable", "placements", "cores", "expected"),
+    [
+        (None, "", [("cpu", "float32")], 2, 1),
+        (None, "", [("cpu", "float32"), ("cpu", "float32")], 2, 1),
+        (None, "", [("cpu", "float32"), ("cpu", "bfloat16")], 2, 3),
+        (None, "", [("cuda", "float32")], 2, 3),
+        (None, "", [("cpu", "float32")], 3, 3),
+        (None, "3", [("cpu", "float32")], 2, 3),
+        (0, "", [("cpu", "float32")], 2, 3),
+        (2, "3", [("cuda", "bfloat16")], 3, 2),
+    ],
+)
+def test_torch_takes_one_thread_where_kernels_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int | None,
+    variable: str,
+    placements: list[tuple[str, str]],
+    cores: int,
+    expected: int,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    found = []
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("eyas.tensors.num_cores", lambda: cores)
+    monkeypatch.setattr("eyas.tensors.has_numba", lambda: True)
+    torch.set_num_threads(3)
     try:
-        for threads in (0, 2, None):
-            torch.set_num_threads(3)
-            with LLM(tiny_target, tokenizer=str(DEMO / "target"), threads=threads):
-                found.append(torch.get_num_threads())
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        torch.set_num_threads(3)
-        with LLM(tiny_target, tokenizer=str(DEMO / "target")):
-            found.append(torch.get_num_threads())
+        use_threads(threads, *placements)
+        assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(1)
-    assert found == [3, 2, 1 if has_numba() else 3, 3]
+
+
+def test_a_number_of_threads_below_0_is_refused(tiny_target: str) -> None:
+    with pytest.raises(ConfigError, match="threads is -1; it must be at least 0"):
+        LLM(tiny_target, threads=-1)

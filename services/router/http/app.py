@@ -369,9 +369,8 @@ class GenerationEndpoints:
         """Return the merged chunks of prepared calls; a chunk's index is that of its choice."""
         slots = completion_slots()
         streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
-        chunks = merge((_shift_index(stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
-        metered = access.meter(chunks, prepared, self.service.record_rejection(received, operation))
-        return _with_field_names(body, metered)
+        chunks = merge((_of_body(body, stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
+        return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
@@ -425,19 +424,14 @@ def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[No
         raise type(error)(str(error), body.name_of(error.param)) from error
 
 
-async def _with_field_names(
-    body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None]
+async def _of_body(
+    body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None], first: int
 ) -> AsyncGenerator[TextChunk, None]:
+    """Chunks with the index of their choice; errors name the body's fields. first: index of the first choice."""
     with _field_names(body):
         async with aclosing(chunks):
             async for chunk in chunks:
-                yield chunk
-
-
-async def _shift_index(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            yield replace(chunk, chunk=replace(chunk.chunk, index=chunk.chunk.index + by))
+                yield replace(chunk, chunk=replace(chunk.chunk, index=chunk.chunk.index + first))
 
 
 async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:

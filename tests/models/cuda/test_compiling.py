@@ -52,9 +52,11 @@ def find_all() -> dict[str, Any]:
 def test_kernels_compile_fit_and_do_not_spill(sm: int, found: dict[str, Any]) -> None:
     kernels: Sequence[dict[str, Any]] = found["kernels"][str(sm)]
     assert {kernel["name"] for kernel in kernels} == launched_kernels()
-    most_spilled = {89: 8}.get(sm, 0)  # one register of attention, stored and loaded
-    assert not [k for k in kernels if k["spilled"] > most_spilled or k["shared"] > SHARED_KIB[sm] * 1024]
     attention = [kernel for kernel in kernels if kernel["name"] == "_attend_parts"]
+    most_spilled = {89: 8}.get(sm, 0)  # one register of attention, stored and loaded
+    assert not [k for k in attention if k["spilled"] > most_spilled]
+    assert not [k for k in kernels if k["spilled"] and k not in attention]
+    assert not [k for k in kernels if k["shared"] > SHARED_KIB[sm] * 1024]
     assert all(kernel["loads_ahead"] for kernel in attention)
     assert all(kernel["slots_ahead"] >= 2 for kernel in attention), "of the prefix, and of the segment's own keys"
     assert attention[0]["matrix"], "bfloat16 without matrix instructions"
