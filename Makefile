@@ -9,7 +9,7 @@ KERNELS := eyas/models/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
 WORKERS ?= 4
-SHARED  := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+SHARED   = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -95,8 +95,9 @@ test: $(READY) ## lint and every test but those of `make load`, side by side
 every-test: $(KERNELS)
 	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m "not load"
 
+load: WORKERS = 2
 load: $(KERNELS) ## a short soak, a short storm, and services that scale and roll under load, under 5 minutes
-	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -n 2 -m load
+	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m load
 
 soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak

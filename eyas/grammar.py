@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -420,8 +419,9 @@ def _length(structured: StructuredOutputs) -> int:
 
 def _compile_error(message: str) -> str:
     """The first line of llguidance's message, and what is wrong with a regular expression, which stands below it."""
-    details = (line.removeprefix("error: ")[:200] for line in message.strip().splitlines()[1:] if line.startswith("error: "))
-    return " ".join([_first_line(message), *islice(details, 1)])
+    below = message.strip().splitlines()[1:]
+    detail = next((line.removeprefix("error: ") for line in below if line.startswith("error: ")), "")
+    return f"{_first_line(message)} {detail[:200]}".rstrip()
 
 
 def _first_line(message: str) -> str:

@@ -349,8 +349,8 @@ def _stop(children: Sequence[Child]) -> None:
                 child.process.terminate()
             started = time.monotonic()
             for child in group:
-                is_idle = child.name == "router" and not can_finish
-                child.wait_or_kill(started + (STOP_TIMEOUT_S if is_idle else child.stop_timeout_s))
+                drains = can_finish or child.name != "router"
+                child.wait_or_kill(started + (child.stop_timeout_s if drains else STOP_TIMEOUT_S))
     except KeyboardInterrupt:
         for child in children:
             child.process.kill()

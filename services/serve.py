@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from eyas.config.loader import MAX_PORT
 from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.errors import ConfigError, EyasError
 from eyas.process import num_cores
@@ -25,7 +26,6 @@ from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
-MAX_PORT = 65_535
 REPORT_INTERVAL_S = 30.0
 MAX_STATUS_CHARS = 100
 

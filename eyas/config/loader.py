@@ -17,6 +17,7 @@ from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 VARIABLE = re.compile(r"\$\{env:(\w+)\}")
+MAX_PORT = 65_535
 
 
 def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
@@ -181,13 +182,13 @@ def one_of(choices: object, **settings: str) -> None:
 
 def valid_port(port: int) -> None:
     """Check that a port number is in range."""
-    require(0 <= port <= 65535, f"port is {port}; it must lie in [0, 65535]")
+    require(0 <= port <= MAX_PORT, f"port is {port}; it must lie in [0, {MAX_PORT}]")
 
 
 def valid_optional_port(**settings: int | None) -> None:
     """Check that port numbers are in range, or null."""
     for name, port in settings.items():
-        require(port is None or 0 <= port <= 65535, f"{name} is {port}; it must lie in [0, 65535], or be null")
+        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}], or be null")
 
 
 def num_bytes(name: str, size: str) -> int:

@@ -100,7 +100,7 @@ def _status_of_kind(kind: type[BaseException]) -> grpc.StatusCode:
 def error_trailers(error: EyasError) -> tuple[tuple[str, str], ...]:
     """Return what `status_error` reads: the kind of error, its parameter if it names one, and the hint when to retry."""
     param = error.param if isinstance(error, InvalidRequest) else ""
-    named = ((PARAM_KEY, param),) if param.isascii() and param.isprintable() and param else ()
+    named = ((PARAM_KEY, param),) if param and param.isascii() and param.isprintable() else ()
     return *retry_hint(error), (ERROR_KEY, type(error).__name__), *named
 
 
