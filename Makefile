@@ -49,8 +49,9 @@ $(READY): pyproject.toml constraints.txt
 $(KERNELS): $(READY) $(wildcard eyas/*/cpu_*.py)
 	@echo "Compiling kernels for this processor"
 	@rm -f eyas/*/__pycache__/cpu_*.nb[ci]
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.models import cpu_kernels as passes; \
-		from eyas.sampling import cpu_kernels as steps; passes.compile_kernels(); drafts.compile_kernels(); steps.compile_tree_kernels()"
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.drafters import cpu_lookups as lookups; \
+		from eyas.models import cpu_kernels as passes; from eyas.sampling import cpu_kernels as steps; \
+		passes.compile_kernels(); drafts.compile_kernels(); lookups.compile_kernels(); steps.compile_tree_kernels()"
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop

@@ -17,13 +17,11 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget, changed
 from eyas.grammar import TokenBits
-from eyas.tensors import runs_compiled
 from eyas.tree import DraftTree, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
@@ -208,6 +206,10 @@ class LocalDrafter(ABC):
         """
         return []
 
+    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """Trees of another drafter for these commits, with what this one finds below their best leaves."""
+        return list(trees)
+
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
@@ -272,11 +274,3 @@ def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
         return budget
     max_nodes, max_depth = min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps)
     return changed(budget, max_nodes=max_nodes, max_depth=max_depth)
-
-
-def compile_growth() -> None:
-    """Compile the CPU kernels of growing trees, where they serve, so that no step waits for that."""
-    if runs_compiled(torch.device("cpu")):
-        from eyas.drafters.cpu_kernels import compile_kernels
-
-        compile_kernels()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
-import torch
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
@@ -27,19 +26,17 @@ from eyas.drafters.base import (
     DrafterNeeds,
     DraftWork,
     LocalDrafter,
-    Path,
     PathMasks,
-    compile_growth,
     within,
     without_banned,
 )
+from eyas.drafters.lookup import attached, best_leaves, compile_lookups, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
-from eyas.tensors import Ints, runs_compiled
-from eyas.tree import DraftTree, PreparedTree, TreeArrays
+from eyas.process import has_numba
+from eyas.tensors import Ints
+from eyas.tree import DraftTree, PreparedTree, TreeArrays, TreeBatch
 
-# Leaves of a tree below which a side looks.
-MAX_CONTINUED = 8
 # Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
 MIN_CLAIM = 5.0
 
@@ -148,7 +145,7 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self._sides:
             side.warm_up()
-        compile_growth()
+        compile_lookups()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
@@ -216,8 +213,8 @@ class CombinedDrafter(LocalDrafter):
         if session is None or session.tree is None or not session.is_complete:
             return
         tree, parts = session.tree, list[tuple[int, DraftTree]]()
-        leaves = _best_leaves(tree, len(tree))
-        paths = [tuple([tree.tokens[node] for node in tree.path(leaf)[1:]]) for leaf in leaves]
+        leaves = best_leaves(tree, len(tree))
+        paths = [tokens_to(tree, leaf) for leaf in leaves]
         size, steps = self._tree.num_draft_tokens + 1, self._tree.num_steps + 1  # with the token that the target draws there
         contexts = [changed(session.context, budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
         for k in self._looks:
@@ -227,7 +224,7 @@ class CombinedDrafter(LocalDrafter):
         if parts:
             kept = sorted({node for leaf, _ in parts for node in tree.path(leaf)})
             places = {node: place for place, node in enumerate(kept)}
-            whole = _attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
+            whole = attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
             session.looked_up, self._changed[name] = TreeArrays.of(whole), None
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
@@ -255,25 +252,16 @@ class CombinedDrafter(LocalDrafter):
 
     def _continue(self, k: int, sessions: Sequence[_CombinedSession], budgets: Sequence[TreeBudget]) -> None:
         """Continue one side's trees below their best leaves by what the other side finds behind their paths."""
-        other, asked = 1 - k, list[tuple[int, int]]()  # sessions by number, and leaves
-        contexts, paths = list[DraftContext](), list[Path]()
-        for number, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
+        other, asked = 1 - k, list[tuple[_CombinedSession, DraftTree]]()
+        contexts = list[DraftContext]()
+        for session, budget in zip(sessions, budgets, strict=True):
             tree, session.continued[k] = session.tree_of(k), None
-            if tree is None or session.tree_of(other) is None or not self._sides[other].continues_paths:
-                continue
-            context = changed(session.context, budget=budget)
-            for leaf in _best_leaves(tree, budget.max_depth):
-                asked.append((number, leaf))
-                contexts.append(context)
-                paths.append(tuple([tree.tokens[node] for node in tree.path(leaf)[1:]]))
-        found = self._sides[other].continue_paths(contexts, paths) if paths else []
-        parts: dict[int, list[tuple[int, DraftTree]]] = {}
-        for (number, leaf), below in zip(asked, found, strict=False):
-            if below.num_drafted:
-                parts.setdefault(number, []).append((leaf, below))
-        for number, own in parts.items():
-            if (tree := sessions[number].tree_of(k)) is not None:
-                sessions[number].continued[k] = _attached(tree, own)
+            if tree is not None and session.tree_of(other) is not None:
+                asked.append((session, tree))
+                contexts.append(changed(session.context, budget=budget))
+        found = self._sides[other].continue_trees(contexts, [tree for _, tree in asked]) if asked else []
+        for (session, tree), grown in zip(asked, found, strict=True):
+            session.continued[k] = None if grown is tree else grown
 
     def _prune(self, k: int, session: _CombinedSession, merged: DraftTree) -> None:
         """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
@@ -327,23 +315,6 @@ def _claim_below_best(tree: DraftTree) -> float:
     return claimed
 
 
-def _best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
-    """At most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
-    leaves = [node for node in range(1, len(tree)) if node not in tree.families and tree.depths[node] < max_depth]
-    return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
-
-
-def _attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTree:
-    """`tree` with the nodes of other trees, whose roots are leaves of it."""
-    tokens, parents, log_probs = list(tree.tokens), list(tree.parents), list(tree.log_probs)
-    for leaf, below in parts:
-        places, above = [leaf, *range(len(tokens), len(tokens) + below.num_drafted)], log_probs[leaf]
-        tokens += below.tokens[1:]
-        parents += [places[parent] for parent in below.parents[1:]]
-        log_probs += [above + log_prob for log_prob in below.log_probs[1:]]
-    return replace(tree, tokens=tuple(tokens), parents=tuple(parents), log_probs=tuple(log_probs))
-
-
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
     """For each node of `tree` that is in `merged`, its number there."""
     places = {0: 0}
@@ -382,10 +353,7 @@ def merge_trees(
     """
     if not any(trees):
         return [DraftTree.root_only(root) for root in roots]
-    if runs_compiled(torch.device("cpu")):
-        made = _merged_by_kernel(roots, trees, budgets, min_share)
-    else:
-        made = _merged(roots, trees, budgets, min_share)
+    made = _merged_by_kernel(roots, trees, budgets, min_share) if has_numba() else _merged(roots, trees, budgets, min_share)
     ahead = [any(tree.grown_ahead for tree in own) for own in trees]
     return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
 
@@ -394,17 +362,13 @@ def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> list[DraftTree]:
     """`_merged` by one kernel of the CPU."""
-    from eyas.drafters import cpu_kernels
+    from eyas.drafters import cpu_kernels, cpu_lookups
 
     limits, depths = cpu_kernels.limits_of(budgets)
-    most, all_trees = int(limits.max()), list(chain.from_iterable(trees))
-    sizes, counts = np.array([len(tree) for tree in all_trees]), np.array([len(own) for own in trees])
-    total = int(sizes.sum())
-    tokens = np.fromiter(chain.from_iterable(tree.tokens for tree in all_trees), np.int64, total)
-    parents = np.fromiter(chain.from_iterable(tree.parents for tree in all_trees), np.int64, total)
-    values = np.fromiter(chain.from_iterable(tree.log_probs for tree in all_trees), np.float64, total)
+    nodes, counts = TreeBatch.of(list(chain.from_iterable(trees))), np.array([len(own) for own in trees])
+    most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
-    cpu_kernels.merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, scores)
+    cpu_lookups.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
     return cpu_kernels.trees_of(roots, cells, scores)
 
 

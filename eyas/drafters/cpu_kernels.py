@@ -1,15 +1,13 @@
 """The growth of draft trees on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md).
 
-`grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. `grow_matches`
-grows those of lookups, `merge` joins trees. Those of `GrownTree` choose among candidates. Each stands beside a plain path
-with the same result. Arrays are contiguous.
-Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates, N nodes, M
-matches, T trees; E expanded nodes and C candidates of each in a `GrownTree`.
+`grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. Those of
+`GrownTree` choose among candidates. Each stands beside a plain path with the same result. Arrays are contiguous.
+Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates, N nodes; E
+expanded nodes and C candidates of each in a `GrownTree`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -19,8 +17,6 @@ import numpy.typing as npt
 from numba import boolean, float32, float64, int64, types
 
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.lookup import Matches
-from eyas.drafters.tree_growth import Reals
 from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.models.cpu_products import multiply_weight, num_blocks_of
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
@@ -53,21 +49,6 @@ def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
     """Most drafted nodes and levels of each session."""
     limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
     return limits, depths
-
-
-def trees_of_matches(
-    matches: Matches, classes: Ints, log_rates: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]
-) -> list[DraftTree]:
-    """The trees of `build_trie`, `match_steps` and `trie_trees` in `eyas.drafters.lookup`.
-
-    classes: `length_indices` there.
-    """
-    limits, depths = limits_of(budgets)
-    most = int(limits.max())
-    cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-    inputs = matches.sessions, matches.tokens, matches.lengths, matches.weights, classes, log_rates
-    grow_matches(*inputs, limits, depths, cells, scores)
-    return trees_of(roots, cells, scores)
 
 
 @kernel(error_model="numpy")
@@ -222,178 +203,6 @@ NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
 
 
 @kernel(error_model="numpy")
-def _sort_matches(tokens, lengths, start, end, order):
-    """The matches from `start` to `end` in the order of their tokens, a shorter one first: to order."""
-    for m in range(start, end):
-        place = m - start
-        while place:
-            other, d = order[place - 1], 0
-            both = min(lengths[other], lengths[m])
-            while d < both and tokens[other, d] == tokens[m, d]:
-                d += 1
-            if d == both and lengths[other] <= lengths[m]:
-                break
-            if d < both and tokens[other, d] < tokens[m, d]:
-                break
-            order[place] = other
-            place -= 1
-        order[place] = m
-
-
-@kernel(error_model="numpy")
-def _build_trie(tokens, lengths, weights, classes, log_rates, order, depth, node_tokens, parents, scores):
-    """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
-
-    Returns the number of nodes.
-    """
-    count, num = len(order), 0
-    above, here = np.zeros(count, np.int64), np.zeros(count, np.int64)  # of each match the node above and at the level
-    differs = np.zeros(count, np.bool_)
-    mass, family = np.empty(len(scores), np.float64), np.zeros(len(scores) + 1, np.float64)
-    best = np.empty(len(scores), np.int64)
-    for d in range(depth):
-        first = num
-        for i in range(count):
-            m, before = order[i], order[i - 1]
-            is_same = i > 0 and not differs[i] and lengths[before] > d and tokens[before, d] == tokens[m, d]
-            if lengths[m] <= d:
-                differs[i] = True
-                continue
-            if not is_same:
-                differs[i] = True
-                node_tokens[num], parents[num], mass[num], best[num] = tokens[m, d], above[i], 0.0, m
-                num += 1
-            here[i] = num
-            mass[num - 1] += weights[m]
-            best[num - 1] = min(best[num - 1], m)
-        if num == first:
-            break
-        for node in range(first, num):
-            family[parents[node]] += mass[node]
-        for node in range(first, num):
-            rate = log_rates[min(classes[best[node]] + d, len(log_rates) - 1)]
-            step = math.log(mass[node]) - math.log(family[parents[node]]) + rate
-            scores[node] = step + (scores[parents[node] - 1] if parents[node] else 0.0)
-        above, here = here, above
-    return num
-
-
-@kernel(error_model="numpy")
-def _take_best(scores, num, limit, is_taken):
-    """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
-    is_taken[:num] = False
-    for _ in range(limit):
-        best = -1
-        for i in range(num):
-            if not is_taken[i] and np.isfinite(scores[i]) and (best < 0 or scores[i] > scores[best]):
-                best = i
-        if best < 0:
-            break
-        is_taken[best] = True
-
-
-@kernel(error_model="numpy")
-def grow_matches(sessions, tokens, lengths, weights, classes, log_rates, limits, depths, cells, out):
-    """The best nodes of a trie for each session, see `trees_of_matches`; the outputs are those of `grow_trees`."""
-    start = 0
-    for s in range(len(limits)):
-        end = start
-        while end < len(sessions) and sessions[end] == s:
-            end += 1
-        depth = min(tokens.shape[1], max(depths[s], 0))
-        room = (end - start) * depth
-        order, node_tokens, parents = np.empty(end - start, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-        scores, is_taken = np.empty(room, np.float64), np.empty(room, np.bool_)
-        _sort_matches(tokens, lengths, start, end, order)
-        num = _build_trie(tokens, lengths, weights, classes, log_rates[s], order, depth, node_tokens, parents, scores)
-        rounded = scores[:num].astype(np.float32)
-        _take_best(rounded, num, limits[s], is_taken)
-        numbers, count = np.zeros(num + 1, np.int64), 0
-        for node in range(num):
-            if is_taken[node]:
-                cells[0, s, count], cells[1, s, count] = node_tokens[node], numbers[parents[node]]
-                out[s, count] = rounded[node]
-                count += 1
-                numbers[node + 1] = count
-        cells[0, s, -1] = count
-        start = end
-
-
-@kernel(error_model="numpy")
-def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
-    """Of each node of a session's trees the first one with the same path, its level, and its score, at most its parent's."""
-    tree = 0
-    for i in range(num):
-        if tree + 1 < len(starts) and i == starts[tree + 1]:
-            tree += 1
-        if i == starts[tree]:
-            firsts[i], levels[i], better[i] = 0, 0, values[i]
-            continue
-        parent = starts[tree] + parents[i]
-        value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
-        levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
-        first = i
-        for j in range(1, i):
-            if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:
-                owner = 0
-                while owner + 1 < len(starts) and starts[owner + 1] <= j:
-                    owner += 1
-                if firsts[starts[owner] + parents[j]] == firsts[parent]:
-                    first = j
-                    break
-        firsts[i] = first
-
-
-@kernel(error_model="numpy")
-def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
-    """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
-
-    counts: trees of each session [S]. sizes: nodes of each tree [T].
-    """
-    tree = begin = 0
-    for s in range(len(limits)):
-        starts = np.zeros(counts[s] + 1, np.int64)
-        for t in range(counts[s]):
-            starts[t + 1] = starts[t] + sizes[tree + t]
-        num = starts[-1]
-        nodes, above, own = tokens[begin : begin + num], parents[begin : begin + num], values[begin : begin + num]
-        firsts, levels, scores = np.empty(num, np.int64), np.empty(num, np.int64), np.empty(num, np.float64)
-        _find_firsts(nodes, above, own, starts[:-1], num, firsts, levels, scores)
-        ranked, is_taken, is_reserved = np.empty(num, np.float64), np.empty(num, np.bool_), np.zeros(num, np.bool_)
-        better, share = np.full(num, -np.inf), math.floor(min_share * limits[s])
-        for t in range(counts[s]):
-            first, end = starts[t], starts[t + 1]
-            ranked[: end - first] = -np.inf
-            for i in range(first, end):
-                if 0 < levels[i] <= depths[s]:
-                    ranked[i - first] = scores[i]
-                    better[firsts[i]] = max(better[firsts[i]], scores[i])
-            _take_best(ranked, end - first, share, is_taken)
-            for i in range(first, end):
-                is_reserved[firsts[i]] |= is_taken[i - first]
-        is_chosen, left = np.zeros(num, np.bool_), limits[s]
-        for turn in range(2):  # the reserved ones first
-            for i in range(num):
-                ranked[i] = better[i] if is_reserved[i] == (turn == 0) else -np.inf
-            _take_best(ranked, num, left, is_taken)
-            for i in range(num):
-                is_chosen[i] |= is_taken[i]
-                left -= is_taken[i]
-        numbers, count, t = np.zeros(num, np.int64), 0, 0
-        for i in range(num):
-            if i == starts[t + 1]:
-                t += 1
-            if is_chosen[i]:
-                cells[0, s, count], cells[1, s, count] = nodes[i], numbers[firsts[starts[t] + above[i]]]
-                out[s, count] = better[i]
-                count += 1
-                numbers[i] = count
-        cells[0, s, -1] = count
-        tree += counts[s]
-        begin += num
-
-
-@kernel(error_model="numpy")
 def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
     """Where the nodes of a tree stand among the candidates of their parents, see `GrownTree`.
 
@@ -483,8 +292,6 @@ def compile_kernels() -> None:
     compile_all(
         {
             shared_noise: (words, ids, cube),
-            grow_matches: (*(ids, words, ids, float64[::1], ids, float64[:, ::1]), *(ids, ids, int64[:, :, ::1], rows)),
-            merge: (*(ids, ids, ids, ids, float64[::1]), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
             grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
             select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
             grow_trees: (cube, markov, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),

@@ -26,11 +26,15 @@ from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
+from eyas.process import has_numba
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MIN_TEMPERATURE, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
+
+# Leaves of a tree below which one looks.
+MAX_CONTINUED = 8
 
 
 class LookupDrafter(LocalDrafter, Generic[MemoryT]):
@@ -74,9 +78,48 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
 
+    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        asked = [(i, leaf) for i, tree in enumerate(trees) for leaf in best_leaves(tree, contexts[i].budget.max_depth)]
+        found = self.continue_paths([contexts[i] for i, _ in asked], [tokens_to(trees[i], leaf) for i, leaf in asked])
+        parts: dict[int, list[tuple[int, DraftTree]]] = {}
+        for (i, leaf), below in zip(asked, found, strict=True):
+            if below.num_drafted:
+                parts.setdefault(i, []).append((leaf, below))
+        return [attached(tree, parts[i]) if i in parts else tree for i, tree in enumerate(trees)]
+
     @abstractmethod
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]) -> list[DraftTree]:
         """The trees of contexts that want one. paths: tokens behind those that the memories have."""
+
+
+def compile_lookups() -> None:
+    """Compile the kernels of lookups, if numba is installed, so that no step waits for that."""
+    if has_numba():
+        from eyas.drafters.cpu_lookups import compile_kernels
+
+        compile_kernels()
+
+
+def best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
+    """At most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
+    leaves = [node for node in range(1, len(tree)) if node not in tree.families and tree.depths[node] < max_depth]
+    return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
+
+
+def tokens_to(tree: DraftTree, node: int) -> Path:
+    """The tokens from the root's child to a node."""
+    return tuple([tree.tokens[each] for each in tree.path(node)[1:]])
+
+
+def attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTree:
+    """`tree` with the nodes of other trees, whose roots are leaves of it."""
+    tokens, parents, log_probs = list(tree.tokens), list(tree.parents), list(tree.log_probs)
+    for leaf, below in parts:
+        places, above = [leaf, *range(len(tokens), len(tokens) + below.num_drafted)], log_probs[leaf]
+        tokens += below.tokens[1:]
+        parents += [places[parent] for parent in below.parents[1:]]
+        log_probs += [above + log_prob for log_prob in below.log_probs[1:]]
+    return replace(tree, tokens=tuple(tokens), parents=tuple(parents), log_probs=tuple(log_probs))
 
 
 def _behind(context: DraftContext, path: Path) -> DraftContext:

@@ -1,4 +1,7 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the last tokens where they stood before in the same session."""
+"""Prompt lookup decoding (Saxena 2023): what followed the last tokens where they stood before in the same session.
+
+`eyas.drafters.cpu_lookups` has the same drafter, compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path, compile_growth, within
+from eyas.drafters.base import DraftContext, Path, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
-from eyas.tensors import Ints, runs_compiled
+from eyas.process import has_numba
+from eyas.tensors import Ints
 from eyas.tree import DraftTree
 
 # Weight of a match relative to the next better one.
@@ -97,9 +101,6 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         self._tree = tree
         self._config = config
 
-    def warm_up(self) -> None:
-        compile_growth()
-
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
     ) -> list[DraftTree]:
@@ -123,10 +124,15 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         length_indices = np.array([length - self._config.min_ngram for each in found for length in each.values()])
         rates = {owner: index.rates.logs() for owner, index in distinct.items()}
         log_rates = np.stack([rates[id(index)] for index in memories])
-        if runs_compiled(torch.device("cpu")):
-            from eyas.drafters.cpu_kernels import trees_of_matches
-
-            return trees_of_matches(matches, length_indices, log_rates, roots, budgets)
         trie = build_trie(matches)
         steps = match_steps(trie, length_indices, log_rates)
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)
+
+
+def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LookupDrafter[Any]:
+    """The drafter, compiled if numba is installed."""
+    if not has_numba():
+        return PromptLookupDrafter(tree, config)
+    from eyas.drafters.cpu_lookups import CompiledPromptLookup
+
+    return CompiledPromptLookup(tree, config)

@@ -25,7 +25,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
 from eyas.drafters.on_demand import Trial
-from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.prompt_lookup import prompt_lookup
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
@@ -225,7 +225,7 @@ _BLOCK = Method(
 
 # A level costs a lookup nothing: its trees may be chains.
 _LOOKUP = Method(
-    lambda p: PromptLookupDrafter(p.tree, p.methods.prompt_lookup),
+    lambda p: prompt_lookup(p.tree, p.methods.prompt_lookup),
     needs=("prompt",),
     num_steps=lambda head, tree: max(tree.num_draft_tokens - 1, 1),
 )

@@ -67,7 +67,7 @@ def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
     assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eyas.drafters.combined.runs_compiled", lambda device: False)
+        patch.setattr("eyas.drafters.combined.has_numba", lambda: False)
         assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
 
 

@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.lookup import Matches, Trie, build_trie, match_steps, trie_trees
+from eyas.drafters.lookup import Matches, Trie, build_trie, trie_trees
 from eyas.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -93,17 +92,3 @@ def test_trees_are_the_best_nodes_within_each_budget(
         for session, budget in enumerate(budgets)
     ]
     assert trie_trees(trie, trie.along_paths(steps), [7] * 4, budgets) == expected
-
-
-@given(FOUND, BUDGETS, st.integers(0, 1000))
-def test_the_kernel_grows_the_trees_of_matches(
-    found: list[tuple[int, list[int]]], budgets: list[TreeBudget], seed: int
-) -> None:
-    kernels = pytest.importorskip("eyas.drafters.cpu_kernels", reason="numba is not installed")
-    matches, random = matches_of(found), np.random.default_rng(seed)
-    classes, log_rates = random.integers(0, 3, len(found)), np.log(random.random((4, 4)))
-    trie = build_trie(matches)
-    expected = trie_trees(trie, trie.along_paths(match_steps(trie, classes, log_rates)), [7] * 4, budgets)
-    for ours, theirs in zip(kernels.trees_of_matches(matches, classes, log_rates, [7] * 4, budgets), expected, strict=True):
-        assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
-        assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-6)

@@ -1,0 +1,495 @@
+"""Lookups on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md): n-grams of a text, trees of what followed
+them, and trees of two drafters as one.
+
+Each kernel stands beside a plain path with the same result, in `eyas.drafters.prompt_lookup`, `lookup` and `combined`.
+Arrays are contiguous. Legend: P tokens of a text, N lengths of n-grams, M matches, K nodes, B bans, S sessions, T trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import float64, int64, types, uint8
+
+from eyas.config import PromptLookupConfig, TreeConfig
+from eyas.drafters.base import DraftContext, Path, within
+from eyas.drafters.lookup import MAX_CONTINUED, PRIOR_TRIALS, LookupDrafter
+from eyas.drafters.prompt_lookup import MATCH_DECAY
+from eyas.drafters.sessions import MemoryLedger
+from eyas.drafters.tree_growth import Reals
+from eyas.sampling.cpu_kernels import compile_all, kernel
+from eyas.tensors import Ints
+from eyas.tree import DraftTree, TreeBatch
+
+# Tokens that a new index has room for.
+FIRST_ROOM = 128
+# What a hash is multiplied by for each token.
+MIX = 0x2545F4914F6CDD1D
+NO_BITS, NO_BANS = np.zeros(0, np.uint8), np.zeros((2, 0), np.int64)
+
+
+class Ngrams(NamedTuple):
+    """The n-grams of a text, of `shortest` tokens and more.
+
+    text: its tokens, with room for more [P]. previous: for each place and length, the place behind the previous occurrence
+    of the n-gram that ends there, 0 if there is none [P, N]. table: a hash table of the places behind the latest
+    occurrences, each times N plus the number of the length; 0 in empty entries. trials, hits, prior: see HitRates [N].
+    weights: of a session's matches [M].
+    """
+
+    text: Ints
+    previous: Ints
+    table: Ints
+    trials: Reals
+    hits: Reals
+    prior: Reals
+    weights: Reals
+    shortest: int
+
+
+class Bans(NamedTuple):
+    """Tokens that cannot be drawn, and from which level on they can be [B]; allowed: see Commit, empty for all."""
+
+    tokens: Ints
+    ends: Ints
+    allowed: npt.NDArray[np.uint8]
+
+
+class CompiledIndex:
+    """`NgramIndex` by kernels. It takes about 150 bytes a token."""
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        lengths = np.arange(config.min_ngram, config.max_ngram + 1)
+        weights, prior = MATCH_DECAY ** np.arange(config.max_matches), PRIOR_TRIALS * lengths / (lengths + 1)
+        rates = np.zeros(len(lengths)), np.zeros(len(lengths)), prior
+        self.size = 0
+        self.ngrams = Ngrams(*_arrays(FIRST_ROOM, len(lengths)), *rates, weights, config.min_ngram)
+
+    def extend(self, context: DraftContext) -> None:
+        """Append the context's tokens, and count for each whether the longest match before it predicted it."""
+        known, size = self.ngrams, self.size + len(context.tokens)
+        if size > len(known.text):
+            text, previous, table = _arrays(1 << (size - 1).bit_length(), len(known.trials))
+            text[: self.size], previous[: self.size] = known.text[: self.size], known.previous[: self.size]
+            self.ngrams = known._replace(text=text, previous=previous, table=table)
+            move_entries(self.ngrams, known.table)
+        extend_ngrams(self.ngrams, self.size, np.array(context.tokens, np.int64))
+        self.size = size
+
+
+def _arrays(room: int, num_lengths: int) -> tuple[Ints, Ints, Ints]:
+    """An empty text, `previous` and a table of which at most half is filled."""
+    size = 1 << (2 * room * num_lengths - 1).bit_length()
+    return np.zeros(room, np.int64), np.zeros((room, num_lengths), np.int64), np.zeros(size, np.int64)
+
+
+class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
+    """`PromptLookupDrafter` by kernels. It drafts the same trees."""
+
+    def __init__(self, tree: TreeConfig, config: PromptLookupConfig) -> None:
+        super().__init__(MemoryLedger(partial(CompiledIndex, config), config.max_cached_tokens))
+        self._tree = tree
+
+    def warm_up(self) -> None:
+        compile_kernels()
+
+    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        sessions = [self._sessions.get(context.session) for context in contexts]
+        indices = {i: session.memory for i, session in enumerate(sessions) if session and session.memory}
+        if not indices:
+            return list(trees)
+        nodes, budgets = TreeBatch.of(trees), [within(context.budget, self._tree) for context in contexts]
+        room = int(nodes.counts.max()) + MAX_CONTINUED * max(budget.max_nodes for budget in budgets)
+        cells, is_filled = _Cells(len(trees), room), np.arange(room) < nodes.counts[:, None]
+        cells.counts[:], cells.tokens[is_filled], cells.parents[is_filled] = nodes.counts, nodes.tokens, nodes.parents
+        cells.scores[is_filled] = nodes.log_probs
+        for i, index in indices.items():
+            limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
+            inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False)
+            cells.counts[i] = continue_tree(*inputs, *limits, *cells.of(i), cells.counts[i])
+        grown = cells.batch().trees([tree.grown_ahead for tree in trees])
+        return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
+
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[CompiledIndex], paths: Sequence[Path]
+    ) -> list[DraftTree]:
+        budgets = [within(context.budget, self._tree) for context in contexts]
+        cells = _Cells(len(contexts), max(budget.max_nodes for budget in budgets))
+        cells.tokens[:, 0] = [context.tokens[-1] for context in contexts]
+        for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
+            inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64)
+            cells.counts[i] = grow_tree(*inputs, budget.max_nodes - 1, budget.max_depth, *cells.of(i))
+        return cells.batch().trees()
+
+
+class _Cells:
+    """The nodes of several trees, a tree in each row [S, K]. counts: of each tree [S]."""
+
+    def __init__(self, num_trees: int, room: int) -> None:
+        self.tokens, self.parents = np.zeros((2, num_trees, room), np.int64)
+        self.scores, self.counts = np.zeros((num_trees, room)), np.ones(num_trees, np.int64)
+
+    def of(self, row: int) -> tuple[Ints, Ints, Reals]:
+        """The nodes of one tree."""
+        return self.tokens[row], self.parents[row], self.scores[row]
+
+    def batch(self) -> TreeBatch:
+        """The nodes that are filled."""
+        is_filled = np.arange(self.tokens.shape[1]) < self.counts[:, None]
+        return TreeBatch(self.counts, self.tokens[is_filled], self.parents[is_filled], self.scores[is_filled])
+
+
+def bans_of(context: DraftContext, has_root: bool = True) -> Bans:
+    """What the target cannot draw. has_root: whether the next token is among what is looked up."""
+    banned = [(each.token, each.num_levels) for each in context.logit_biases if each.bias == -math.inf]
+    tokens, ends = np.array(banned, np.int64).reshape(-1, 2).T.copy() if banned else NO_BANS
+    bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed and has_root else NO_BITS
+    return Bans(tokens, ends, bits)
+
+
+@kernel(error_model="numpy")
+def _find_entry(ngrams, number, mixed, tokens, end):
+    """Where the table has the n-gram of a length that ends in `tokens` before `end`; an empty entry if it has not.
+
+    number: of the length. mixed: the hash.
+    """
+    count, mask, n = ngrams.previous.shape[1], len(ngrams.table) - 1, ngrams.shortest + number
+    at = (mixed ^ (mixed >> 29)) & mask
+    while ngrams.table[at]:
+        if ngrams.table[at] % count == number:
+            place, i = ngrams.table[at] // count, 1
+            while i <= n and ngrams.text[place - i] == tokens[end - i]:
+                i += 1
+            if i > n:
+                break
+        at = (at + 1) & mask
+    return at
+
+
+@kernel(error_model="numpy")
+def extend_ngrams(ngrams, size, tokens):
+    """Append tokens to a text of `size` tokens, see `CompiledIndex.extend`."""
+    text, count = ngrams.text, ngrams.previous.shape[1]
+    for token in tokens:
+        for number in range(count - 1 if size else -1, -1, -1):
+            place = ngrams.previous[size - 1, number]
+            if place:
+                ngrams.trials[number] += 1.0
+                ngrams.hits[number] += 1.0 if text[place] == token else 0.0
+                break
+        text[size] = token
+        size += 1
+        mixed = 0
+        for n in range(1, min(ngrams.shortest + count - 1, size) + 1):
+            mixed = (mixed ^ (text[size - n] + 1)) * MIX
+            number = n - ngrams.shortest
+            if number >= 0:
+                at = _find_entry(ngrams, number, mixed, text, size)
+                ngrams.previous[size - 1, number] = ngrams.table[at] // count
+                ngrams.table[at] = size * count + number
+
+
+@kernel(error_model="numpy")
+def move_entries(ngrams, entries):
+    """Put the entries of another table into an empty one."""
+    count = ngrams.previous.shape[1]
+    for entry in entries:
+        if entry:
+            place, number, mixed = entry // count, entry % count, 0
+            for n in range(1, ngrams.shortest + number + 1):
+                mixed = (mixed ^ (ngrams.text[place - n] + 1)) * MIX
+            ngrams.table[_find_entry(ngrams, number, mixed, ngrams.text, place)] = entry
+
+
+@kernel(error_model="numpy")
+def _find_matches(ngrams, size, ending, length, places, numbers):
+    """The best matches of the last `length` tokens of `ending`, see `NgramIndex.occurrences`: to places and numbers [M].
+
+    numbers: of their lengths. Returns how many there are.
+    """
+    count, shortest = ngrams.previous.shape[1], ngrams.shortest
+    hashes, longest, mixed, found, end = np.empty(count, np.int64), 0, 0, 0, len(ending)
+    for n in range(1, min(length, shortest + count - 1) + 1):
+        mixed = (mixed ^ (ending[end - n] + 1)) * MIX
+        if n >= shortest:
+            hashes[n - shortest] = mixed
+            longest = n
+    for n in range(longest, shortest - 1, -1):
+        number = n - shortest
+        place = ngrams.table[_find_entry(ngrams, number, hashes[number], ending, end)] // count
+        while place and found < len(places):
+            is_new = place < size
+            for m in range(found):
+                is_new &= places[m] != place
+            if is_new:
+                places[found], numbers[found] = place, number
+                found += 1
+            place = ngrams.previous[place - 1, number]
+    return found
+
+
+@kernel(error_model="numpy")
+def _num_drawable(text, place, most, bans, depth):
+    """How many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
+    if len(bans.allowed) and most and not bans.allowed[text[place] >> 3] >> (text[place] & 7) & 1:
+        return 0
+    for d in range(most):
+        for b in range(len(bans.tokens)):
+            if bans.tokens[b] == text[place + d] and bans.ends[b] > depth + d:
+                return d
+    return most
+
+
+@kernel(error_model="numpy")
+def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, tokens, parents, scores, count):
+    """Put what followed the last `length` tokens of `ending` below a node of a tree, as nodes from `count` on.
+
+    limit, levels: most nodes and levels. depth: of the node. Returns how many nodes the tree has then.
+    """
+    most, text = len(ngrams.weights), ngrams.text
+    places, numbers, lengths = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    found = _find_matches(ngrams, size, ending, length, places, numbers) if levels > 0 else 0
+    if not found:
+        return count
+    for m in range(found):
+        lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
+    log_rates = np.log((ngrams.hits + ngrams.prior) / (ngrams.trials + PRIOR_TRIALS))
+    order, room = np.empty(found, np.int64), found * levels
+    _sort_matches(text, places, lengths, order)
+    own_tokens, own_parents, own_scores = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float64)
+    inputs = places, lengths, ngrams.weights, numbers, log_rates, order, levels
+    num = _build_trie(text, *inputs, own_tokens, own_parents, own_scores)
+    rounded, is_taken, names = own_scores[:num].astype(np.float32), np.empty(num, np.bool_), np.empty(num + 1, np.int64)
+    _take_best(rounded, num, limit, is_taken)
+    names[0] = node
+    for i in range(num):
+        if is_taken[i]:
+            tokens[count], parents[count] = own_tokens[i], names[own_parents[i]]
+            scores[count] = scores[node] + np.float64(rounded[i])
+            names[i + 1] = count
+            count += 1
+    return count
+
+
+@kernel(error_model="numpy")
+def _write_ending(ngrams, size, ending, length):
+    """Put the last tokens of a text before the last `length` ones of `ending`; returns how many there are then."""
+    while length < len(ending) and size > 0:
+        size -= 1
+        length += 1
+        ending[len(ending) - length] = ngrams.text[size]
+    return length
+
+
+@kernel(error_model="numpy")
+def grow_tree(ngrams, size, bans, path, limit, levels, tokens, parents, scores):
+    """Grow a tree of a root [K], see `LookupDrafter`. Returns how many nodes it has then."""
+    ending, length = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64), 0
+    while length < min(len(path), len(ending)):
+        length += 1
+        ending[len(ending) - length] = path[len(path) - length]
+    length = _write_ending(ngrams, size, ending, length)
+    return _grow_below(ngrams, size, bans, ending, length, limit, levels, 0, 0, tokens, parents, scores, 1)
+
+
+@kernel(error_model="numpy")
+def continue_tree(ngrams, size, bans, limit, levels, max_depth, tokens, parents, scores, count):
+    """Grow a tree [K] of `count` nodes below its best leaves. Returns how many nodes it has then.
+
+    limit, levels: most nodes and levels below a leaf. max_depth: most levels of the tree.
+    """
+    depths, is_inner = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    leaves, found = np.empty(MAX_CONTINUED, np.int64), 0
+    for node in range(1, count):
+        depths[node] = depths[parents[node]] + 1
+        is_inner[parents[node]] = True
+    for node in range(1, count):
+        if is_inner[node] or depths[node] >= max_depth:
+            continue
+        place = found
+        while place and scores[leaves[place - 1]] < scores[node]:
+            if place < MAX_CONTINUED:
+                leaves[place] = leaves[place - 1]
+            place -= 1
+        if place < MAX_CONTINUED:
+            leaves[place] = node
+            found = min(found + 1, MAX_CONTINUED)
+    ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
+    for leaf in leaves[:found]:
+        length, node, room = 0, leaf, min(levels, max_depth - depths[leaf])
+        while node and length < len(ending):
+            length += 1
+            ending[len(ending) - length] = tokens[node]
+            node = parents[node]
+        length = _write_ending(ngrams, size, ending, length)
+        inputs = bans, ending, length, limit, room, depths[leaf], leaf
+        count = _grow_below(ngrams, size, *inputs, tokens, parents, scores, count)
+    return count
+
+
+@kernel(error_model="numpy")
+def _sort_matches(text, places, lengths, order):
+    """The matches in the order of the tokens from their places on, a shorter one first: to order [M]."""
+    for m in range(len(order)):
+        place = m
+        while place:
+            other, d = order[place - 1], 0
+            both = min(lengths[other], lengths[m])
+            while d < both and text[places[other] + d] == text[places[m] + d]:
+                d += 1
+            if d == both and lengths[other] <= lengths[m]:
+                break
+            if d < both and text[places[other] + d] < text[places[m] + d]:
+                break
+            order[place] = other
+            place -= 1
+        order[place] = m
+
+
+@kernel(error_model="numpy")
+def _build_trie(text, places, lengths, weights, classes, log_rates, order, depth, node_tokens, parents, scores):
+    """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
+
+    Returns the number of nodes.
+    """
+    count, num = len(order), 0
+    above, here = np.zeros(count, np.int64), np.zeros(count, np.int64)  # of each match the node above and at the level
+    differs = np.zeros(count, np.bool_)
+    mass, family = np.empty(len(scores), np.float64), np.zeros(len(scores) + 1, np.float64)
+    best = np.empty(len(scores), np.int64)
+    for d in range(depth):
+        first = num
+        for i in range(count):
+            m, before = order[i], order[i - 1]
+            is_same = i > 0 and not differs[i] and lengths[before] > d
+            is_same = is_same and text[places[before] + d] == text[places[m] + d]
+            if lengths[m] <= d:
+                differs[i] = True
+                continue
+            if not is_same:
+                differs[i] = True
+                node_tokens[num], parents[num], mass[num], best[num] = text[places[m] + d], above[i], 0.0, m
+                num += 1
+            here[i] = num
+            mass[num - 1] += weights[m]
+            best[num - 1] = min(best[num - 1], m)
+        if num == first:
+            break
+        for node in range(first, num):
+            family[parents[node]] += mass[node]
+        for node in range(first, num):
+            rate = log_rates[min(classes[best[node]] + d, len(log_rates) - 1)]
+            step = math.log(mass[node]) - math.log(family[parents[node]]) + rate
+            scores[node] = step + (scores[parents[node] - 1] if parents[node] else 0.0)
+        above, here = here, above
+    return num
+
+
+@kernel(error_model="numpy")
+def _take_best(scores, num, limit, is_taken):
+    """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
+    is_taken[:num] = False
+    for _ in range(limit):
+        best = -1
+        for i in range(num):
+            if not is_taken[i] and np.isfinite(scores[i]) and (best < 0 or scores[i] > scores[best]):
+                best = i
+        if best < 0:
+            break
+        is_taken[best] = True
+
+
+@kernel(error_model="numpy")
+def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
+    """Of each node of a session's trees the first one with the same path, its level, and its score, at most its parent's."""
+    tree = 0
+    for i in range(num):
+        if tree + 1 < len(starts) and i == starts[tree + 1]:
+            tree += 1
+        if i == starts[tree]:
+            firsts[i], levels[i], better[i] = 0, 0, values[i]
+            continue
+        parent = starts[tree] + parents[i]
+        value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
+        levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
+        first = i
+        for j in range(1, i):
+            if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:
+                owner = 0
+                while owner + 1 < len(starts) and starts[owner + 1] <= j:
+                    owner += 1
+                if firsts[starts[owner] + parents[j]] == firsts[parent]:
+                    first = j
+                    break
+        firsts[i] = first
+
+
+@kernel(error_model="numpy")
+def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
+    """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
+
+    counts: trees of each session [S]. sizes: nodes of each tree [T].
+    """
+    tree = begin = 0
+    for s in range(len(limits)):
+        starts = np.zeros(counts[s] + 1, np.int64)
+        for t in range(counts[s]):
+            starts[t + 1] = starts[t] + sizes[tree + t]
+        num = starts[-1]
+        nodes, above, own = tokens[begin : begin + num], parents[begin : begin + num], values[begin : begin + num]
+        firsts, levels, scores = np.empty(num, np.int64), np.empty(num, np.int64), np.empty(num, np.float64)
+        _find_firsts(nodes, above, own, starts[:-1], num, firsts, levels, scores)
+        ranked, is_taken, is_reserved = np.empty(num, np.float64), np.empty(num, np.bool_), np.zeros(num, np.bool_)
+        better, share = np.full(num, -np.inf), math.floor(min_share * limits[s])
+        for t in range(counts[s]):
+            first, end = starts[t], starts[t + 1]
+            ranked[: end - first] = -np.inf
+            for i in range(first, end):
+                if 0 < levels[i] <= depths[s]:
+                    ranked[i - first] = scores[i]
+                    better[firsts[i]] = max(better[firsts[i]], scores[i])
+            _take_best(ranked, end - first, share, is_taken)
+            for i in range(first, end):
+                is_reserved[firsts[i]] |= is_taken[i - first]
+        is_chosen, left = np.zeros(num, np.bool_), limits[s]
+        for turn in range(2):  # the reserved ones first
+            for i in range(num):
+                ranked[i] = better[i] if is_reserved[i] == (turn == 0) else -np.inf
+            _take_best(ranked, num, left, is_taken)
+            for i in range(num):
+                is_chosen[i] |= is_taken[i]
+                left -= is_taken[i]
+        numbers, count, t = np.zeros(num, np.int64), 0, 0
+        for i in range(num):
+            if i == starts[t + 1]:
+                t += 1
+            if is_chosen[i]:
+                cells[0, s, count], cells[1, s, count] = nodes[i], numbers[firsts[starts[t] + above[i]]]
+                out[s, count] = better[i]
+                count += 1
+                numbers[i] = count
+        cells[0, s, -1] = count
+        tree += counts[s]
+        begin += num
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of lookups, once for each installation; other processes and later ones load the result."""
+    ids, reals, cells = int64[::1], float64[::1], (int64[::1], int64[::1], float64[::1])
+    ngrams = types.NamedTuple([ids, int64[:, ::1], ids, reals, reals, reals, reals, int64], Ngrams)
+    bans = types.NamedTuple([ids, ids, uint8[::1]], Bans)
+    compile_all(
+        {
+            extend_ngrams: (ngrams, int64, ids),
+            move_entries: (ngrams, ids),
+            grow_tree: (ngrams, int64, bans, ids, int64, int64, *cells),
+            continue_tree: (ngrams, int64, bans, int64, int64, int64, *cells, int64),
+            merge: (*(ids, ids, ids, ids, reals), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
+        }
+    )
