@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from eyas.tree import DraftTree, TreeBatch
 FIRST_ROOM = 128
 # What a hash is multiplied by for each token.
 MIX = 0x2545F4914F6CDD1D
-NO_BITS, NO_BANS = np.zeros(0, np.uint8), np.zeros((2, 0), np.int64)
+NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
 
 class Ngrams(NamedTuple):
@@ -64,28 +64,29 @@ class CompiledIndex:
     """`NgramIndex` by kernels. It takes about 150 bytes a token."""
 
     def __init__(self, config: PromptLookupConfig) -> None:
-        lengths = np.arange(config.min_ngram, config.max_ngram + 1)
-        weights, prior = MATCH_DECAY ** np.arange(config.max_matches), PRIOR_TRIALS * lengths / (lengths + 1)
-        rates = np.zeros(len(lengths)), np.zeros(len(lengths)), prior
+        lengths, count = np.arange(config.min_ngram, config.max_ngram + 1), config.max_ngram - config.min_ngram + 1
+        prior: Reals = PRIOR_TRIALS * lengths / (lengths + 1.0)
+        weights: Reals = MATCH_DECAY ** np.arange(float(config.max_matches))
+        rates = np.zeros(count), np.zeros(count), prior
         self.size = 0
-        self.ngrams = Ngrams(*_arrays(FIRST_ROOM, len(lengths)), *rates, weights, config.min_ngram)
+        self.ngrams = Ngrams(NO_IDS, np.zeros((0, count), np.int64), NO_IDS, *rates, weights, config.min_ngram)
 
     def extend(self, context: DraftContext) -> None:
         """Append the context's tokens, and count for each whether the longest match before it predicted it."""
-        known, size = self.ngrams, self.size + len(context.tokens)
-        if size > len(known.text):
-            text, previous, table = _arrays(1 << (size - 1).bit_length(), len(known.trials))
-            text[: self.size], previous[: self.size] = known.text[: self.size], known.previous[: self.size]
-            self.ngrams = known._replace(text=text, previous=previous, table=table)
-            move_entries(self.ngrams, known.table)
+        size = self.size + len(context.tokens)
+        if size > len(self.ngrams.text):
+            self._move(max(FIRST_ROOM, 1 << (size - 1).bit_length()))
         extend_ngrams(self.ngrams, self.size, np.array(context.tokens, np.int64))
         self.size = size
 
-
-def _arrays(room: int, num_lengths: int) -> tuple[Ints, Ints, Ints]:
-    """An empty text, `previous` and a table of which at most half is filled."""
-    size = 1 << (2 * room * num_lengths - 1).bit_length()
-    return np.zeros(room, np.int64), np.zeros((room, num_lengths), np.int64), np.zeros(size, np.int64)
+    def _move(self, room: int) -> None:
+        """Move to arrays with room for more tokens. Half of the table stays free."""
+        old, count = self.ngrams, self.ngrams.previous.shape[1]
+        text, previous = np.zeros(room, np.int64), np.zeros((room, count), np.int64)
+        text[: self.size], previous[: self.size] = old.text[: self.size], old.previous[: self.size]
+        table = np.zeros(1 << (2 * room * count - 1).bit_length(), np.int64)
+        self.ngrams = old._replace(text=text, previous=previous, table=table)
+        move_entries(self.ngrams, old.table)
 
 
 class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
@@ -111,7 +112,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         for i, index in indices.items():
             limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
             inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False)
-            cells.counts[i] = continue_tree(*inputs, *limits, *cells.of(i), cells.counts[i])
+            cells.counts[i] = continue_tree(*inputs, *limits, *cells.row(i), cells.counts[i])
         grown = cells.batch().trees([tree.grown_ahead for tree in trees])
         return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
 
@@ -123,7 +124,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         cells.tokens[:, 0] = [context.tokens[-1] for context in contexts]
         for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
             inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64)
-            cells.counts[i] = grow_tree(*inputs, budget.max_nodes - 1, budget.max_depth, *cells.of(i))
+            cells.counts[i] = grow_tree(*inputs, budget.max_nodes - 1, budget.max_depth, *cells.row(i))
         return cells.batch().trees()
 
 
@@ -134,9 +135,9 @@ class _Cells:
         self.tokens, self.parents = np.zeros((2, num_trees, room), np.int64)
         self.scores, self.counts = np.zeros((num_trees, room)), np.ones(num_trees, np.int64)
 
-    def of(self, row: int) -> tuple[Ints, Ints, Reals]:
-        """The nodes of one tree."""
-        return self.tokens[row], self.parents[row], self.scores[row]
+    def row(self, number: int) -> Sequence[Any]:
+        """The tokens, parents and scores of one tree."""
+        return self.tokens[number], self.parents[number], self.scores[number]
 
     def batch(self) -> TreeBatch:
         """The nodes that are filled."""
