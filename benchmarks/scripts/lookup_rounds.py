@@ -22,7 +22,7 @@ from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, LocalDrafter
 from eyas.drafters.combined import merge_trees
 from eyas.drafters.lookahead import LookaheadDrafter
-from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.prompt_lookup import prompt_lookup
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
@@ -101,7 +101,7 @@ def measure(tree: TreeConfig, num_sessions: int, repeats: int) -> list[RoundCost
     """Measure two drafters, and the merging of their trees, over the same rounds."""
     budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
     lookup, lookahead = (
-        TimedProposals(PromptLookupDrafter(tree, PromptLookupConfig())),
+        TimedProposals(prompt_lookup(tree, PromptLookupConfig())),
         TimedProposals(LookaheadDrafter(tree, LookaheadConfig())),
     )
     simulated, sizes, merging = (

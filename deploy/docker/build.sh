@@ -22,4 +22,4 @@ build() { # name, Dockerfile, further arguments
 
 build eyas-router router.Dockerfile
 build eyas-engine engine.Dockerfile
-build eyas-ray engine.Dockerfile --build-arg EXTRAS='[ray]' --build-arg GROUPS='--group serving --group router'
+build eyas-ray engine.Dockerfile --build-arg EXTRAS='[cpu,ray]' --build-arg GROUPS='--group serving --group router'

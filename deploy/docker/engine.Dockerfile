@@ -1,11 +1,12 @@
 # Verifier and draft service, with torch. Build from the root of the repository: see build.sh.
-# EXTRAS=[ray] with GROUPS="--group serving --group router" builds the image for Ray, with all services.
+# EXTRAS=[cpu,ray] with GROUPS="--group serving --group router" builds the image for Ray, with all services.
+# [cpu] compiles what the host does between two passes, on GPUs too.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
 # Additional package index: a mirror, or builds of torch for one kind of device.
 ARG PIP_EXTRA_INDEX_URL
-ARG EXTRAS=
+ARG EXTRAS=[cpu]
 ARG GROUPS="--group serving"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src

@@ -176,8 +176,8 @@ class PromptLookupConfig:
         max_ngram: longest match of the last tokens.
         min_ngram: shortest match.
         max_matches: maximum number of occurrences in a tree.
-        max_cached_tokens: number of context tokens kept for all sessions, about 1 KB each. The least recently used session
-            is evicted beyond it.
+        max_cached_tokens: number of context tokens kept for all sessions, about 200 bytes each, 1 KB without numba. The
+            least recently used session is evicted beyond it.
     """
 
     max_ngram: int = 6

@@ -61,7 +61,7 @@ class Bans(NamedTuple):
 
 
 class CompiledIndex:
-    """`NgramIndex` by kernels. It takes about 150 bytes a token."""
+    """`NgramIndex` by kernels. It takes about 200 bytes a token."""
 
     def __init__(self, config: PromptLookupConfig) -> None:
         lengths, count = np.arange(config.min_ngram, config.max_ngram + 1), config.max_ngram - config.min_ngram + 1

