@@ -110,9 +110,10 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         cells.counts[:], cells.tokens[is_filled], cells.parents[is_filled] = nodes.counts, nodes.tokens, nodes.parents
         cells.scores[is_filled] = nodes.log_probs
         for i, index in indices.items():
-            limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
-            inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False)
-            cells.counts[i] = continue_tree(*inputs, *limits, *cells.row(i), cells.counts[i])
+            if cells.counts[i] > 1:
+                limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
+                inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False), NO_IDS
+                cells.counts[i] = grow_tree(*inputs, *limits, *cells.row(i), cells.counts[i])
         grown = cells.batch().trees([tree.grown_ahead for tree in trees])
         return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
 
@@ -124,7 +125,8 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         cells.tokens[:, 0] = [context.tokens[-1] for context in contexts]
         for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
             inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64)
-            cells.counts[i] = grow_tree(*inputs, budget.max_nodes - 1, budget.max_depth, *cells.row(i))
+            limits = budget.max_nodes - 1, budget.max_depth, budget.max_depth
+            cells.counts[i] = grow_tree(*inputs, *limits, *cells.row(i), 1)
         return cells.batch().trees()
 
 
@@ -259,53 +261,32 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
         return count
     for m in range(found):
         lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
-    log_rates = np.log((ngrams.hits + ngrams.prior) / (ngrams.trials + PRIOR_TRIALS))
+    log_rates = np.empty(len(ngrams.hits), np.float64)
+    for n in range(len(log_rates)):
+        log_rates[n] = math.log((ngrams.hits[n] + ngrams.prior[n]) / (ngrams.trials[n] + PRIOR_TRIALS))
     order, room = np.empty(found, np.int64), found * levels
     _sort_matches(text, places, lengths, order)
     own_tokens, own_parents, own_scores = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float64)
     inputs = places, lengths, ngrams.weights, numbers, log_rates, order, levels
     num = _build_trie(text, *inputs, own_tokens, own_parents, own_scores)
-    rounded, is_taken, names = own_scores[:num].astype(np.float32), np.empty(num, np.bool_), np.empty(num + 1, np.int64)
-    _take_best(rounded, num, limit, is_taken)
+    is_taken, names = np.empty(num, np.bool_), np.empty(num + 1, np.int64)
+    for i in range(num):
+        own_scores[i] = np.float64(np.float32(own_scores[i]))
+    _take_best(own_scores, num, limit, is_taken)
     names[0] = node
     for i in range(num):
         if is_taken[i]:
             tokens[count], parents[count] = own_tokens[i], names[own_parents[i]]
-            scores[count] = scores[node] + np.float64(rounded[i])
+            scores[count] = scores[node] + own_scores[i]
             names[i + 1] = count
             count += 1
     return count
 
 
 @kernel(error_model="numpy")
-def _write_ending(ngrams, size, ending, length):
-    """Put the last tokens of a text before the last `length` ones of `ending`; returns how many there are then."""
-    while length < len(ending) and size > 0:
-        size -= 1
-        length += 1
-        ending[len(ending) - length] = ngrams.text[size]
-    return length
-
-
-@kernel(error_model="numpy")
-def grow_tree(ngrams, size, bans, path, limit, levels, tokens, parents, scores):
-    """Grow a tree of a root [K], see `LookupDrafter`. Returns how many nodes it has then."""
-    ending, length = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64), 0
-    while length < min(len(path), len(ending)):
-        length += 1
-        ending[len(ending) - length] = path[len(path) - length]
-    length = _write_ending(ngrams, size, ending, length)
-    return _grow_below(ngrams, size, bans, ending, length, limit, levels, 0, 0, tokens, parents, scores, 1)
-
-
-@kernel(error_model="numpy")
-def continue_tree(ngrams, size, bans, limit, levels, max_depth, tokens, parents, scores, count):
-    """Grow a tree [K] of `count` nodes below its best leaves. Returns how many nodes it has then.
-
-    limit, levels: most nodes and levels below a leaf. max_depth: most levels of the tree.
-    """
-    depths, is_inner = np.zeros(count, np.int64), np.zeros(count, np.bool_)
-    leaves, found = np.empty(MAX_CONTINUED, np.int64), 0
+def _find_leaves(parents, scores, count, max_depth, depths, leaves):
+    """The best leaves of a tree above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many."""
+    is_inner, found = np.zeros(count, np.bool_), 0
     for node in range(1, count):
         depths[node] = depths[parents[node]] + 1
         is_inner[parents[node]] = True
@@ -314,20 +295,38 @@ def continue_tree(ngrams, size, bans, limit, levels, max_depth, tokens, parents,
             continue
         place = found
         while place and scores[leaves[place - 1]] < scores[node]:
-            if place < MAX_CONTINUED:
+            if place < len(leaves):
                 leaves[place] = leaves[place - 1]
             place -= 1
-        if place < MAX_CONTINUED:
+        if place < len(leaves):
             leaves[place] = node
-            found = min(found + 1, MAX_CONTINUED)
+            found = min(found + 1, len(leaves))
+    return found
+
+
+@kernel(error_model="numpy")
+def grow_tree(ngrams, size, bans, path, limit, levels, max_depth, tokens, parents, scores, count):
+    """Grow a tree [K] of `count` nodes below its best leaves, or a root alone. Returns how many nodes it has then.
+
+    path: tokens behind the text, up to the root of the tree. limit, levels: most nodes and levels below a leaf. max_depth:
+    most levels of the tree.
+    """
+    depths, leaves, num_leaves = np.zeros(count, np.int64), np.zeros(MAX_CONTINUED, np.int64), 1
+    if count > 1:
+        num_leaves = _find_leaves(parents, scores, count, max_depth, depths, leaves)
     ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
-    for leaf in leaves[:found]:
-        length, node, room = 0, leaf, min(levels, max_depth - depths[leaf])
+    for leaf in leaves[:num_leaves]:
+        length, node = 0, leaf  # the ending is written from its end
         while node and length < len(ending):
             length += 1
             ending[len(ending) - length] = tokens[node]
             node = parents[node]
-        length = _write_ending(ngrams, size, ending, length)
+        for place in range(len(path) - 1, -size - 1, -1):
+            if length == len(ending):
+                break
+            length += 1
+            ending[len(ending) - length] = path[place] if place >= 0 else ngrams.text[size + place]
+        room = min(levels, max_depth - depths[leaf])
         inputs = bans, ending, length, limit, room, depths[leaf], leaf
         count = _grow_below(ngrams, size, *inputs, tokens, parents, scores, count)
     return count
@@ -489,8 +488,7 @@ def compile_kernels() -> None:
         {
             extend_ngrams: (ngrams, int64, ids),
             move_entries: (ngrams, ids),
-            grow_tree: (ngrams, int64, bans, ids, int64, int64, *cells),
-            continue_tree: (ngrams, int64, bans, int64, int64, int64, *cells, int64),
+            grow_tree: (ngrams, int64, bans, ids, int64, int64, int64, *cells, int64),
             merge: (*(ids, ids, ids, ids, reals), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
         }
     )
