@@ -273,8 +273,8 @@ def expert_calls(sm: int) -> None:
             scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
             norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
         )  # fmt: skip
-        shares, chosen = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
-        outputs = expert_kernels.expert_outputs(rows, chosen, routed)
+        routing = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
+        outputs, shares = expert_kernels.expert_outputs(rows, routing, routed), routing.shares
         if num_experts == 128:
             assert routed.norms is not None
             expert_kernels.add_norms(routed.norms, rows, rows, norm, norm)

@@ -32,6 +32,18 @@ class ExpertNorms:
     outputs: tuple[RMSNorm, RMSNorm]
 
 
+class Routing(NamedTuple):
+    """Which experts rows chose. shares: of the K experts of each row, likeliest first, [R, K].
+
+    pairs: of each expert the rows that chose it, [E, R] int32, as row * K + k for the k-th expert of a row. counts: how many
+    these are, [E] int32; what is behind them has no meaning.
+    """
+
+    shares: Tensor
+    pairs: Tensor
+    counts: Tensor
+
+
 class ExpertOutputs(NamedTuple):
     """What experts give for rows [..., C]: outputs [R, K, C] and their shares [R, K], or their sum without shares.
 
@@ -100,11 +112,11 @@ class RoutedExperts:
         """What the experts give for rows [..., C], by kernels of CUDA. dense: the output of an MLP beside them."""
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
-        shares, chosen = kernels.route(F.linear(to_router, self.router), self)
-        outputs = kernels.expert_outputs(to_experts, chosen, self)
+        routing = kernels.route(F.linear(to_router, self.router), self)
+        outputs = kernels.expert_outputs(to_experts, routing, self)
         if self.sum_ranks is None:
-            return ExpertOutputs(outputs, shares, dense, norms)
-        return ExpertOutputs(self.sum_ranks(kernels.combine(outputs, shares)), None, dense, norms)
+            return ExpertOutputs(outputs, routing.shares, dense, norms)
+        return ExpertOutputs(self.sum_ranks(kernels.combine(outputs, routing.shares)), None, dense, norms)
 
 
 def _kernels() -> Any:

@@ -1,4 +1,4 @@
-"""Mixtures of experts as Triton kernels: routing, the pairs of rows and experts in order, and their products.
+"""Mixtures of experts as Triton kernels: routing, which lists the pairs of rows and experts, and their products.
 
 Each tile holds pairs of one expert, so that its weights are read once for all of them; the tile finds its expert by the
 number of pairs of each. Tiles have one size and nothing is summed across programs: a row gets the same bits in any batch.
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.models.cuda.layer_kernels import normed_row, weighted_row
+from eyas.models.experts import Routing
 from eyas.tensors import on_device_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from eyas.models.fused import RMSNorm
 
 PAIRS_PER_TILE = 32
-ORDER_BLOCK = 1024
+ROUTE_TILE = 16384  # logits of some rows, from which a program finds the pairs of an expert
 
 
 def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm) -> tuple[Tensor, ...]:
@@ -40,39 +41,38 @@ def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, 
     return found
 
 
-def route(logits: Tensor, routed: RoutedExperts) -> tuple[Tensor, Tensor]:
-    """The best experts of rows by logits [R, E], and their shares: weights and ids [R, K], int32, in one launch."""
-    rows, count = logits.shape
+def route(logits: Tensor, routed: RoutedExperts) -> Routing:
+    """The best experts of rows by logits [R, E], in one launch."""
+    (rows, num_experts), device = logits.shape, logits.device
     dtype = logits.dtype if routed.rounds_weights else torch.float32
-    weights = torch.empty((rows, routed.top_k), dtype=dtype, device=logits.device)
-    chosen = torch.empty((rows, routed.top_k), dtype=torch.int32, device=logits.device)
+    shares = torch.empty((rows, routed.top_k), dtype=dtype, device=device)
+    pairs = torch.empty((num_experts, rows), dtype=torch.int32, device=device)
+    counts, block_e = torch.empty(num_experts, dtype=torch.int32, device=device), triton.next_power_of_2(num_experts)
     with on_device_of(logits):
-        _route[(rows,)](
-            *(logits, weights, chosen, logits if routed.scales is None else routed.scales),
-            NUM_EXPERTS=count, TOP_K=routed.top_k, NORMALISES=routed.normalises, HAS_SCALES=routed.scales is not None,
-            BLOCK_E=triton.next_power_of_2(count), BLOCK_K=triton.next_power_of_2(routed.top_k), num_warps=1,
+        _route[(num_experts + rows,)](
+            *(logits, shares, logits if routed.scales is None else routed.scales, pairs, counts, rows),
+            NUM_EXPERTS=num_experts, TOP_K=routed.top_k, NORMALISES=routed.normalises, HAS_SCALES=routed.scales is not None,
+            BLOCK_E=block_e, BLOCK_R=ROUTE_TILE // block_e, num_warps=8,
         )  # fmt: skip
-    return weights, chosen
+    return Routing(shares, pairs, counts)
 
 
-def expert_outputs(x: Tensor, chosen: Tensor, routed: RoutedExperts) -> Tensor:
-    """Outputs of the chosen experts [R, K] for rows x [R, C], each by itself: [R, K, C], in three launches."""
-    (num_experts, hidden, inner), pairs = routed.down.shape, chosen.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    gated, out = x.new_empty((pairs, inner)), x.new_empty((*chosen.shape, hidden))
-    tiles = min(pairs, pairs // PAIRS_PER_TILE + num_experts)
+def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor:
+    """Outputs of the chosen experts for rows x [R, C], each by itself: [R, K, C], in two launches."""
+    (num_experts, hidden, inner), rows, num_pairs = routed.down.shape, len(x), routing.shares.numel()
+    gated, out = x.new_empty((num_pairs, inner)), x.new_empty((*routing.shares.shape, hidden))
+    tiles = min(num_pairs, num_pairs // PAIRS_PER_TILE + num_experts)
     sizes = {"NUM_EXPERTS": num_experts, "TOP_K": routed.top_k, "HIDDEN": hidden, "INNER": inner}
     sizes |= {"BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": PAIRS_PER_TILE}
     is_wide = x.dtype == torch.float32  # without matrix units
     block_n, block_k, stages = (32, 32, 2) if is_wide else (64, 64, 3)
     options = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}
+    lists = routing.pairs, routing.counts, rows
     with on_device_of(x):
-        _order[(num_experts + 1,)](chosen, order, offsets, pairs, BLOCK=ORDER_BLOCK, num_warps=4)
         _gate_up[(tiles, triton.cdiv(inner, block_n))](
-            x.contiguous(), routed.gate_up, order, offsets, gated, IS_SILU=routed.activation == "silu", **sizes, **options
+            x.contiguous(), routed.gate_up, *lists, gated, IS_SILU=routed.activation == "silu", **sizes, **options
         )
-        _down[(tiles, triton.cdiv(hidden, block_n))](gated, routed.down, order, offsets, out, **sizes, **options)
+        _down[(tiles, triton.cdiv(hidden, block_n))](gated, routed.down, *lists, out, **sizes, **options)
     return out
 
 
@@ -106,75 +106,97 @@ def _add_norms(
     tl.store(to_router + at, (scaled.to(tl.float32) * router_factor).to(x.dtype), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _route(
-    logits, weights, chosen, scales,
+    logits, shares, scales, pairs, counts, rows,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One row. Of equal probabilities the first expert is taken."""
-    row, e, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    """The pairs of one expert, or the shares of one row. Both rank the same logits, so they need not wait for each other."""
+    program = tl.program_id(0)
+    if program < NUM_EXPERTS:
+        _list_pairs(logits, pairs, counts, rows, program, NUM_EXPERTS, TOP_K, BLOCK_E, BLOCK_R)
+    else:
+        row = (program - NUM_EXPERTS).to(tl.int64)
+        _share_row(logits, shares, scales, row, NUM_EXPERTS, TOP_K, NORMALISES, HAS_SCALES, BLOCK_E)
+
+
+@triton.jit
+def _rank(own, expert, logits, experts):
+    """How many logits of a row, along the last dimension, are before its own: higher ones, and equal ones of experts before.
+    NaN is the lowest."""
+    own, logits = tl.where(own == own, own, float("-inf")), tl.where(logits == logits, logits, float("-inf"))
+    return tl.sum(((logits > own) | ((logits == own) & (experts < expert))).to(tl.int32), 1)
+
+
+@triton.jit
+def _list_pairs(
+    logits, pairs, counts, rows, expert,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The rows that choose an expert, one after the other, as row * K + k for the k-th of their experts."""
+    e, count = tl.arange(0, BLOCK_E), tl.zeros([], tl.int32)
+    for at in range(0, rows, BLOCK_R):
+        row = at + tl.arange(0, BLOCK_R)
+        there, start = row < rows, logits + row.to(tl.int64) * NUM_EXPERTS
+        known = there[:, None] & (e < NUM_EXPERTS)[None, :]
+        x = tl.load(start[:, None] + e[None, :], mask=known, other=float("-inf")).to(tl.float32)
+        own = tl.load(start + expert, mask=there, other=float("-inf")).to(tl.float32)
+        k = _rank(own[:, None], expert, x, e[None, :])
+        chosen = (there & (k < TOP_K)).to(tl.int32)
+        place = expert.to(tl.int64) * rows + count + tl.cumsum(chosen, 0) - 1
+        tl.store(pairs + place, row * TOP_K + k, mask=chosen > 0)
+        count += tl.sum(chosen, 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _share_row(
+    logits, shares, scales, row,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The probabilities of the experts that a row chooses."""
+    e = tl.arange(0, BLOCK_E)
     x = tl.load(logits + row * NUM_EXPERTS + e, mask=e < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
     probs = tl.exp(x - tl.max(x, 0))
-    left = tl.where(e < NUM_EXPERTS, probs / tl.sum(probs, 0), -1.0)
-    ids, picked = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.float32)
-    for turn in range(TOP_K):
-        best = tl.max(left, 0)
-        place = tl.minimum(tl.min(tl.where(left == best, e, BLOCK_E), 0), NUM_EXPERTS - 1)  # NaN has no place
-        ids, picked = tl.where(k == turn, place, ids), tl.where(k == turn, best, picked)
-        left = tl.where(e == place, -2.0, left)
+    probs = probs / tl.sum(probs, 0)
+    k = _rank(x[:, None], e[:, None], x[None, :], e[None, :])
     if NORMALISES:
-        picked = picked / tl.sum(picked, 0)
+        probs = probs / tl.sum(tl.where(k < TOP_K, probs, 0.0), 0)
     if HAS_SCALES:
-        picked = picked * tl.load(scales + ids, mask=k < TOP_K, other=0.0).to(tl.float32)
-    tl.store(weights + row * TOP_K + k, picked.to(weights.dtype.element_ty), mask=k < TOP_K)
-    tl.store(chosen + row * TOP_K + k, ids, mask=k < TOP_K)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _order(chosen, order, offsets, pairs, BLOCK: tl.constexpr):
-    """The pairs of one expert, behind those of the experts before it; by row."""
-    expert, n, before = tl.program_id(0), tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
-    for at in range(0, pairs, BLOCK):
-        ids = tl.load(chosen + at + n, mask=at + n < pairs, other=2147483647)
-        before += (ids < expert).to(tl.int32)
-    place = tl.sum(before, 0)
-    tl.store(offsets + expert, place)
-    for at in range(0, pairs, BLOCK):
-        mine = tl.load(chosen + at + n, mask=at + n < pairs, other=2147483647) == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + place + rank - 1, at + n, mask=mine)
-        place += tl.sum(mine.to(tl.int32), 0)
+        probs = probs * tl.load(scales + e, mask=e < NUM_EXPERTS, other=0.0).to(tl.float32)
+    tl.store(shares + row * TOP_K + k, probs.to(shares.dtype.element_ty), mask=k < TOP_K)
 
 
 @triton.jit
-def _tile_of(offsets, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a program's tile, the places of its pairs, and which of these are its own. Tiles behind all others have
-    no expert."""
+def _tile_of(
+    pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The expert of a program's tile, its pairs, and which of these are there. Tiles behind all others have no expert."""
     tile, e = tl.program_id(0), tl.arange(0, BLOCK_E)
-    start = tl.load(offsets + e, mask=e < NUM_EXPERTS, other=0)
-    end = tl.load(offsets + e + 1, mask=e < NUM_EXPERTS, other=0)
-    tiles = tl.cdiv(end - start, BLOCK_M)
+    count = tl.load(counts + e, mask=e < NUM_EXPERTS, other=0)
+    tiles = tl.cdiv(count, BLOCK_M)
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
     own = e == expert
-    place = tl.sum(tl.where(own, start + (tile - ends + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
-    return expert, place, place < tl.sum(tl.where(own, end, 0), 0)
+    place = (tile - tl.sum(tl.where(own, ends - tiles, 0), 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = place < tl.sum(tl.where(own, count, 0), 0)
+    return expert, tl.load(pairs + expert.to(tl.int64) * rows + place, mask=live, other=0).to(tl.int64), live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gate_up(
-    x, weight, order, offsets, out,
+    x, weight, pairs, counts, rows, out,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, IS_SILU: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gates and values of an expert's rows, and their product: pairs in order [P, I]."""
-    expert, place, live = _tile_of(offsets, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    """Gates and values of an expert's rows, and their product [P, I]."""
+    expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
     column, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    row = (tl.load(order + place, mask=live, other=0) // TOP_K).to(tl.int64)
-    x += row[:, None] * HIDDEN + k[None, :]
+    x += (pair // TOP_K)[:, None] * HIDDEN + k[None, :]
     weight += expert.to(tl.int64) * 2 * INNER * HIDDEN + column[:, None] * HIDDEN + k[None, :]
     gates, ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, HIDDEN, BLOCK_K):
@@ -190,21 +212,21 @@ def _gate_up(
     z = gates if IS_SILU else 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
     gates = (gates * tl.sigmoid(tl.maximum(z, -80.0))).to(dtype).to(tl.float32)
     kept = live[:, None] & (column < INNER)[None, :]
-    tl.store(out + place.to(tl.int64)[:, None] * INNER + column[None, :], (gates * ups).to(dtype), mask=kept)
+    tl.store(out + pair[:, None] * INNER + column[None, :], (gates * ups).to(dtype), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _down(
-    x, weight, order, offsets, out,
+    x, weight, pairs, counts, rows, out,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The second product of an expert's rows, each to the place of its pair [P, C]."""
-    expert, place, live = _tile_of(offsets, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    """The second product of an expert's rows [P, C]."""
+    expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
     column, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    x += place.to(tl.int64)[:, None] * INNER + k[None, :]
+    x += pair[:, None] * INNER + k[None, :]
     weight += expert.to(tl.int64) * HIDDEN * INNER + column[:, None] * INNER + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, INNER, BLOCK_K):
@@ -212,7 +234,6 @@ def _down(
         a = tl.load(x + at, mask=live[:, None] & inside, other=0.0)
         b = tl.load(weight + at, mask=(column < HIDDEN)[:, None] & inside, other=0.0)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    pair = tl.load(order + place, mask=live, other=0).to(tl.int64)
     kept = live[:, None] & (column < HIDDEN)[None, :]
     tl.store(out + pair[:, None] * HIDDEN + column[None, :], acc.to(out.dtype.element_ty), mask=kept)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.models.experts import RoutedExperts
+from eyas.models.experts import RoutedExperts, Routing
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -28,6 +28,27 @@ def experts_of(num_experts: int, top_k: int, hidden: int, inner: int, dtype: tor
 
     gate_up, down = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
     return RoutedExperts(weight(num_experts, hidden), gate_up, down, top_k, activation)
+
+
+def routing_of(chosen: Tensor, num_experts: int) -> Routing:
+    """Rows that chose these experts [R, K], with no shares."""
+    pairs = torch.zeros(num_experts, len(chosen), dtype=torch.int32, device=DEVICE)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts).int()
+    for expert, count in enumerate(counts.tolist()):
+        pairs[expert, :count] = torch.nonzero(chosen.flatten() == expert).flatten()
+    return Routing(torch.empty(chosen.shape, device=DEVICE), pairs, counts)
+
+
+def choice_of(routing: Routing) -> Tensor:
+    """The experts of each row [R, K], of lists that are in the order of rows and complete."""
+    chosen = torch.full_like(routing.shares, -1, dtype=torch.int64)
+    for expert, count in enumerate(routing.counts.tolist()):
+        pairs = routing.pairs[expert, :count].long()
+        assert pairs.tolist() == sorted(set(pairs.tolist()))
+        assert (chosen.flatten()[pairs] == -1).all()
+        chosen.view(-1)[pairs] = expert
+    assert (chosen >= 0).all()
+    return chosen
 
 
 def by_definition(x: Tensor, chosen: Tensor, routed: RoutedExperts) -> Tensor:
@@ -48,8 +69,8 @@ def test_grouped_products_equal_those_of_single_pairs(dtype: torch.dtype, activa
     routed = experts_of(6, 2, hidden, inner, dtype, activation)
     rows = torch.arange(70, device=DEVICE)
     x = torch.randn(70, hidden, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    chosen = torch.stack([torch.full_like(rows, 3), torch.tensor([0, 1, 4, 5], device=DEVICE)[rows % 4]], 1).int()
-    found = expert_kernels.expert_outputs(x, chosen, routed)
+    chosen = torch.stack([torch.full_like(rows, 3), torch.tensor([0, 1, 4, 5], device=DEVICE)[rows % 4]], 1)
+    found = expert_kernels.expert_outputs(x, routing_of(chosen, 6), routed)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(found, by_definition(x, chosen, routed), rtol=tolerance, atol=tolerance)
 
@@ -63,23 +84,31 @@ def test_routing_equals_plain_operations(normalises: bool, rounds: bool, has_sca
     scales = torch.linspace(0.5, 2, 5, device=DEVICE) if has_scales else None
     routed = replace(routed, normalises=normalises, rounds_weights=rounds, scales=scales)
     logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-    weights, chosen = expert_kernels.route(logits, routed)
+    routing = expert_kernels.route(logits, routed)
     expected, ids = torch.topk(torch.softmax(logits.float(), -1), 3)
     if normalises:
         expected = expected / expected.sum(-1, keepdim=True)
     if scales is not None:
         expected = expected * scales[ids]
-    assert chosen.tolist() == ids.tolist()
-    torch.testing.assert_close(weights, expected.to(weights.dtype), rtol=1e-3 if rounds else 1e-5, atol=1e-6)
+    assert choice_of(routing).tolist() == ids.tolist()
+    torch.testing.assert_close(routing.shares, expected.to(dtype), rtol=1e-3 if rounds else 1e-5, atol=1e-6)
+
+
+def test_pairs_are_listed_over_many_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_kernels, "ROUTE_TILE", 8 * 16)
+    logits = torch.randn(70, 5, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    routing = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
+    assert choice_of(routing).tolist() == torch.topk(logits, 3).indices.tolist()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
-def test_equal_shares_take_the_first_and_nan_an_expert() -> None:
-    logits = torch.zeros(2, 5, device=DEVICE)
-    logits[1] = float("nan")
-    _, chosen = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
-    assert chosen[0].tolist() == [0, 1, 2]
-    assert all(0 <= expert < 5 for expert in chosen[1].tolist())
+def test_equal_logits_take_the_first_and_nan_has_as_many_experts() -> None:
+    """More pairs would take tiles from rows that are right."""
+    logits = torch.zeros(3, 5, device=DEVICE)
+    logits[1], logits[2, 0] = float("nan"), float("nan")
+    routing = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
+    assert choice_of(routing).tolist() == [[0, 1, 2], [0, 1, 2], [1, 2, 3]]
+    assert routing.shares.isnan().all(1).tolist() == [False, True, True]
 
 
 def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +116,13 @@ def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) 
         fixed_products(monkeypatch)
     routed = experts_of(4, 2, 48, 40, torch.float32, "silu")
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    _, chosen = expert_kernels.route(F.linear(x, routed.router), routed)
-    whole = expert_kernels.expert_outputs(x, chosen, routed)
-    alone = [expert_kernels.expert_outputs(x[n : n + 1], chosen[n : n + 1], routed) for n in range(3)]
-    assert torch.equal(whole[:3], torch.cat(alone))
+
+
+    def outputs_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+        routing = expert_kernels.route(F.linear(x, routed.router)[rows], routed)
+        return expert_kernels.expert_outputs(x[rows], routing, routed), routing.shares
+
+    whole = outputs_of(torch.arange(40, device=DEVICE))
+    for row in range(3):
+        alone = outputs_of(torch.tensor([row], device=DEVICE))
+        assert all(torch.equal(many[row], one[0]) for many, one in zip(whole, alone, strict=True))
