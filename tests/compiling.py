@@ -256,24 +256,28 @@ def layer_calls(sm: int) -> None:
 
 
 def expert_calls(sm: int) -> None:
-    """The experts of a Gemma 4 in bfloat16, whole and an eighth of each; on two kinds of GPU Mixtral's and float32 too."""
+    """The experts of a Gemma 4 in bfloat16, whole and an eighth of each.
+
+    On two kinds of GPU Mixtral's too, and 160 experts in float32.
+    """
     from eyas.models.cuda import expert_kernels, layer_kernels
     from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts
     from eyas.models.fused import RMSNorm
 
     shapes = [(torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 2816, 88, 128, 8)]
-    shapes += [(torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 64, 4)] if sm in WHOLE else []
+    shapes += [(torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 160, 8)] if sm in WHOLE else []
     for dtype, hidden, inner, num_experts, top_k in shapes:
         norm = RMSNorm(torch.zeros(hidden, device=META), 1e-6, True)
         weight, rows = torch.zeros(hidden, dtype=dtype, device=META), torch.zeros(64, hidden, dtype=dtype, device=META)
         gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=dtype, device=META)
         routed = RoutedExperts(
             gate_up[:, 0], gate_up, torch.zeros(num_experts, hidden, inner, dtype=dtype, device=META), top_k,
-            "gelu_tanh" if num_experts == 128 else "silu", rounds_weights=num_experts == 64,
+            "gelu_tanh" if num_experts == 128 else "silu", rounds_weights=num_experts == 160,
             scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
             norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
         )  # fmt: skip
-        routing = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
+        gate_up = [torch.zeros(1, 64, 6 * inner, dtype=dtype, device=META)] if num_experts == 128 else []
+        routing, _ = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed, *gate_up)
         outputs, shares = expert_kernels.expert_outputs(rows, routing, routed), routing.shares
         if num_experts == 128:
             assert routed.norms is not None

@@ -6,7 +6,7 @@ ranks each expert is split, and outputs are summed by what `tensor_parallel` has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +42,14 @@ class Routing(NamedTuple):
     shares: Tensor
     pairs: Tensor
     counts: Tensor
+
+
+class DenseMLP(NamedTuple):
+    """An MLP beside experts, for rows [1, R, C]. gate_up: its first products, one for both or one for each."""
+
+    rows: Tensor
+    gate_up: Sequence[Callable[[Tensor], Tensor]]
+    down: Callable[[Tensor], Tensor]
 
 
 class ExpertOutputs(NamedTuple):
@@ -108,11 +116,15 @@ class RoutedExperts:
         found: tuple[Tensor, ...] = _kernels().add_norms(self.norms, *arguments)
         return found
 
-    def run(self, to_router: Tensor, to_experts: Tensor, dense: Tensor | None = None) -> ExpertOutputs:
-        """What the experts give for rows [..., C], by kernels of CUDA. dense: the output of an MLP beside them."""
+    def run(self, to_router: Tensor, to_experts: Tensor, mlp: DenseMLP | None = None) -> ExpertOutputs:
+        """What the experts give for rows [..., C], by kernels of CUDA, and an MLP beside them. Routing waits for the gate's
+        products, as it shares a launch with the gate."""
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
-        routing = kernels.route(F.linear(to_router, self.router), self)
+        gate_up = [product(mlp.rows) for product in mlp.gate_up] if mlp else []
+        routing, gated = kernels.route(F.linear(to_router, self.router), self, *gate_up)
+        dense = mlp.down(gated) if mlp else None
+        del gate_up, gated  # the outputs of the experts take their memory
         outputs = kernels.expert_outputs(to_experts, routing, self)
         if self.sum_ranks is None:
             return ExpertOutputs(outputs, routing.shares, dense, norms)

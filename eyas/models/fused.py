@@ -27,7 +27,7 @@ from eyas.models.attention import attend_layer, kv_sources
 from eyas.models.checkpoint import merge_quantised
 from eyas.models.cpu import CpuLayer, CpuProducts, MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.cpu_decoder import CpuDecoder
-from eyas.models.experts import EXPERT_BLOCKS, ExpertOutputs, RoutedExperts, with_experts
+from eyas.models.experts import EXPERT_BLOCKS, DenseMLP, ExpertOutputs, RoutedExperts, with_experts
 from eyas.models.inputs import PackedInputs
 from eyas.models.numerics import Float32Head
 from eyas.tensors import Floats, runs_compiled
@@ -289,10 +289,10 @@ class FusedLayer:
         """The MLP, the experts, or both. routed: None leaves experts to transformers. inputs: of experts beside an MLP."""
         if self.experts is not None:
             return routed.run(normed, normed) if routed else self.experts(normed)
+        if self._mixture is not None and routed:
+            return routed.run(inputs[0], inputs[1], DenseMLP(normed, self._gate_up, self._down))
         dense: Tensor = self._down(self._gated(normed, gated))
-        if self._mixture is None:
-            return dense
-        return routed.run(inputs[0], inputs[1], dense) if routed else with_experts(self._mixture, state, dense)
+        return dense if self._mixture is None else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Activated gates times values [1, R, I]; both are freed before the next product."""

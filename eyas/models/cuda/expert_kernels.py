@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.models.cuda.layer_kernels import normed_row, weighted_row
+from eyas.models.cuda.layer_kernels import gate_row, normed_row, weighted_row
 from eyas.models.experts import Routing
 from eyas.tensors import on_device_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eyas.models.fused import RMSNorm
 
 PAIRS_PER_TILE = 32
-ROUTE_TILE = 16384  # logits of some rows, from which a program finds the pairs of an expert
+ROUTE_TILE = 8192  # logits that a program which routes compares at once
 
 
 def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm) -> tuple[Tensor, ...]:
@@ -41,20 +41,31 @@ def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, 
     return found
 
 
-def route(logits: Tensor, routed: RoutedExperts) -> Routing:
-    """The best experts of rows by logits [R, E], in one launch."""
+def route(
+    logits: Tensor, routed: RoutedExperts, gate_up: Tensor | None = None, ups: Tensor | None = None
+) -> tuple[Routing, Tensor | None]:
+    """The best experts of rows by logits [R, E], in one launch.
+
+    gate_up, ups: of an MLP beside the experts, as `fused.gate` takes them. The same launch computes what `gate` returns.
+    """
     (rows, num_experts), device = logits.shape, logits.device
     dtype = logits.dtype if routed.rounds_weights else torch.float32
     shares = torch.empty((rows, routed.top_k), dtype=dtype, device=device)
     pairs = torch.empty((num_experts, rows), dtype=torch.int32, device=device)
     counts, block_e = torch.empty(num_experts, dtype=torch.int32, device=device), triton.next_power_of_2(num_experts)
+    gates, gated, sizes = gate_up, None, {"GATE_STRIDE": 0, "UP_STRIDE": 0, "WIDTH": 0, "BLOCK": 0}
+    if gate_up is not None:
+        gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
+        width, gated = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=device)
+        sizes = {"GATE_STRIDE": gates.stride(-2), "UP_STRIDE": ups.stride(-2), "WIDTH": width}
+        sizes["BLOCK"] = triton.next_power_of_2(width)
     with on_device_of(logits):
         _route[(num_experts + rows,)](
-            *(logits, shares, logits if routed.scales is None else routed.scales, pairs, counts, rows),
+            *(logits, shares, logits if routed.scales is None else routed.scales, pairs, counts, gates, ups, gated, rows),
             NUM_EXPERTS=num_experts, TOP_K=routed.top_k, NORMALISES=routed.normalises, HAS_SCALES=routed.scales is not None,
-            BLOCK_E=block_e, BLOCK_R=ROUTE_TILE // block_e, num_warps=8,
+            BLOCK_E=block_e, BLOCK_R=ROUTE_TILE // block_e, IS_SILU=routed.activation == "silu", num_warps=8, **sizes,
         )  # fmt: skip
-    return Routing(shares, pairs, counts)
+    return Routing(shares, pairs, counts), gated
 
 
 def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor:
@@ -108,23 +119,31 @@ def _add_norms(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    logits, shares, scales, pairs, counts, rows,
+    logits, shares, scales, pairs, counts, gates, ups, gated, rows,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one expert, or the shares of one row. Both rank the same logits, so they need not wait for each other."""
+    """The pairs of one expert, or the shares of one row and its gate of an MLP with this WIDTH; 0 without one.
+
+    Pairs and shares need not wait for each other: both come from the ranks of logits.
+    """
     program = tl.program_id(0)
     if program < NUM_EXPERTS:
         _list_pairs(logits, pairs, counts, rows, program, NUM_EXPERTS, TOP_K, BLOCK_E, BLOCK_R)
     else:
         row = (program - NUM_EXPERTS).to(tl.int64)
-        _share_row(logits, shares, scales, row, NUM_EXPERTS, TOP_K, NORMALISES, HAS_SCALES, BLOCK_E)
+        _share_row(logits, shares, scales, row, NUM_EXPERTS, TOP_K, NORMALISES, HAS_SCALES, BLOCK_E, BLOCK_R)
+        if WIDTH:
+            gate_row(gates, ups, gated, row, tl.arange(0, BLOCK), GATE_STRIDE, UP_STRIDE, WIDTH, IS_SILU)
 
 
 @triton.jit
 def _rank(own, expert, logits, experts):
-    """How many logits of a row, along the last dimension, are before its own: higher ones, and equal ones of experts before.
-    NaN is the lowest."""
+    """How many logits of a row come before its own: higher ones, and equal ones of earlier experts. NaN is the lowest.
+
+    A row is along the last dimension.
+    """
     own, logits = tl.where(own == own, own, float("-inf")), tl.where(logits == logits, logits, float("-inf"))
     return tl.sum(((logits > own) | ((logits == own) & (experts < expert))).to(tl.int32), 1)
 
@@ -154,14 +173,18 @@ def _list_pairs(
 def _share_row(
     logits, shares, scales, row,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of the experts that a row chooses."""
-    e = tl.arange(0, BLOCK_E)
-    x = tl.load(logits + row * NUM_EXPERTS + e, mask=e < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    logits += row * NUM_EXPERTS
+    e, k = tl.arange(0, BLOCK_E), tl.zeros([BLOCK_E], tl.int32)
+    x = tl.load(logits + e, mask=e < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    for at in range(0, NUM_EXPERTS, BLOCK_R):
+        other = at + tl.arange(0, BLOCK_R)
+        y = tl.load(logits + other, mask=other < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+        k += _rank(x[:, None], e[:, None], y[None, :], other[None, :])
     probs = tl.exp(x - tl.max(x, 0))
     probs = probs / tl.sum(probs, 0)
-    k = _rank(x[:, None], e[:, None], x[None, :], e[None, :])
     if NORMALISES:
         probs = probs / tl.sum(tl.where(k < TOP_K, probs, 0.0), 0)
     if HAS_SCALES:
@@ -170,9 +193,7 @@ def _share_row(
 
 
 @triton.jit
-def _tile_of(
-    pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a program's tile, its pairs, and which of these are there. Tiles behind all others have no expert."""
     tile, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     count = tl.load(counts + e, mask=e < NUM_EXPERTS, other=0)

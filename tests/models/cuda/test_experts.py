@@ -14,7 +14,7 @@ from eyas.models.experts import RoutedExperts, Routing
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.models.cuda import expert_kernels
+from eyas.models.cuda import expert_kernels, layer_kernels
 from tests.interpreter import fixed_products
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,7 +84,7 @@ def test_routing_equals_plain_operations(normalises: bool, rounds: bool, has_sca
     scales = torch.linspace(0.5, 2, 5, device=DEVICE) if has_scales else None
     routed = replace(routed, normalises=normalises, rounds_weights=rounds, scales=scales)
     logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-    routing = expert_kernels.route(logits, routed)
+    routing, _ = expert_kernels.route(logits, routed)
     expected, ids = torch.topk(torch.softmax(logits.float(), -1), 3)
     if normalises:
         expected = expected / expected.sum(-1, keepdim=True)
@@ -94,11 +94,24 @@ def test_routing_equals_plain_operations(normalises: bool, rounds: bool, has_sca
     torch.testing.assert_close(routing.shares, expected.to(dtype), rtol=1e-3 if rounds else 1e-5, atol=1e-6)
 
 
-def test_pairs_are_listed_over_many_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_kernels, "ROUTE_TILE", 8 * 16)
-    logits = torch.randn(70, 5, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    routing = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
-    assert choice_of(routing).tolist() == torch.topk(logits, 3).indices.tolist()
+def test_routing_over_many_tiles_of_rows_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_kernels, "ROUTE_TILE", 16 * 4)
+    logits = torch.randn(70, 9, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    routing, _ = expert_kernels.route(logits, experts_of(9, 3, 16, 16, torch.float32, "silu"))
+    expected, ids = logits.topk(3)
+    assert choice_of(routing).tolist() == ids.tolist()
+    torch.testing.assert_close(routing.shares, torch.softmax(expected, -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_routing_computes_the_gate_of_an_mlp_beside(activation: str, is_merged: bool) -> None:
+    routed, generator = experts_of(5, 3, 16, 16, torch.float32, activation), torch.Generator().manual_seed(2)
+    logits, gate_up = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((9, 5), (1, 9, 80)))
+    parts = [gate_up] if is_merged else list(gate_up.chunk(2, -1))
+    routing, gated = expert_kernels.route(logits, routed, *parts)
+    assert torch.equal(gated, layer_kernels.gate(parts[0], activation, *parts[1:]))
+    assert all(map(torch.equal, choice_of(routing), choice_of(expert_kernels.route(logits, routed)[0])))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
@@ -106,7 +119,7 @@ def test_equal_logits_take_the_first_and_nan_has_as_many_experts() -> None:
     """More pairs would take tiles from rows that are right."""
     logits = torch.zeros(3, 5, device=DEVICE)
     logits[1], logits[2, 0] = float("nan"), float("nan")
-    routing = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
+    routing, _ = expert_kernels.route(logits, experts_of(5, 3, 16, 16, torch.float32, "silu"))
     assert choice_of(routing).tolist() == [[0, 1, 2], [0, 1, 2], [1, 2, 3]]
     assert routing.shares.isnan().all(1).tolist() == [False, True, True]
 
@@ -117,9 +130,8 @@ def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) 
     routed = experts_of(4, 2, 48, 40, torch.float32, "silu")
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
-
     def outputs_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-        routing = expert_kernels.route(F.linear(x, routed.router)[rows], routed)
+        routing, _ = expert_kernels.route(F.linear(x, routed.router)[rows], routed)
         return expert_kernels.expert_outputs(x[rows], routing, routed), routing.shares
 
     whole = outputs_of(torch.arange(40, device=DEVICE))
