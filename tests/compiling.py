@@ -258,10 +258,10 @@ def layer_calls(sm: int) -> None:
 def expert_calls(sm: int) -> None:
     """The experts of a Gemma 4 in bfloat16, whole and an eighth of each.
 
-    On two kinds of GPU Mixtral's too, and 160 experts in float32.
+    Also with weights of 8 bits; on two kinds of GPU Mixtral's, and 160 experts in float32.
     """
     from eyas.models.cuda import expert_kernels, layer_kernels
-    from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts
+    from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts, WeightScales
     from eyas.models.fused import RMSNorm
 
     shapes = [(torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 2816, 88, 128, 8)]
@@ -276,8 +276,8 @@ def expert_calls(sm: int) -> None:
             scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
             norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
         )  # fmt: skip
-        gate_up = [torch.zeros(1, 64, 6 * inner, dtype=dtype, device=META)] if num_experts == 128 else []
-        routing, _ = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed, *gate_up)
+        mlp = [torch.zeros(1, 64, 6 * inner, dtype=dtype, device=META)] if num_experts == 128 else []
+        routing, _ = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed, *mlp)
         outputs, shares = expert_kernels.expert_outputs(rows, routing, routed), routing.shares
         if num_experts == 128:
             assert routed.norms is not None
@@ -288,6 +288,11 @@ def expert_calls(sm: int) -> None:
         else:
             layer_kernels.add_norm(rows, ExpertOutputs(outputs, shares, None, None), norm, None)
         expert_kernels.combine(outputs, shares)
+        if sm in FLOAT8_LINEAR and num_experts == 128:
+            gate_up, down = (weight.to(narrow_type(sm)) for weight in (routed.gate_up, routed.down))
+            scales = WeightScales(norm.weight, norm.weight, (64, 128))
+            narrow = replace(routed, gate_up=gate_up, down=down, weight_scales=scales)
+            expert_kernels.expert_outputs(rows, routing, narrow)
 
 
 def sampling_calls(sm: int) -> None:

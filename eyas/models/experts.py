@@ -1,7 +1,8 @@
 """Experts of a fused layer: what routes rows to them and their weights, as the kernels of CUDA take them.
 
-transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, and with quantised weights. Over
-ranks each expert is split, and outputs are summed by what `tensor_parallel` has added to the module.
+transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, and with quantised weights that
+are not blocks of 8 bits. Over ranks each expert is split, and outputs are summed by what `tensor_parallel` has added to the
+module.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 # Modules in the place of an MLP, with a router named `gate`.
 EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+
+# Rows and columns of a weight that a kernel multiplies at once: one scale must cover them.
+SCALED_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,14 @@ class ExpertNorms:
     router_factor: float
     inputs: RMSNorm
     outputs: tuple[RMSNorm, RMSNorm]
+
+
+class WeightScales(NamedTuple):
+    """Scales of experts' weights of 8 bits: of gate_up [E, 2 I / block[0], C / block[1]], and of down alike, float32."""
+
+    gate_up: Tensor
+    down: Tensor
+    block: tuple[int, int]
 
 
 class Routing(NamedTuple):
@@ -68,8 +81,9 @@ class ExpertOutputs(NamedTuple):
 class RoutedExperts:
     """Weights of a layer's router [E, C] and experts: gate_up [E, 2 I, C], down [E, C, I], with this rank's part of I.
 
-    scales: of each expert's share, [E]. normalises: whether the shares of the chosen experts add up to 1. rounds_weights:
-    whether they are rounded to the type of rows. sum_ranks: the sum over ranks of what experts give; None for whole experts.
+    weight_scales: of weights of 8 bits. scales: of each expert's share, [E]. normalises: whether the shares of the chosen
+    experts add up to 1. rounds_weights: whether they are rounded to the type of rows. sum_ranks: the sum over ranks of what
+    experts give; None for whole experts.
     """
 
     router: Tensor
@@ -80,6 +94,7 @@ class RoutedExperts:
     normalises: bool = True
     rounds_weights: bool = False
     scales: Tensor | None = None
+    weight_scales: WeightScales | None = None
     norms: ExpertNorms | None = None
     sum_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -87,19 +102,20 @@ class RoutedExperts:
     def of_block(cls, block: Any, activation: str | None) -> RoutedExperts | None:
         """The experts of Mixtral or Qwen3-MoE; None if kernels cannot run them."""
         router, experts = block.gate, block.experts
-        if activation is None or not _are_plain(experts, router.weight, block, router):
+        if activation is None or not _can_run(experts, router.weight, block, router):
             return None
         is_qwen = type(block).__name__ == EXPERT_BLOCKS[1]
         return cls(
             router.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(), int(router.top_k), activation,
-            bool(router.norm_topk_prob) if is_qwen else True, is_qwen, sum_ranks=_sum_of(experts),
+            bool(router.norm_topk_prob) if is_qwen else True, is_qwen,
+            weight_scales=_scales_of(experts), sum_ranks=_sum_of(experts),
         )  # fmt: skip
 
     @classmethod
     def of_layer(cls, layer: Any, activation: str, norm_of: Callable[[Any], RMSNorm]) -> RoutedExperts | None:
         """The experts of a layer of Gemma 4; None if kernels cannot run them."""
         router, experts = layer.router, layer.experts
-        if not _are_plain(experts, getattr(router.proj, "weight", None), router, router.proj):
+        if not _can_run(experts, getattr(router.proj, "weight", None), router, router.proj):
             return None
         outputs = norm_of(layer.post_feedforward_layernorm_2), norm_of(layer.post_feedforward_layernorm_1)
         norms = ExpertNorms(
@@ -107,8 +123,8 @@ class RoutedExperts:
         )
         return cls(
             router.proj.weight.detach(), experts.gate_up_proj.detach(), experts.down_proj.detach(),
-            int(router.config.top_k_experts), activation, scales=router.per_expert_scale.detach(), norms=norms,
-            sum_ranks=_sum_of(experts),
+            int(router.config.top_k_experts), activation, scales=router.per_expert_scale.detach(),
+            weight_scales=_scales_of(experts), norms=norms, sum_ranks=_sum_of(experts),
         )  # fmt: skip
 
     def add_norms(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -146,12 +162,29 @@ def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
     return sparse.add_(layer.post_feedforward_layernorm_1(dense))
 
 
-def _are_plain(experts: Any, router_weight: Any, *modules: Any) -> bool:
-    """Whether all weights are plain, and calling the modules does nothing more, but for a sum of the experts over ranks."""
-    weights = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    is_plain = all(type(weight) is nn.Parameter for weight in weights) and len(experts._forward_hooks) <= 1
+def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
+    """Whether kernels can read all weights, and calling the modules does nothing more, but for a sum of the experts over
+    ranks."""
+    held = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if any(type(weight) is not nn.Parameter for weight in held) or len(experts._forward_hooks) > 1:
+        return False
     hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))
-    return is_plain and not any(hooks)
+    router, *weights = held
+    has_types = all(weight.dtype == router.dtype for weight in weights) or _scales_of(experts) is not None
+    return has_types and not any(hooks)
+
+
+def _scales_of(experts: Any) -> WeightScales | None:
+    """Scales of transformers' FP8Experts; None for plain weights, and for scales that do not cover whole tiles."""
+    found = getattr(experts, "gate_up_proj_scale_inv", None), getattr(experts, "down_proj_scale_inv", None)
+    block, weights = getattr(experts, "block_size", None), (experts.gate_up_proj, experts.down_proj)
+    if not block or any(scales is None or scales.dtype != torch.float32 for scales in found):
+        return None
+    has_tiles = not any(size % SCALED_TILE for size in block) and experts.down_proj.shape[2] % block[0] == 0
+    if not has_tiles or any(weight.dtype != torch.float8_e4m3fn for weight in weights):
+        return None
+    gate_up, down = (scales.detach() for scales in found)
+    return WeightScales(gate_up, down, (int(block[0]), int(block[1])))
 
 
 def _sum_of(experts: Any) -> Callable[[Tensor], Tensor] | None:

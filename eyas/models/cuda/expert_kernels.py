@@ -2,7 +2,8 @@
 
 Each tile holds pairs of one expert, so that its weights are read once for all of them; the tile finds its expert by the
 number of pairs of each. Tiles have one size and nothing is summed across programs: a row gets the same bits in any batch.
-Results are rounded where transformers rounds. Launches depend on shapes only, so a graph can capture them.
+Results are rounded where transformers rounds. Weights may have 8 bits, with a scale for each block: then rows keep their
+type, which transformers rounds to 8 bits too. Launches depend on shapes only, so a graph can capture them.
 
 Legend: R rows, E experts, K experts of a row, P = R K pairs, C hidden width, I inner width of an expert.
 """
@@ -78,12 +79,21 @@ def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor
     is_wide = x.dtype == torch.float32  # without matrix units
     block_n, block_k, stages = (32, 32, 2) if is_wide else (64, 64, 3)
     options = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}
-    lists = routing.pairs, routing.counts, rows
+    lists, held = (routing.pairs, routing.counts, rows), routed.weight_scales
+    gate_up_scales, down_scales, (scale_n, scale_k) = held or (None, None, (0, 0))
+    sizes |= {"SCALE_N": scale_n, "SCALE_K": scale_k}
     with on_device_of(x):
         _gate_up[(tiles, triton.cdiv(inner, block_n))](
-            x.contiguous(), routed.gate_up, *lists, gated, IS_SILU=routed.activation == "silu", **sizes, **options
+            x.contiguous(),
+            routed.gate_up,
+            gate_up_scales,
+            *lists,
+            gated,
+            IS_SILU=routed.activation == "silu",
+            **sizes,
+            **options,
         )
-        _down[(tiles, triton.cdiv(hidden, block_n))](gated, routed.down, *lists, out, **sizes, **options)
+        _down[(tiles, triton.cdiv(hidden, block_n))](gated, routed.down, down_scales, *lists, out, **sizes, **options)
     return out
 
 
@@ -206,11 +216,22 @@ def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constex
     return expert, tl.load(pairs + expert.to(tl.int64) * rows + place, mask=live, other=0).to(tl.int64), live
 
 
+@triton.jit
+def _add_product(acc, a, b, scales, at, SCALE_K: tl.constexpr):
+    """acc + a b^T at a place in the inner width. Of weights of 8 bits one of the scales covers b; 0 for others."""
+    if SCALE_K:
+        acc += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * tl.load(scales + at // SCALE_K)
+    else:
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
-    x, weight, pairs, counts, rows, out,
+    x, weight, scales, pairs, counts, rows, out,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, IS_SILU: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gates and values of an expert's rows, and their product [P, I]."""
     expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -220,13 +241,16 @@ def _gate_up(
     x += (pair // TOP_K)[:, None] * HIDDEN + k[None, :]
     weight += expert.to(tl.int64) * 2 * INNER * HIDDEN + column[:, None] * HIDDEN + k[None, :]
     gates, ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_scales = scales
+    if SCALE_K:
+        scales += (expert * 2 * (INNER // SCALE_N) + tl.program_id(1) * BLOCK_N // SCALE_N) * tl.cdiv(HIDDEN, SCALE_K)
+        up_scales = scales + INNER // SCALE_N * tl.cdiv(HIDDEN, SCALE_K)
     for at in range(0, HIDDEN, BLOCK_K):
         inside = (at + k < HIDDEN)[None, :]
         a = tl.load(x + at, mask=live[:, None] & inside, other=0.0)
         b = tl.load(weight + at, mask=(column < INNER)[:, None] & inside, other=0.0)
         c = tl.load(weight + INNER * HIDDEN + at, mask=(column < INNER)[:, None] & inside, other=0.0)
-        gates = tl.dot(a, tl.trans(b), gates, input_precision="ieee")
-        ups = tl.dot(a, tl.trans(c), ups, input_precision="ieee")
+        gates, ups = _add_product(gates, a, b, scales, at, SCALE_K), _add_product(ups, a, c, up_scales, at, SCALE_K)
     dtype = out.dtype.element_ty
     gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
     # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
@@ -238,9 +262,10 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["rows"])
 def _down(
-    x, weight, pairs, counts, rows, out,
+    x, weight, scales, pairs, counts, rows, out,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The second product of an expert's rows [P, C]."""
     expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -250,11 +275,13 @@ def _down(
     x += pair[:, None] * INNER + k[None, :]
     weight += expert.to(tl.int64) * HIDDEN * INNER + column[:, None] * INNER + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if SCALE_K:
+        scales += (expert * tl.cdiv(HIDDEN, SCALE_N) + tl.program_id(1) * BLOCK_N // SCALE_N) * tl.cdiv(INNER, SCALE_K)
     for at in range(0, INNER, BLOCK_K):
         inside = (at + k < INNER)[None, :]
         a = tl.load(x + at, mask=live[:, None] & inside, other=0.0)
         b = tl.load(weight + at, mask=(column < HIDDEN)[:, None] & inside, other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        acc = _add_product(acc, a, b, scales, at, SCALE_K)
     kept = live[:, None] & (column < HIDDEN)[None, :]
     tl.store(out + pair[:, None] * HIDDEN + column[None, :], acc.to(out.dtype.element_ty), mask=kept)
 

@@ -4,11 +4,15 @@ Where there is no GPU they run in triton's interpreter.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from eyas.models.experts import RoutedExperts, Routing
 
@@ -138,3 +142,48 @@ def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) 
     for row in range(3):
         alone = outputs_of(torch.tensor([row], device=DEVICE))
         assert all(torch.equal(many[row], one[0]) for many, one in zip(whole, alone, strict=True))
+
+
+def fp8_block(block_size: tuple[int, int], dtype: torch.dtype) -> tuple[Any, RoutedExperts]:
+    """A block of Qwen3-MoE with published weights of 8 bits, and its experts with the same numbers as plain weights."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=192, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    block, generator = Qwen3MoeSparseMoeBlock(config).to(DEVICE, dtype), torch.Generator().manual_seed(4)
+    block.gate.weight.data.copy_(torch.randn(block.gate.weight.shape, generator=generator))
+    plain, experts = RoutedExperts.of_block(block, "silu"), FP8Experts(config, block_size=block_size).to(DEVICE)
+    assert plain is not None
+    weights = dict[str, Tensor]()
+    for name in ("gate_up", "down"):
+        narrow, scales = getattr(experts, f"{name}_proj").data, getattr(experts, f"{name}_proj_scale_inv").data
+        narrow.copy_(torch.randn(narrow.shape, generator=generator))
+        scales.copy_(0.1 * torch.rand(scales.shape, generator=generator))
+        wide = scales.repeat_interleave(block_size[0], 1).repeat_interleave(block_size[1], 2)
+        weights[name] = (narrow.float() * wide[:, : narrow.shape[1], : narrow.shape[2]]).to(dtype)
+    block.experts = experts
+    return block, replace(plain, **weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_of_8_bits_give_what_their_numbers_give(dtype: torch.dtype) -> None:
+    """192 is a block and a half."""
+    block, plain = fp8_block((128, 128), dtype)
+    routed = RoutedExperts.of_block(block, "silu")
+    assert routed is not None
+    x = torch.randn(20, 192, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    routing, _ = expert_kernels.route(F.linear(x, plain.router), plain)
+    found, expected = (expert_kernels.expert_outputs(x, routing, each) for each in (routed, plain))
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("block_size", "scale_dtype"), [((96, 96), torch.float32), ((128, 128), torch.float8_e8m0fnu)])
+def test_scales_that_kernels_cannot_read_leave_experts_to_their_module(
+    block_size: tuple[int, int], scale_dtype: torch.dtype
+) -> None:
+    """Kernels took the numbers without their scales."""
+    block, _ = fp8_block(block_size, torch.float16)
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        scales = getattr(block.experts, name).to(scale_dtype)
+        setattr(block.experts, name, nn.Parameter(scales, requires_grad=False))
+    assert RoutedExperts.of_block(block, "silu") is None
