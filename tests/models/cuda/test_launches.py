@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from eyas.cache.kv_cache import UNSCALED
 from eyas.drafters.tree_rows import RowLayout, SlotLevels, SlotRows
@@ -261,3 +263,19 @@ def test_a_layer_of_quantised_weights_launches_few_kernels(
     monkeypatch.setattr("tests.drafters.weightless.fuse_layers", fuse)
     two, four = (pass_of(llama(count), 64) for count in (2, 4))
     assert (four.num - two.num) / 2 <= most, four.by_name - two.by_name
+
+
+def test_experts_of_8_bits_launch_as_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published blocks with scales. transformers' module takes 20 launches beside its products."""
+
+    def fuse(model: Any) -> bool:
+        for module in model.modules():
+            if isinstance(module, Qwen3MoeSparseMoeBlock):
+                with META:
+                    module.experts = FP8Experts(model.config, block_size=(128, 128))
+        return fuse_layers(model)
+
+    monkeypatch.setattr("tests.drafters.weightless.fuse_layers", fuse)
+    configs = [AutoConfig.for_model("qwen3_moe", **SIZES, num_hidden_layers=n, pad_token_id=0) for n in (2, 4)]
+    two, four = (pass_of(weightless(config), 64) for config in configs)
+    assert (four.num - two.num) / 2 <= 11, four.by_name - two.by_name
