@@ -119,7 +119,7 @@ def test_routing_computes_the_gate_of_an_mlp_beside(activation: str, is_merged: 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
-def test_equal_logits_take_the_first_and_nan_has_as_many_experts() -> None:
+def test_equal_logits_take_the_first_and_nan_takes_no_more() -> None:
     """More pairs would take tiles from rows that are right."""
     logits = torch.zeros(3, 5, device=DEVICE)
     logits[1], logits[2, 0] = float("nan"), float("nan")
@@ -178,9 +178,7 @@ def test_weights_of_8_bits_give_what_their_numbers_give(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(("block_size", "scale_dtype"), [((96, 96), torch.float32), ((128, 128), torch.float8_e8m0fnu)])
-def test_scales_that_kernels_cannot_read_leave_experts_to_their_module(
-    block_size: tuple[int, int], scale_dtype: torch.dtype
-) -> None:
+def test_experts_with_other_scales_are_left_to_their_module(block_size: tuple[int, int], scale_dtype: torch.dtype) -> None:
     """Kernels took the numbers without their scales."""
     block, _ = fp8_block(block_size, torch.float16)
     for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
