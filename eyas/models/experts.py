@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 # Modules in the place of an MLP, with a router named `gate`.
 EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
-
-# Rows and columns of a weight that a kernel multiplies at once: one scale must cover them.
+# Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.
 SCALED_TILE = 64
 
 
@@ -176,15 +175,14 @@ def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
 
 def _scales_of(experts: Any) -> WeightScales | None:
     """Scales of transformers' FP8Experts; None for plain weights, and for scales that do not cover whole tiles."""
-    found = getattr(experts, "gate_up_proj_scale_inv", None), getattr(experts, "down_proj_scale_inv", None)
-    block, weights = getattr(experts, "block_size", None), (experts.gate_up_proj, experts.down_proj)
-    if not block or any(scales is None or scales.dtype != torch.float32 for scales in found):
+    block = getattr(experts, "block_size", None)
+    if not block or any(size % SCALED_TILE for size in block) or experts.down_proj.shape[2] % block[0]:
         return None
-    has_tiles = not any(size % SCALED_TILE for size in block) and experts.down_proj.shape[2] % block[0] == 0
-    if not has_tiles or any(weight.dtype != torch.float8_e4m3fn for weight in weights):
+    weights = experts.gate_up_proj, experts.down_proj
+    scales = experts.gate_up_proj_scale_inv.detach(), experts.down_proj_scale_inv.detach()
+    if any(each.dtype != torch.float8_e4m3fn for each in weights) or any(each.dtype != torch.float32 for each in scales):
         return None
-    gate_up, down = (scales.detach() for scales in found)
-    return WeightScales(gate_up, down, (int(block[0]), int(block[1])))
+    return WeightScales(*scales, (int(block[0]), int(block[1])))
 
 
 def _sum_of(experts: Any) -> Callable[[Tensor], Tensor] | None:
