@@ -164,7 +164,7 @@ def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
 def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
     """Whether kernels can read all weights, and calling the modules does nothing more, but for a sum of the experts over
     ranks."""
-    held = router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    held: list[Any] = [router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)]
     if any(type(weight) is not nn.Parameter for weight in held) or len(experts._forward_hooks) > 1:
         return False
     hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))

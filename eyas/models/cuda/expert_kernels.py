@@ -3,7 +3,7 @@
 Each tile holds pairs of one expert, so that its weights are read once for all of them; the tile finds its expert by the
 number of pairs of each. Tiles have one size and nothing is summed across programs: a row gets the same bits in any batch.
 Results are rounded where transformers rounds. Weights may have 8 bits, with a scale for each block: then rows keep their
-type, which transformers rounds to 8 bits too. Launches depend on shapes only, so a graph can capture them.
+type, while transformers rounds them to 8 bits. Launches depend on shapes only, so a graph can capture them.
 
 Legend: R rows, E experts, K experts of a row, P = R K pairs, C hidden width, I inner width of an expert.
 """
@@ -84,15 +84,9 @@ def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor
     sizes |= {"SCALE_N": scale_n, "SCALE_K": scale_k}
     with on_device_of(x):
         _gate_up[(tiles, triton.cdiv(inner, block_n))](
-            x.contiguous(),
-            routed.gate_up,
-            gate_up_scales,
-            *lists,
-            gated,
-            IS_SILU=routed.activation == "silu",
-            **sizes,
-            **options,
-        )
+            *(x.contiguous(), routed.gate_up, gate_up_scales, *lists, gated), IS_SILU=routed.activation == "silu",
+            **sizes, **options,
+        )  # fmt: skip
         _down[(tiles, triton.cdiv(hidden, block_n))](gated, routed.down, down_scales, *lists, out, **sizes, **options)
     return out
 
@@ -218,7 +212,7 @@ def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _add_product(acc, a, b, scales, at, SCALE_K: tl.constexpr):
-    """acc + a b^T at a place in the inner width. Of weights of 8 bits one of the scales covers b; 0 for others."""
+    """acc + a b^T of columns from `at` on. SCALE_K: columns of a scale, if b has 8 bits; else 0."""
     if SCALE_K:
         acc += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * tl.load(scales + at // SCALE_K)
     else:
