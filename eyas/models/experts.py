@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 # Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.
 SCALED_TILE = 64
+SCALES = (torch.float32, torch.bfloat16)  # types of scales; checkpoints have both
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ExpertNorms:
 
 
 class WeightScales(NamedTuple):
-    """Scales of experts' weights of 8 bits: of gate_up [E, 2 I / block[0], C / block[1]], and of down alike, float32."""
+    """Scales of experts' weights of 8 bits: of gate_up [E, 2 I / block[0], C / block[1]], and of down alike."""
 
     gate_up: Tensor
     down: Tensor
@@ -180,7 +181,8 @@ def _scales_of(experts: Any) -> WeightScales | None:
         return None
     weights = experts.gate_up_proj, experts.down_proj
     scales = experts.gate_up_proj_scale_inv.detach(), experts.down_proj_scale_inv.detach()
-    if any(each.dtype != torch.float8_e4m3fn for each in weights) or any(each.dtype != torch.float32 for each in scales):
+    has_types = all(each.dtype == torch.float8_e4m3fn for each in weights) and all(each.dtype in SCALES for each in scales)
+    if not has_types:
         return None
     return WeightScales(*scales, (int(block[0]), int(block[1])))
 

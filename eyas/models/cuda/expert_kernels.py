@@ -214,7 +214,8 @@ def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constex
 def _add_product(acc, a, b, scales, at, SCALE_K: tl.constexpr):
     """acc + a b^T of columns from `at` on. SCALE_K: columns of a scale, if b has 8 bits; else 0."""
     if SCALE_K:
-        acc += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * tl.load(scales + at // SCALE_K)
+        scale = tl.load(scales + at // SCALE_K).to(tl.float32)
+        acc += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * scale
     else:
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     return acc

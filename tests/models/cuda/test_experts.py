@@ -144,7 +144,7 @@ def test_a_row_gets_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) 
         assert all(torch.equal(many[row], one[0]) for many, one in zip(whole, alone, strict=True))
 
 
-def fp8_block(block_size: tuple[int, int], dtype: torch.dtype) -> tuple[Any, RoutedExperts]:
+def fp8_block(block_size: tuple[int, int], dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Any, RoutedExperts]:
     """A block of Qwen3-MoE with published weights of 8 bits, and its experts with the same numbers as plain weights."""
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=192, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
@@ -155,19 +155,20 @@ def fp8_block(block_size: tuple[int, int], dtype: torch.dtype) -> tuple[Any, Rou
     assert plain is not None
     weights = dict[str, Tensor]()
     for name in ("gate_up", "down"):
-        narrow, scales = getattr(experts, f"{name}_proj").data, getattr(experts, f"{name}_proj_scale_inv").data
+        narrow, shape = getattr(experts, f"{name}_proj").data, getattr(experts, f"{name}_proj_scale_inv").shape
         narrow.copy_(torch.randn(narrow.shape, generator=generator))
-        scales.copy_(0.1 * torch.rand(scales.shape, generator=generator))
-        wide = scales.repeat_interleave(block_size[0], 1).repeat_interleave(block_size[1], 2)
+        scales = (0.1 * torch.rand(shape, generator=generator)).to(DEVICE, scale_dtype)
+        setattr(experts, f"{name}_proj_scale_inv", nn.Parameter(scales, requires_grad=False))
+        wide = scales.float().repeat_interleave(block_size[0], 1).repeat_interleave(block_size[1], 2)
         weights[name] = (narrow.float() * wide[:, : narrow.shape[1], : narrow.shape[2]]).to(dtype)
     block.experts = experts
     return block, replace(plain, **weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_weights_of_8_bits_give_what_their_numbers_give(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)])
+def test_weights_of_8_bits_give_what_their_numbers_give(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """192 is a block and a half."""
-    block, plain = fp8_block((128, 128), dtype)
+    block, plain = fp8_block((128, 128), dtype, scale_dtype)
     routed = RoutedExperts.of_block(block, "silu")
     assert routed is not None
     x = torch.randn(20, 192, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
@@ -180,8 +181,5 @@ def test_weights_of_8_bits_give_what_their_numbers_give(dtype: torch.dtype) -> N
 @pytest.mark.parametrize(("block_size", "scale_dtype"), [((96, 96), torch.float32), ((128, 128), torch.float8_e8m0fnu)])
 def test_experts_with_other_scales_are_left_to_their_module(block_size: tuple[int, int], scale_dtype: torch.dtype) -> None:
     """Kernels took the numbers without their scales."""
-    block, _ = fp8_block(block_size, torch.float16)
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        scales = getattr(block.experts, name).to(scale_dtype)
-        setattr(block.experts, name, nn.Parameter(scales, requires_grad=False))
+    block, _ = fp8_block(block_size, torch.float16, scale_dtype)
     assert RoutedExperts.of_block(block, "silu") is None
