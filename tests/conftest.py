@@ -27,10 +27,10 @@ LONGEST = (
 
 # Names of folders whose files share processes: clusters, and the servers that services and ranks are forks of.
 SHARING = ("cluster", "e2e", "parallel", "running")
-# Files that share one server of forks, which takes as long to start as a service.
+# Files that share a server of forks, which takes as long to start as a service; those of tests/e2e/ have another.
 FORKING = (
-    "tests/e2e/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
-    "tests/services/test_verifier_ranks.py", "tests/telemetry/cluster/",
+    "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
+    "tests/services/test_verifier_ranks.py", "tests/telemetry/cluster/", "tests/train/test_resume.py",
 )  # fmt: skip
 
 settings.register_profile("eyas", derandomize=True, deadline=None, max_examples=40)

@@ -44,6 +44,7 @@ PRELOAD = (
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
     *(["eyas.models.cpu_kernels"] if find_spec("numba") else ()),
+    *(["datasets"] if find_spec("datasets") else ()),
 )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,31 @@ from tests.forks import forked_services
 from tests.tiny import write_head
 
 
+RUNNING = ExitStack()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Stop the clusters after the last test of this folder: idle services take processor time until all tests are done."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        RUNNING.close()
+
+
 @pytest.fixture(scope="session")
-def demo_cluster() -> Iterator[Cluster]:
+def demo_cluster() -> Cluster:
     """The demo's cluster."""
-    yield from started()
+    return RUNNING.enter_context(started())
 
 
 @pytest.fixture(scope="session")
-def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """A cluster whose draft head has random weights."""
     head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
     config = Path(head, "config.json")
     config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    yield from started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
+    return RUNNING.enter_context(started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}"))
 
 
+@contextmanager
 def started(*settings: str) -> Iterator[Cluster]:
     """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
     patient = "verifier.draft_client.draft_timeout_s=30"
