@@ -36,15 +36,20 @@ READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
 SIGNALLED = """
-import signal
+import os, signal, sys
 from rich.console import Console
 from eyas.services.serve import exit_on_error
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-signal.signal(signal.{}, signal.SIG_IGN)
-with exit_on_error(Console()):
-    signal.raise_signal(signal.{})
-    print("goes on")
+for ignored, sent in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not os.fork():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.Signals[ignored], signal.SIG_IGN)
+        with exit_on_error(Console()):
+            signal.raise_signal(signal.Signals[sent])
+            print("goes on")
+        sys.exit()
+    os.wait()
 """
+WHERE = "from importlib.util import find_spec; print(find_spec('eyas.services.serve').origin)"
 BUILD = "from setuptools.build_meta import build_{kind} as build; build('..')"
 
 
@@ -135,7 +140,7 @@ def eyas(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None:
     env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-    where = [str(eyas.parent / "python"), "-c", "import eyas.services.serve as s; print(s.__file__)"]
+    where = [str(eyas.parent / "python"), "-c", WHERE]
     module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
     assert Path(module).is_relative_to(eyas.parents[1])
     settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.engine.draft_budget=fixed")
@@ -207,10 +212,10 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "eyas.cli", "serve", TARGET, "--port", f"{port}"]
-        done = subprocess.run(
-            command, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60
-        )
-    assert (done.returncode, done.stderr) == (1, f"error: port {port} is in use; choose another with --port\n")
+        env = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+        process = Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, f"error: port {port} is in use; choose another with --port\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -228,15 +233,12 @@ def test_ports_that_cannot_be_served_are_refused(options: list[str], reason: str
     assert reason in " ".join(re.sub(r"\x1b\[[\d;]*m|│", "", result.output).split())
 
 
-@pytest.mark.parametrize(
-    ("ignored", "sent", "output"),
-    [("SIGINT", "SIGINT", "stopped\n"), ("SIGUSR1", "SIGHUP", "stopped\n"), ("SIGHUP", "SIGHUP", "goes on\n")],
-    ids=["background job", "closed terminal", "nohup"],
-)
-def test_which_signals_end_serve(ignored: str, sent: str, output: str) -> None:
-    command = [sys.executable, "-c", SIGNALLED.format(ignored, sent)]
+def test_which_signals_end_serve() -> None:
+    """In a background job, in a terminal that is closed, and under nohup: which one it ignores, and what is sent."""
+    pairs = ("SIGINT", "SIGINT", "SIGUSR1", "SIGHUP", "SIGHUP", "SIGHUP")
+    command = [sys.executable, "-c", SIGNALLED, *pairs]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.stdout == output
+    assert done.stdout == "stopped\nstopped\ngoes on\n"
 
 
 def test_without_a_verifier_a_router_does_not_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Which modules run without torch or the packages of the services. `make lint` checks which modules import which."""
 
+import functools
 import os
 import re
 import subprocess
@@ -50,14 +51,18 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def modules_of(package: str) -> list[str]:
-    """Dotted names of a package's modules, or of a single module."""
+@functools.cache
+def all_modules() -> list[str]:
     paths = [
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for p in python_files("eyas", "services")
     ]
-    names = [path if path.startswith("eyas") else f"eyas.{path}" for path in paths]
-    return [module for module in names if module == package or module.startswith(f"{package}.")]
+    return [path if path.startswith("eyas") else f"eyas.{path}" for path in paths]
+
+
+def modules_of(package: str) -> list[str]:
+    """Dotted names of a package's modules, or of a single module."""
+    return [module for module in all_modules() if module == package or module.startswith(f"{package}.")]
 
 
 def test_policy_modules_import_without_torch() -> None:
