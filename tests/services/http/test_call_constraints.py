@@ -126,15 +126,20 @@ def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
+def tokenizer_of(folder: str | Path) -> Tokenizer:
+    return load_tokenizer(str(folder))
+
+
+@cache
 def compiler(folder: str | Path) -> GrammarCompiler:
-    return GrammarCompiler(str(folder), load_tokenizer(str(folder)).tokenizer.get_vocab_size(), frozenset([1]))
+    return GrammarCompiler(str(folder), tokenizer_of(folder).tokenizer.get_vocab_size(), frozenset([1]))
 
 
 class Constraint:
     """What the output of a chat must match."""
 
     def __init__(self, folder: str | Path, form: ChatFormat, given: StructuredOutputs | None = None, **fields: Any) -> None:
-        self.tokenizer: Tokenizer = load_tokenizer(str(folder))
+        self.tokenizer = tokenizer_of(folder)
         output = ChatOutput(ToolFields.model_validate(fields), "m", form, self.tokenizer, ())
         structured = output.constraint(given)
         assert structured is not None

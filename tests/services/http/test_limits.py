@@ -28,24 +28,6 @@ from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 LIMITS = LimitsConfig(header_timeout_s=0.5, body_timeout_s=0.5, idle_timeout_s=1, max_header_bytes=4096)
-LONG: list[tuple[dict[str, Any], str]] = [
-    ({"stop": ["s"] * 300_000}, "more than 262144 values"),
-    ({"stop": ["s"] * 100_000}, "stop has 100000 entries; give 128 at most"),
-    ({"stop": "s" * 300_000}, "stop has a text of 300000 characters; give 1024 at most"),
-    ({"logit_bias": {str(i): 1 for i in range(600_000)}}, "more than 16384 lists, objects and fields"),
-    ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias has 2000 entries; give 1024 at most"),
-    ({"stop_token_ids": [5] * 100_000}, "stop_token_ids has 100000 entries"),
-    ({"bad_words": ["s"] * 100_000}, "bad_words has 100000 entries"),
-    ({"bad_token_ids": [[5]] * 10_000}, "bad_token_ids has 10000 entries"),
-    ({"prompt": [1000] * 2_500_000}, "more than 262144 values"),
-    ({"prompt": [1000] * 200_000}, "prompt of 200000 tokens exceeds the context length 2048"),
-    ({"prompt": [[5]] * 10_000, "n": 1}, "more than 1024 completions"),
-    ({"prompt": [[]] * 100_000}, "more than 16384 lists, objects and fields"),
-    ({"metadata": {str(i): "" for i in range(20_000)}}, "more than 16384 lists, objects and fields"),
-    ({"session_id": "s" * 257}, "session_id has 257 characters"),
-    ({"f" * 1_000_000: 1}, "is not a known field; leave it out"),
-    ({"metadata": {"f" * 1_000_000: 1}}, "Input should be a valid string"),
-]
 
 
 @asynccontextmanager
@@ -250,11 +232,33 @@ class LongestStep:
             await asyncio.sleep(0)
 
 
+def long_bodies() -> list[tuple[dict[str, Any], str]]:
+    """Fields of a body that is too long, and what the error says."""
+    return [
+        ({"stop": ["s"] * 300_000}, "more than 262144 values"),
+        ({"stop": ["s"] * 100_000}, "stop has 100000 entries; give 128 at most"),
+        ({"stop": "s" * 300_000}, "stop has a text of 300000 characters; give 1024 at most"),
+        ({"logit_bias": {str(i): 1 for i in range(600_000)}}, "more than 16384 lists, objects and fields"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias has 2000 entries; give 1024 at most"),
+        ({"stop_token_ids": [5] * 100_000}, "stop_token_ids has 100000 entries"),
+        ({"bad_words": ["s"] * 100_000}, "bad_words has 100000 entries"),
+        ({"bad_token_ids": [[5]] * 10_000}, "bad_token_ids has 10000 entries"),
+        ({"prompt": [1000] * 2_500_000}, "more than 262144 values"),
+        ({"prompt": [1000] * 200_000}, "prompt of 200000 tokens exceeds the context length 2048"),
+        ({"prompt": [[5]] * 10_000, "n": 1}, "more than 1024 completions"),
+        ({"prompt": [[]] * 100_000}, "more than 16384 lists, objects and fields"),
+        ({"metadata": {str(i): "" for i in range(20_000)}}, "more than 16384 lists, objects and fields"),
+        ({"session_id": "s" * 257}, "session_id has 257 characters"),
+        ({"f" * 1_000_000: 1}, "is not a known field; leave it out"),
+        ({"metadata": {"f" * 1_000_000: 1}}, "Input should be a valid string"),
+    ]
+
+
 def test_no_body_keeps_the_event_loop_busy(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=60) as client:
-            for changes, message in LONG:
+            for changes, message in long_bodies():
                 data = json.dumps(ALL | changes).encode()
                 async with LongestStep() as step:
                     answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
@@ -274,9 +278,9 @@ def test_many_prompts_start_in_small_steps(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), http_router(url) as base:
-            biases = {str(i): 1.0 for i in range(500)}
+            many = {"prompt": [list(PROMPT)] * 100, "logit_bias": {str(i): 1.0 for i in range(500)}, "max_tokens": 1}
             async with LongestStep() as step:
-                answer = await post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 100, "logit_bias": biases})
+                answer = await post(base, "/v1/completions", ALL | many)
             assert answer.status_code == 200, answer.text
             assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
             assert len(script.calls) == 100
