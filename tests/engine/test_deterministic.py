@@ -150,7 +150,7 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter() -> None:
         engine = assemble_engine(target, fuser, own, tree, drafter)
         for seed, length in enumerate((3, 30, 17, 9)):
             prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
-            params = SamplingParams(12, 0.8 * (seed % 2), seed=seed, ignore_eos=True)
+            params = SamplingParams(6, 0.8 * (seed % 2), seed=seed, ignore_eos=True)
             engine.submit(Request(f"{seed}", tuple(prompt), params))
         while engine.has_work:
             for chunk in engine.step():

@@ -14,7 +14,6 @@ from tests.e2e.client import generate
 from tests.forks import forked_services
 from tests.tiny import write_head
 
-
 RUNNING = ExitStack()
 
 
@@ -25,18 +24,22 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_cluster() -> Cluster:
+def demo_cluster() -> Iterator[Cluster]:
     """The demo's cluster."""
-    return RUNNING.enter_context(started())
+    with RUNNING:  # also if the run ends early
+        yield RUNNING.enter_context(started())
 
 
 @pytest.fixture(scope="session")
-def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster whose draft head has random weights."""
     head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
     config = Path(head, "config.json")
     config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    return RUNNING.enter_context(started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}"))
+    with RUNNING:
+        yield RUNNING.enter_context(
+            started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
+        )
 
 
 @contextmanager

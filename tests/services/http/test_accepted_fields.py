@@ -19,7 +19,6 @@ from tests.services.http.http_router import (
     TOKENIZER,
     Script,
     http_router,
-    post,
     with_router,
     worker,
 )
