@@ -60,7 +60,7 @@ class LLM:
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
         chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
         seed: makes the seeds of requests without one; None draws them.
-        threads: of torch in this process; 0 leaves them, and None sets what `eyas.tensors.use_threads` says.
+        threads: of torch in this process; 0 takes what `eyas.tensors.use_threads` says.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:
@@ -85,7 +85,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         chat_template: str = "",
         seed: int | None = None,
-        threads: int | None = None,
+        threads: int = 0,
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)

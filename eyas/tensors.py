@@ -48,18 +48,18 @@ def runs_compiled(device: torch.device) -> bool:
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
 
 
-def use_threads(count: int | None, *placements: tuple[str, str]) -> None:
-    """Set the number of torch's threads for models at these placements (device, dtype); 0 leaves it.
+def use_threads(count: int, *placements: tuple[str, str]) -> None:
+    """Set the number of torch's threads for models at these placements (device, dtype).
 
-    It holds for the calling thread and for those that first use torch afterwards. None takes OMP_NUM_THREADS. Without that
+    It holds for the calling thread and for those that first use torch afterwards. 0 takes OMP_NUM_THREADS. Without that
     variable it is one thread where compiled kernels can run and there are MOST_CORES at most, else torch's own number.
 
     Raises ConfigError for a number below 0.
     """
-    if count is not None and count < 0:
+    if count < 0:
         raise ConfigError(f"threads is {count}; it must be at least 0")
-    if count is None and "OMP_NUM_THREADS" not in os.environ and set(placements) == {("cpu", "float32")}:
-        count = 1 if num_cores() <= MOST_CORES and has_numba() else None
+    if not count and "OMP_NUM_THREADS" not in os.environ and set(placements) == {("cpu", "float32")}:
+        count = int(num_cores() <= MOST_CORES and has_numba())
     if count:
         torch.set_num_threads(count)
 

@@ -28,7 +28,7 @@ NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes tho
 TopK = Annotated[int, typer.Option(help="Nodes that each level of a draft tree expands.")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 keeps torch's default.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch, for all that is measured; 0 takes what `LLM` takes.")]
 Out = Annotated[Path, typer.Option(help="Folder of the report.")]
 RESULTS = Path("benchmarks/results")
 
@@ -233,4 +233,5 @@ def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], o
     settings = replace(settings, device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
-    return results, Report.here(name, "eyas", settings.device, settings, results, results.tables()).publish(out)
+    settings = replace(settings, threads=results.num_threads)
+    return results, Report.here(name, "eyas", device, settings, results, results.tables()).publish(out)

@@ -19,7 +19,9 @@ from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
+from eyas.models.checkpoint import resolve_placement
 from eyas.models.target import TargetModel, load_target
+from eyas.tensors import use_threads
 
 INCHES_PER_METHOD = 0.9
 # Time of a drafter's layer over that of a verify pass, in the comparison of methods whose speeds here say little about GPUs.
@@ -128,8 +130,7 @@ class MethodsResults:
 
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    use_threads(settings.threads, resolve_placement(settings.device, settings.dtype, settings.model))
     loading = progress.add_task("loading models", total=None)
     prompts = load_tasks(settings)
     tasks, batches = [prompt.task for prompt in prompts], [[prompt.token_ids] for prompt in prompts]

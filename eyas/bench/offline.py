@@ -37,9 +37,11 @@ from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
+from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
+from eyas.tensors import use_threads
 
 LONG_PROMPT_TOKENS = 1000
 NEW_PROMPT_TOKENS = 16
@@ -92,9 +94,9 @@ def load(settings: OfflineSettings) -> BenchParts:
 
     Raises CheckpointError; ConfigError for an unknown method or device.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    target, draft, dtype, device = settings.model, settings.draft_model, settings.dtype, settings.device
+    target, draft = settings.model, settings.draft_model
+    device, dtype = resolve_placement(settings.device, settings.dtype, target)
+    use_threads(settings.threads, (device, dtype))
     name = settings.method
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)

@@ -31,7 +31,7 @@ MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What every benchmark has. threads: CPU threads of torch; 0 keeps its default."""
+    """What every benchmark has. threads: CPU threads of torch; 0 takes what `eyas.tensors.use_threads` says."""
 
     max_tokens: int = 96
     temperatures: tuple[float, ...] = (0.0,)

@@ -45,15 +45,13 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
-    import torch
-
     from eyas.drafters.registry import default_method, validate_draft_head
     from eyas.models.checkpoint import resolve_placement
     from eyas.models.target import load_target
+    from eyas.tensors import use_threads
 
-    if threads:
-        torch.set_num_threads(threads)
     device, dtype = resolve_placement(device, dtype, model)
+    use_threads(threads, (device, dtype))
     method = default_method(method, draft_model)
     report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
     if report is None:

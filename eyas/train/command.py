@@ -37,7 +37,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 Assignments = Annotated[
     list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")
 ]
-Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 keeps torch's default.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 takes what `LLM` takes.")]
 
 # Sizes of a draft vocabulary whose coverage `prepare` prints.
 USUAL_DRAFT_VOCABULARIES = (8000, 16000, 32000)
@@ -126,7 +126,7 @@ def regenerate(
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     chat_template_kwargs: TemplateKwargs = "{}",
     seed: Annotated[int, typer.Option()] = 0,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 lets `LLM` choose.")] = 0,
+    threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
     from eyas.llm import LLM
@@ -141,7 +141,7 @@ def regenerate(
     found = corpus_files(files, exclude, FOLDER_SUFFIXES)
     columns = (TextColumn("{task.completed} entries"), BarColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True))
-    llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads or None, max_num_seqs=batch)
+    llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads, max_num_seqs=batch)
     with llm, progress:
         task = progress.add_task("", total=max_entries or None)
         done = run(llm, found, out, settings, lambda count: progress.update(task, completed=count))
@@ -289,12 +289,11 @@ def evaluate(
     threads: Threads = 0,
 ) -> None:
     """Measure a head by draft trees of the serving engine on held-out prompts."""
-    import torch
-
+    from eyas.models.checkpoint import resolve_placement
+    from eyas.tensors import use_threads
     from eyas.train.evaluate import Evaluator, heldout_prompts
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads, resolve_placement(device, "auto", model))
     config = EvalConfig(
         num_prompts=num_prompts, max_tokens=max_tokens, temperatures=tuple(temperature),
         num_draft_tokens=num_draft_tokens, num_steps=num_steps,

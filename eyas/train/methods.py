@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eyas.errors import ConfigError
 from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import check_device, resolve_placement
+from eyas.tensors import use_threads
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
@@ -102,8 +103,7 @@ def _accelerator(config: TrainConfig) -> Any:
         from accelerate.utils import is_tensorboard_available, is_trackio_available
     except ImportError as error:
         raise ConfigError("training needs accelerate and datasets; install them with: pip install 'eyas[train]'") from error
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     device, _ = resolve_placement(config.device, "auto", config.model)
     check_device("float32", device)
     if torch.device(device).type == "cuda" and torch.device(device).index is not None:

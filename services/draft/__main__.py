@@ -43,7 +43,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     drafters: list[DescribedDrafter] = []
     read_once, models = cache(read_target), list(map(with_method, config.models))
     placements = [resolve_placement(model.device, model.dtype, model.model) for model in models]
-    use_threads(config.threads or None, *placements)
+    use_threads(config.threads, *placements)
     for model, (device, dtype) in zip(models, placements, strict=True):
         drafter = build_drafter(
             model.method,

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> None:
     """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
     device, dtype = resolve_placement(config.device, config.dtype, config.model)
-    use_threads(config.threads or None, (device, dtype))
+    use_threads(config.threads, (device, dtype))
     config = replace(config, device=device, dtype=dtype)
     info = rank_info(config)
     if info.rank > 0:

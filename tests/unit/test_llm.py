@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from eyas import LLM, EyasError, RequestOutput, SamplingParams
+from eyas.cli import app
 from eyas.config import EngineConfig
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.checkpoint import resolve_placement
@@ -218,19 +220,19 @@ def test_a_missing_target_is_not_blamed_on_the_head() -> None:
 @pytest.mark.parametrize(
     ("threads", "variable", "placements", "cores", "expected"),
     [
-        (None, "", [("cpu", "float32")], 2, 1),
-        (None, "", [("cpu", "float32"), ("cpu", "float32")], 2, 1),
-        (None, "", [("cpu", "float32"), ("cpu", "bfloat16")], 2, 3),
-        (None, "", [("cuda", "float32")], 2, 3),
-        (None, "", [("cpu", "float32")], 3, 3),
-        (None, "3", [("cpu", "float32")], 2, 3),
-        (0, "", [("cpu", "float32")], 2, 3),
+        (0, "", [("cpu", "float32")], 2, 1),
+        (0, "", [("cpu", "float32"), ("cpu", "float32")], 2, 1),
+        (0, "", [("cpu", "float32"), ("cpu", "bfloat16")], 2, 3),
+        (0, "", [("cuda", "float32")], 2, 3),
+        (0, "", [("cpu", "float32")], 3, 3),
+        (0, "3", [("cpu", "float32")], 2, 3),
+        (0, "", [], 2, 3),
         (2, "3", [("cuda", "bfloat16")], 3, 2),
     ],
 )
 def test_torch_takes_one_thread_where_kernels_can_run(
     monkeypatch: pytest.MonkeyPatch,
-    threads: int | None,
+    threads: int,
     variable: str,
     placements: list[tuple[str, str]],
     cores: int,
@@ -252,3 +254,25 @@ def test_torch_takes_one_thread_where_kernels_can_run(
 def test_a_number_of_threads_below_0_is_refused(tiny_target: str) -> None:
     with pytest.raises(ConfigError, match="threads is -1; it must be at least 0"):
         LLM(tiny_target, threads=-1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "offline"],
+        ["bench", "methods", "--prompts", "nowhere", "--method", "suffix"],
+        ["check", "equality"],
+        ["check", "head", "--draft-model", "nowhere", "--method", "eagle3"],
+        ["train", "eval", "nowhere", "--data", "nowhere"],
+    ],
+)
+def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("eyas.tensors.num_cores", lambda: 2)
+    monkeypatch.setattr("eyas.tensors.has_numba", lambda: True)
+    torch.set_num_threads(3)
+    try:
+        assert CliRunner().invoke(app, [*arguments, "--model", "nowhere", "--device", "cpu"]).exit_code
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
