@@ -29,7 +29,7 @@ class EngineConfig:
         max_queued_requests: maximum number of waiting requests, besides those that can start at once.
         max_prefill_tokens: maximum number of prompt tokens in a step; longer prompts are prefilled in chunks.
         max_verify_tokens: maximum number of tree nodes in a step. With a share below 2 a sequence decodes plainly.
-        max_model_len: maximum number of tokens of prompt and output together. 0 takes the model's own limit.
+        max_model_len: most tokens of prompt and output together. 0 takes the model's own limit; more than that is refused.
         deterministic: logits depend only on the tokens before them, not on the batch. Unless kernels give that by
             themselves, every sequence runs by itself, in passes of a fixed number of rows. See docs/equality.md.
         cuda_graphs: capture forward passes as CUDA graphs at startup. No effect on other devices.

@@ -30,6 +30,7 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.attention import kv_sources
+from eyas.models.checkpoint import context_length
 from eyas.models.cpu_decoder import share_layers
 from eyas.models.cuda.backend import (
     BackendPlan,
@@ -99,7 +100,8 @@ def assemble_engine(
     clock: of its measurements and of an emulated device, by default the real one.
 
     Raises OutOfMemory when the device has too little, and ConfigError when the drafter does not suit the acceptance rule,
-    when the workers are not as many as `engine.tensor_parallel_size` says, and for deterministic mode with more than one.
+    when the workers are not as many as `engine.tensor_parallel_size` says, for deterministic mode with more than one, and
+    for a max_model_len above the target's.
     """
     workers, clock = workers or TargetWorkers(), clock or Clock()
     if workers.size != engine.tensor_parallel_size:
@@ -115,7 +117,7 @@ def assemble_engine(
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))
-    max_model_len = min(engine.max_model_len or target.max_model_len, target.max_model_len)
+    max_model_len = context_length(target.config, engine.max_model_len, target.name_or_path)
     drafted_tree = tree if drafter else ROOT_ONLY
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
     reserved = reserved_bytes(target, plan, engine)

@@ -393,6 +393,20 @@ def get_setting(
     return kind(value)
 
 
+def context_length(config: Any, max_model_len: int, name: str) -> int:
+    """Most tokens of prompt and output together: max_model_len, or the model's own limit for 0.
+
+    config: transformers' of the model. Raises ConfigError above that limit.
+    """
+    limit = int(config.get_text_config().max_position_embeddings)
+    if max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but {name!r} is made for {limit} tokens (max_position_embeddings in its "
+            "config.json); lower it, or leave it out"
+        )
+    return max_model_len or limit
+
+
 def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]:
     """The device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target model.
 

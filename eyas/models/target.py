@@ -29,6 +29,7 @@ from eyas.models.checkpoint import (
     WeightFiles,
     check_device,
     check_quantisation,
+    context_length,
     read_config,
     read_kv_scales,
     read_target_config,
@@ -220,13 +221,16 @@ def load_target(
 
     max_model_len: tokens that rotary tables must serve; 0 takes the model's. shard: this process's part of the weights, if
     other ranks hold the rest; all ranks must load at the same time.
-    Raises CheckpointError for an architecture that is not supported, before any weight is read, and for missing weights.
+    Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for a
+    max_model_len above the model's. Raises CheckpointError for missing weights.
     """
     register_attention()
     check_device(dtype, device)
     folder = resolve(path_or_id)
     check_quantisation(read_config(folder), path_or_id, device)
-    shapes = measure_kv_shapes(read_model_config(folder))
+    config = read_model_config(folder)
+    shapes = measure_kv_shapes(config)
+    longest = context_length(config, max_model_len, path_or_id)
     model = _load_shard(folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
     if model is None:
         model = _load_weights(folder, path_or_id, dtype)
@@ -236,7 +240,7 @@ def load_target(
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
-    _adapt(target, max_model_len)
+    _adapt(target, longest)
     _fuse(target, _check_attention(target))
     return target
 
@@ -285,7 +289,7 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
 def _adapt(target: TargetModel, max_model_len: int) -> None:
     """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
     target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
-    pin_rotary(target.model, min(max_model_len or target.max_model_len, target.max_model_len))
+    pin_rotary(target.model, max_model_len)
     use_float32_head(target.model)
     optimize_for_cpu(target.model)
 

@@ -1,7 +1,10 @@
 """The engine in one process, as `from eyas import LLM` gives it."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,11 @@ from typer.testing import CliRunner
 
 from eyas import LLM, EyasError, RequestOutput, SamplingParams
 from eyas.cli import app
-from eyas.config import EngineConfig
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.checkpoint import resolve_placement
+from eyas.models.target import load_target
 from eyas.tensors import use_threads
 from tests.tiny import DEMO, write_head
 
@@ -276,3 +281,17 @@ def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str],
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_context_longer_than_the_models_is_refused(tiny_target: str, tmp_path: Path) -> None:
+    reason = re.escape("max_model_len is 257, but ") + ".* is made for 256 tokens"
+    with pytest.raises(ConfigError, match=reason):
+        LLM(tiny_target, max_model_len=257)
+    shutil.copy(f"{tiny_target}/config.json", tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load_target(str(tmp_path), max_model_len=257)  # before it misses the weights
+    build = partial(assemble_engine, load_target(tiny_target), None, tree=TreeConfig(), drafter=None)
+    with pytest.raises(ConfigError, match=reason):
+        build(engine=EngineConfig(max_model_len=257, max_kv_tokens=512))
+    engine = build(engine=EngineConfig(max_model_len=256, max_kv_tokens=512))
+    assert engine.max_model_len == 256

@@ -393,7 +393,7 @@ def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig)
     limits, sizes = plan.limits, PassSizes.of(target)
     tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0][0])
     if plan.batch_invariant:
-        longest = min(engine.max_model_len or target.max_model_len, target.max_model_len)
+        longest = engine.max_model_len or target.max_model_len
         tiling = replace(tiling, longest=longest, fixed_part=FIXED_PART)
     max_drawn = engine.max_verify_tokens + limits.segments
     total = launched_bytes(sizes, limits.rows, max_drawn, engine.max_prefill_tokens, tiling) + WORKSPACES
