@@ -21,6 +21,7 @@ from eyas.errors import ConfigError
 REFRESHES_PER_SECOND = 1
 
 Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
+NumPrompts = Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks; 0 takes all.")]
 Temperatures = Annotated[list[float], typer.Option(help="May be repeated.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
 NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
@@ -48,6 +49,7 @@ def offline(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens by default.")
     ] = None,
+    num_prompts: NumPrompts = 0,
     batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1, 8],  # noqa: B006
     temperature: Temperatures = [0.0],  # noqa: B006
     max_tokens: MaxTokens = 96,
@@ -70,6 +72,7 @@ def offline(
         draft_model=draft_model,
         method=method,
         prompts=prompts,
+        num_prompts=num_prompts,
         batches=tuple(batch),
         temperatures=tuple(temperature),
         max_tokens=max_tokens,

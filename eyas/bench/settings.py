@@ -59,6 +59,7 @@ class OfflineSettings(BenchSettings):
 
     draft_model: folder or hub id of a draft head; empty measures plain decoding alone.
     prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
+    num_prompts: of them, spread evenly over the tasks; 0 takes all of a file, or NUM_RANDOM_PROMPTS random ones.
     num_groups: fewest batches of each size. max_groups: most; 0 takes as many as all prompts need.
     rows: lengths of the chains that a verify step is timed with.
     """
@@ -67,6 +68,7 @@ class OfflineSettings(BenchSettings):
     draft_model: str = ""
     method: str = ""
     prompts: Path | None = None
+    num_prompts: int = 0
     batches: tuple[int, ...] = (1, 8)
     num_groups: int = 5
     max_groups: int = 0
@@ -77,6 +79,7 @@ class OfflineSettings(BenchSettings):
         super().__post_init__()
         sizes = (min(self.batches, default=0), min(self.rows, default=0), self.num_groups)
         require(min(sizes) >= 1, "batch, rows and groups must be 1 or more, and given at least once")
+        at_least(0, num_prompts=self.num_prompts)
         one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
 
 
@@ -125,19 +128,24 @@ class MethodsSettings(BenchSettings):
 def load_prompts(settings: OfflineSettings, vocab_size: int) -> list[Prompt]:
     """Read the prompts of the settings' file, or make random ones. Raises ConfigError for a file without prompts."""
     if settings.prompts is None:
-        return [random_prompt(vocab_size, NUM_RANDOM_TOKENS, seed) for seed in range(NUM_RANDOM_PROMPTS)]
-    return [prompt.token_ids for prompt in _read_prompts(settings.prompts, settings.model)]
+        num_prompts = settings.num_prompts or NUM_RANDOM_PROMPTS
+        return [random_prompt(vocab_size, NUM_RANDOM_TOKENS, seed) for seed in range(num_prompts)]
+    prompts = _read_prompts(settings.prompts, settings.model)
+    return [prompt.token_ids for prompt in _spread(prompts, settings.num_prompts or len(prompts))]
 
 
 def load_tasks(settings: MethodsSettings) -> list[TaskPrompt]:
     """Take the first prompts of each task, as evenly as `num_prompts` allows. Raises ConfigError for a file without any."""
-    prompts = _read_prompts(settings.prompts, settings.model)
+    return _spread(_read_prompts(settings.prompts, settings.model), settings.num_prompts)
+
+
+def _spread(prompts: Sequence[TaskPrompt], num_prompts: int) -> list[TaskPrompt]:
     seen: Counter[str] = Counter()
     ranks = []
     for index, prompt in enumerate(prompts):
         ranks.append((seen[prompt.task], index))
         seen[prompt.task] += 1
-    return [prompts[index] for index in sorted(index for _, index in sorted(ranks)[: settings.num_prompts])]
+    return [prompts[index] for index in sorted(index for _, index in sorted(ranks)[:num_prompts])]
 
 
 def random_prompt(vocab_size: int, length: int, seed: int) -> Prompt:

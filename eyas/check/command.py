@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumSteps, Threads
+from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumPrompts, NumSteps, Threads
 from eyas.bench.settings import OfflineSettings
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import KVCacheDtype
@@ -105,6 +105,7 @@ def equality(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,
+    num_prompts: NumPrompts = 0,
     dtype: DtypeName = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     device: Device = "auto",
@@ -122,8 +123,8 @@ def equality(
     try:
         device, dtype = resolve_placement(device, dtype, model)
         settings = OfflineSettings(
-            model, draft_model, method, prompts, batches=(8,), temperatures=(temperature,), max_tokens=max_tokens,
-            tree=TreeConfig(num_draft_tokens, num_steps), dtype=dtype, device=device, threads=threads,
+            model, draft_model, method, prompts, num_prompts, batches=(8,), temperatures=(temperature,),
+            max_tokens=max_tokens, tree=TreeConfig(num_draft_tokens, num_steps), dtype=dtype, device=device, threads=threads,
         )  # fmt: skip
         modes = EngineConfig(deterministic=deterministic, kv_cache_dtype=cast(KVCacheDtype, kv_cache_dtype))
         with Progress(console=Console(stderr=True)) as progress:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from eyas.bench.methods import MethodScore, MethodsResults
 from eyas.bench.results import Run
-from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_prompts, load_tasks
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
@@ -127,6 +127,9 @@ def test_prompts_are_taken_from_all_tasks_in_turn(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, lines)))
     settings = MethodsSettings("", (MethodSpec("x"),), file, num_prompts=4)
     assert [(p.task, p.token_ids) for p in load_tasks(settings)] == [("a", (0,)), ("a", (1,)), ("b", (3,)), ("c", (4,))]
+    taken = {n: len(load_prompts(OfflineSettings("", prompts=file, num_prompts=n), vocab_size=9)) for n in (0, 4, 6)}
+    assert taken == {0: 5, 4: 4, 6: 5}
+    assert len(load_prompts(OfflineSettings("", num_prompts=3), vocab_size=9)) == 3
     file.write_text("")
     with pytest.raises(ConfigError, match="holds no prompts"):
         load_tasks(settings)

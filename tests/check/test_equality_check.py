@@ -41,13 +41,19 @@ def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--temperature", "0.8"], ["--deterministic"], ["--dtype", "bfloat16", "--deterministic"]]
+    ("options", "num_prompts"),
+    [
+        (["--num-prompts", "3"], 3),
+        (["--temperature", "0.8"], 8),
+        (["--deterministic"], 8),
+        (["--dtype", "bfloat16", "--deterministic"], 8),
+    ],
 )
-def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, tiny_head: str) -> None:
+def test_the_command_finds_a_target_equal(options: list[str], num_prompts: int, tiny_target: str, tiny_head: str) -> None:
     base = ["check", "equality", "--model", tiny_target, "--draft-model", tiny_head, "--max-tokens", "8"]
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 0, ran.output
-    assert "8 of 8 equal, 0 explained by rounding, 0 not explained" in ran.output
+    assert f"{num_prompts} of {num_prompts} equal, 0 explained by rounding, 0 not explained" in ran.output
 
 
 def test_both_engines_take_the_scales_of_the_checkpoint(tiny_target: str) -> None:
