@@ -12,13 +12,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import EyasError, InvalidRequest
 from eyas.outputs import TextChunk
-from eyas.services.router.http.bodies import StrictModel
+from eyas.services.router.http.bodies import StrictModel, Text, Texts, one_or_list
 from eyas.services.router.http.errors import anthropic_error_body
-from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, Texts, chat_body
+from eyas.services.router.http.requests import ChatBody, SamplingBody, chat_body
 from eyas.services.router.http.response_json import named_frame
 from eyas.services.router.http.responses import ResponseWriter
 
@@ -30,8 +30,8 @@ _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Bodies
 
 
-def _to_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def _to_block(text: str) -> object:
+    return {"type": "text", "text": text}
 
 
 class ContentBlock(StrictModel):
@@ -60,9 +60,7 @@ class ContentBlock(StrictModel):
         return self
 
 
-Blocks = Annotated[
-    list[ContentBlock], FailFast(), BeforeValidator(_to_blocks, json_schema_input_type=str | list[ContentBlock])
-]
+Blocks = Annotated[list[ContentBlock], FailFast(), one_or_list(ContentBlock, "blocks", _to_block)]
 
 
 class InputMessage(StrictModel):

@@ -11,13 +11,13 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
@@ -199,6 +199,37 @@ class _JsonRequest(Request):
         except InvalidRequest as error:
             self.error = error
             raise
+
+
+def check_encodable(text: str) -> str:
+    """Return the text. Raises ValueError for one that UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return text
+
+
+def check_json(value: object) -> object:
+    """Return the value. Raises ValueError unless it is a JSON object or text."""
+    if not isinstance(value, str | dict):
+        raise ValueError("must be a JSON object, or its text")
+    return value
+
+
+def one_or_list(entry_type: Any, kind: str, entry: Callable[[str], object] = lambda text: text) -> BeforeValidator:
+    """Let a field of a list take a text for a list of one entry. kind: of the entries, for the error. entry: of a text."""
+
+    def to_list(value: object) -> object:
+        if not isinstance(value, str | list):
+            raise ValueError(f"must be a string or a list of {kind}")
+        return [entry(value)] if isinstance(value, str) else value
+
+    return BeforeValidator(to_list, json_schema_input_type=str | list[entry_type])
+
+
+Text = Annotated[str, AfterValidator(check_encodable)]
+Texts = Annotated[list[Text], one_or_list(Text, "strings")]
 
 
 class UnusedFields(StrictModel):

@@ -10,13 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import EyasError, InvalidRequest
 from eyas.outputs import TextChunk
-from eyas.services.router.http.bodies import StrictModel
+from eyas.services.router.http.bodies import StrictModel, Text, one_or_list
 from eyas.services.router.http.errors import error_body
-from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, chat_body
+from eyas.services.router.http.requests import ChatBody, SamplingBody, chat_body
 from eyas.services.router.http.response_json import named_frame, num_values
 from eyas.services.router.http.responses import ResponseWriter
 
@@ -42,15 +42,15 @@ class TextPart(StrictModel):
     logprobs: list[Any] | None = None
 
 
-def _to_parts(value: object) -> object:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+def _to_part(text: str) -> object:
+    return {"type": "input_text", "text": text}
 
 
-def _to_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+def _to_item(text: str) -> object:
+    return {"role": "user", "content": text}
 
 
-Parts = Annotated[list[TextPart], FailFast(), BeforeValidator(_to_parts, json_schema_input_type=str | list[TextPart])]
+Parts = Annotated[list[TextPart], FailFast(), one_or_list(TextPart, "parts", _to_part)]
 
 
 class InputItem(StrictModel):
@@ -83,7 +83,7 @@ class InputItem(StrictModel):
         return self
 
 
-Items = Annotated[list[InputItem], FailFast(), BeforeValidator(_to_items, json_schema_input_type=str | list[InputItem])]
+Items = Annotated[list[InputItem], FailFast(), one_or_list(InputItem, "items", _to_item)]
 
 
 class FunctionTool(StrictModel):
@@ -131,7 +131,7 @@ class ResponsesBody(SamplingBody):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[FunctionTool], FailFast()] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Any = None  # a chat's tool_choice reads it
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -12,28 +12,25 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
 from eyas.rpc.messages import GenerateCall, ModelInfo
-from eyas.services.router.http.bodies import MAX_NAME_LENGTH, NEUTRAL, StrictModel, UnusedFields
+from eyas.services.router.http.bodies import (
+    MAX_NAME_LENGTH,
+    NEUTRAL,
+    StrictModel,
+    Text,
+    Texts,
+    UnusedFields,
+    check_encodable,
+    check_json,
+)
 from eyas.services.router.http.tools import EarlierCall, ToolFields
 from eyas.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-def _check_encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no character") from None
-    return text
-
-
-def _to_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
 
 
 def _to_prompts(value: object) -> object:
@@ -42,14 +39,14 @@ def _to_prompts(value: object) -> object:
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(one, str) or _is_token_ids(one) for one in value):
         raise ValueError("must be a text, a list of token ids, or a list of either that is not empty")
-    return [_check_encodable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
+    return [check_encodable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
 
 def _to_text(value: object) -> object:
     """Join the text parts of a message."""
-    if not isinstance(value, list):
+    if isinstance(value, str):
         return value
-    if not all(map(_is_text_part, value)):
+    if not isinstance(value, list) or not all(map(_is_text_part, value)):
         raise ValueError("must be text, or parts of the type 'text'; images, audio and files are not supported")
     return "\n".join(part["text"] for part in value)
 
@@ -68,12 +65,11 @@ def _is_token_ids(value: object) -> bool:
 
 def _to_json(value: object) -> object:
     """Turn a JSON object into text, which is what an engine compiles."""
+    value = check_json(value)
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-Text = Annotated[str, AfterValidator(_check_encodable)]
 JsonText = Annotated[Text, BeforeValidator(_to_json)]
-Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 
 class StreamOptions(StrictModel):
@@ -462,7 +458,7 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
     """Turn pydantic's first error about a body into one that says what to change."""
     error = errors[0]
     location = [part for part in error["loc"] if part != "body"]
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ").partition(" or instance of ")[0]  # of a class of ours
     if error["type"] == "json_invalid":
         return InvalidRequest(f"the body is not JSON: {message}")
     if not location:
@@ -472,7 +468,7 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing; give it", param)
     if error["type"] == "extra_forbidden":
         return InvalidRequest(_unknown_field(param, str(location[-1])), param)
-    return InvalidRequest(f"{param} is {str(error['input'])[:80]!r}: {message}", param)
+    return InvalidRequest(f"{param} is {error['input']!r:.80}: {message}", param)
 
 
 def _path(location: Sequence[int | str]) -> str:

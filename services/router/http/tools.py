@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from eyas.chat_message import ChatMessage, ToolCall
 from eyas.errors import InvalidRequest
-from eyas.services.router.http.bodies import StrictModel
+from eyas.services.router.http.bodies import StrictModel, check_json
 
 MAX_TOOLS = 512
 
@@ -69,7 +69,7 @@ class CalledFunction(StrictModel):
     """The function of an earlier call. arguments: JSON as text, as it came; also an object."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(check_json)] = ""
 
 
 class EarlierCall(StrictModel):

@@ -153,6 +153,8 @@ def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, stream: b
         ({"n": 2}, "n", "a field of /v1/completions and /v1/chat/completions"),
         ({"return_verify_steps": True}, "return_verify_steps", "and not of this endpoint"),
         ({"input": []}, "input", "no message"),
+        ({"input": 3}, "input", "is 3: must be a string or a list of items"),
+        ({"tool_choice": 3}, "tool_choice", "is 3: must be 'none', 'auto', 'required'"),
         ({"input": [{"role": "user"}]}, "input", "needs content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
