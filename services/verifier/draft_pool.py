@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,8 @@ from eyas.request import VerifyStep
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, TargetInfo
 from eyas.services.verifier.draft_client import DraftTiming, PendingDrafts, RemoteDrafter
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -203,7 +206,18 @@ class DraftPool:
                     history.drafter, history.timing = drafter, sent.timing
                     history.num_answered += sent.timing is not None
                     history.seconds += sent.timing.round_trip if sent.timing else 0.0
+            if sent.awaited and drafter.connected:
+                self._warn_of_late_trees(drafter)
         return drafts
+
+    def _warn_of_late_trees(self, drafter: RemoteDrafter) -> None:
+        message = (
+            "trees of %s came too late for %d of %d steps, which decode plainly; raise draft_client.draft_timeout_s (%g), "
+            "draft smaller trees, or give the drafter more of the machine"
+        )
+        num_steps = drafter.num_answered + drafter.num_lost
+        values = drafter.address, drafter.num_lost, num_steps, self._timeout_s
+        log.warning(message, *values, extra={"rate_limited": True})
 
     # Below: with the lock held.
 

@@ -6,6 +6,8 @@ import threading
 from contextlib import closing
 from dataclasses import replace
 
+import pytest
+
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DrafterNeeds
@@ -103,7 +105,7 @@ def test_a_session_without_a_drafter_gets_the_first_that_appears() -> None:
         assert not pool.can_draft("b")
 
 
-def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
+def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move(caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
     config = replace(PATIENT, breaker_max_failures=2, breaker_reset_s=60)
     hanging = ToyDrafter(before=gate.wait)
@@ -117,6 +119,10 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
                 num_requests += 1
             assert num_requests == config.breaker_max_failures
+            late = [record for record in caplog.records if "too late" in record.message]
+            assert [vars(record)["rate_limited"] for record in late] == [True] * num_requests
+            assert f"trees of {hung} came too late for 2 of 2 steps" in late[-1].message
+            assert "raise draft_client.draft_timeout_s (0.2)" in late[-1].message
             pool._timeout_s = PATIENT.draft_timeout_s
             pool.rebalance([hung])
             assert not pool.can_draft("a"), "there is no other"
