@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from eyas.models.tensor_parallel import SumOverRanks
 
 if TYPE_CHECKING:
     from eyas.models.fused import RMSNorm
@@ -166,7 +167,9 @@ def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
     """Whether kernels can read all weights, and calling the modules does nothing more, but for a sum of the experts over
     ranks."""
     held: list[Any] = [router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)]
-    if any(type(weight) is not nn.Parameter for weight in held) or len(experts._forward_hooks) > 1:
+    if any(type(weight) is not nn.Parameter for weight in held):
+        return False
+    if any(not isinstance(hook, SumOverRanks) for hook in experts._forward_hooks.values()):
         return False
     hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))
     router, *weights = held
@@ -189,4 +192,4 @@ def _scales_of(experts: Any) -> WeightScales | None:
 
 def _sum_of(experts: Any) -> Callable[[Tensor], Tensor] | None:
     """The sum over ranks that `shard_model` has added behind the module; None without ranks."""
-    return next((partial(hook, experts, ()) for hook in experts._forward_hooks.values()), None)
+    return next((hook.exchanges.sum for hook in experts._forward_hooks.values()), None)

@@ -289,6 +289,16 @@ class Exchanges:
         self.is_running = False
 
 
+@dataclass(frozen=True)
+class SumOverRanks:
+    """A forward hook after which a module gives the sum over ranks."""
+
+    exchanges: Exchanges
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return self.exchanges.sum(output)
+
+
 def _add_exchange(module: nn.Module, style: str | None, exchanges: Exchanges) -> None:
     """Let ranks sum or gather the module's output."""
     shard = exchanges.shard
@@ -296,16 +306,13 @@ def _add_exchange(module: nn.Module, style: str | None, exchanges: Exchanges) ->
     def split_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].chunk(shard.size, -1)[shard.rank], *args[1:])
 
-    def sum_output(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        return exchanges.sum(output)
-
     def gather_output(module: nn.Module, args: object, output: Tensor) -> Tensor:
         return exchanges.gather(output)
 
     if style == "rowwise_split_input":
         module.register_forward_pre_hook(split_input)
     if style in ROWS | SUMMED:
-        module.register_forward_hook(sum_output)
+        module.register_forward_hook(SumOverRanks(exchanges))
     elif style in GATHERED:
         module.register_forward_hook(gather_output)
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.models import fused
 from eyas.models.attention import ATTENTION_NAME, register_attention
+from eyas.models.experts import RoutedExperts
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target, measure_kv_shapes
@@ -125,3 +126,19 @@ def test_a_rank_without_memory_in_its_experts_sums_zeros(
         patch.setattr(kernels, "combine", combine_if_it_fits)
         RankThreads(NUM_RANKS).run(lambda rank: run(targets[rank]))
     assert torch.equal(logits_over_ranks(targets), expected)
+
+
+def test_only_the_sum_over_ranks_is_taken_for_it(tmp_path: Path) -> None:
+    """With any other hook on the experts their own module runs, which calls it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(write_family("mixtral", tmp_path))
+    block = model.model.layers[0].mlp
+    whole = RoutedExperts.of_block(block, "silu")
+    hook = block.experts.register_forward_hook(lambda module, args, output: 2 * output)
+    assert whole is not None
+    assert whole.sum_ranks is None
+    assert RoutedExperts.of_block(block, "silu") is None
+    hook.remove()
+    shard_model(model, Shard(0, NUM_RANKS), [heads for heads, _ in measure_kv_shapes(model.config)])
+    sharded = RoutedExperts.of_block(block, "silu")
+    assert sharded is not None
+    assert sharded.sum_ranks == model.exchanges.sum
