@@ -343,8 +343,8 @@ class SurvivalModel:
             self._observe_few(trees, paths)
             return
         packed, lengths = pack_trees(trees), np.array(list(map(len, paths)), dtype=np.int64)
-        accepted = np.zeros(len(packed.tokens), np.bool_)
-        accepted[np.repeat(packed.trees.firsts, lengths) + np.fromiter(chain.from_iterable(paths), np.int64)] = True
+        accepted = np.zeros(len(packed.batch.tokens), np.bool_)
+        accepted[np.repeat(packed.batch.firsts, lengths) + np.fromiter(chain.from_iterable(paths), np.int64)] = True
         numbers, is_counted = self._numbers(trees, packed), accepted[packed.above] & (packed.depths > 0)
         self._verified += np.bincount(numbers[is_counted], minlength=len(self._prior))
         self._accepted += np.bincount(numbers[is_counted & accepted], minlength=len(self._prior))
@@ -389,13 +389,13 @@ class SurvivalModel:
         for first, end in itertools.pairwise(levels):
             level = order[first:end]
             survival[level] *= survival[packed.above[level]]
-        return np.split(survival, packed.trees.firsts[1:])
+        return np.split(survival, packed.batch.firsts[1:])
 
     def _numbers(self, trees: Seq[DraftTree], packed: PackedTrees) -> Ints:
         """The number of each node's mean; those of roots mean nothing."""
-        scores = packed.trees.log_probs
+        scores = packed.batch.log_probs
         own = np.where(scores > -np.inf, scores - np.maximum(scores[packed.above], scores), -np.inf)
-        is_sampled = np.repeat([tree.sampled is not None for tree in trees], packed.counts)
+        is_sampled = np.repeat([tree.sampled is not None for tree in trees], packed.batch.counts)
         numbers: Ints = np.searchsorted(self.EDGES, own, side="right") - 1 + len(self.EDGES) * is_sampled
         return numbers
 

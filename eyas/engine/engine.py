@@ -185,7 +185,7 @@ class Engine:
                 output, trees = self._runner.forward(segments), segments.trees
                 if not self._grammars.outputs and _want_tokens_alone(batch) and all(output.is_drawn):
                     keys = [scheduled.sequence.request.noise_key for scheduled in batch]
-                    draws = Draws(keys, trees.counts, segments.rows.positions + 1)
+                    draws = Draws(keys, trees.batch.counts, segments.rows.positions + 1)
                     return verify_trees(trees, draws, output, meanwhile)
             return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
         except torch.OutOfMemoryError as error:

@@ -240,7 +240,7 @@ def tree_segments(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -
         keys = [s.sequence.request.noise_key if can_draw_in_parts(s.logit_rows) else None for s in batch]
     return TreeSegments(
         packed,
-        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], packed.counts),
+        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], packed.batch.counts),
         slots=np.concatenate([scheduled.slots for scheduled in batch]),
         prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in batch],
         noise_keys=keys,

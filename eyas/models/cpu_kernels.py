@@ -289,7 +289,7 @@ def attend(
         for j in range(first, end):
             _find_vectors(slots, keys, j, own, num_heads + j, key_places)
             _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
-            if padded > width and num_rows:
+            if padded > width:
                 _copy_padded(key_places, width, key_copies)
                 _copy_padded(value_places, width, value_copies)
             for start in range(0, num_rows, ROWS_AT_A_TIME):

@@ -105,7 +105,7 @@ class TreeSegments(Sequence[Segment]):
         tables: Sequence[TableId | None],
     ) -> None:
         """positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
-        self.rows = SegmentRows(trees.tokens, positions, slots, np.arange(len(slots)), trees.counts)
+        self.rows = SegmentRows(trees.batch.tokens, positions, slots, np.arange(len(slots)), trees.batch.counts)
         self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
         self.trees = trees
 
@@ -372,13 +372,13 @@ def tree_paths(segments: Sequence[Segment]) -> TreePaths:
 
 def _packed_paths(trees: PackedTrees) -> TreePaths:
     """`_path_words` of each tree: in each turn all rows go one node up."""
-    rows, firsts = np.arange(len(trees.roots)), trees.trees.firsts
+    rows, firsts = np.arange(len(trees.roots)), trees.batch.firsts
     is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
     depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
-    sizes, own = trees.counts * depths, rows - trees.roots
+    sizes, own = trees.batch.counts * depths, rows - trees.roots
     words = np.zeros(int(sizes.sum()), dtype=np.int32)
-    at = np.repeat(sizes.cumsum() - sizes, trees.counts) + own * np.repeat(depths, trees.counts)
-    key = kept = np.flatnonzero(np.repeat(depths, trees.counts))
+    at = np.repeat(sizes.cumsum() - sizes, trees.batch.counts) + own * np.repeat(depths, trees.batch.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.batch.counts))
     for _ in range(int(depths.max())):
         words[at[kept] + trees.depths[key]] = own[key]
         key = trees.above[key]

@@ -116,14 +116,14 @@ class TreeOutputs(Sequence[VerifyOutput]):
     @cached_property
     def depths(self) -> Ints:
         """Levels of each tree [B]."""
-        levels: Ints = np.maximum.reduceat(self._trees.depths, self._trees.trees.firsts)
+        levels: Ints = np.maximum.reduceat(self._trees.depths, self._trees.batch.firsts)
         return levels
 
     @cached_property
     def _outputs(self) -> list[VerifyOutput]:
         nodes, tokens = (self.rows - self._trees.roots[self.rows]).tolist(), self.tokens.tolist()
         samples, outputs, start, first = self._samples.tolist(), list[VerifyOutput](), 0, 0
-        for end, last in zip(self.ends.tolist(), self._trees.counts.cumsum().tolist(), strict=True):
+        for end, last in zip(self.ends.tolist(), self._trees.batch.counts.cumsum().tolist(), strict=True):
             accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end]))
             outputs.append(VerifyOutput(accepted, tuple(samples[first:last])))
             start, first = end, last

@@ -34,14 +34,11 @@ def kernels() -> Any:
 class PackedTrees(NamedTuple):
     """The nodes of several trees, one tree after the other, [R].
 
-    tokens, depths: as those of DraftTree. above, roots: packed rows of each node's parent and root. words: which nodes of
-    its own tree each node sees, as bits [R, W], the first node in the lowest bit. trees: what was packed. counts: nodes of
-    each.
+    batch: what was packed. above, roots: packed rows of each node's parent and root. depths: as those of DraftTree. words:
+    which nodes of its own tree each node sees, as bits [R, W], the first node in the lowest bit.
     """
 
-    trees: TreeBatch
-    counts: Ints
-    tokens: Ints
+    batch: TreeBatch
     above: Ints
     roots: Ints
     depths: Ints
@@ -65,8 +62,7 @@ class TreeLimits(NamedTuple):
 def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
     """Pack at least one tree."""
     batch = TreeBatch.of(trees)
-    above, roots, depths, words = (kernels() or PlainKernels).layout(batch.counts, batch.parents)
-    return PackedTrees(batch, batch.counts, batch.tokens, above, roots, depths, words)
+    return PackedTrees(batch, *(kernels() or PlainKernels).layout(batch.counts, batch.parents))
 
 
 def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
@@ -92,7 +88,7 @@ def accepted_rows(trees: PackedTrees, samples: Ints) -> tuple[Ints, Ints]:
     Returns:
         Rows of all accepted paths, one path after the other [A], and where the path of each tree ends among these [B].
     """
-    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.counts, trees.tokens, trees.above, samples)
+    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.batch.counts, trees.batch.tokens, trees.above, samples)
     return rows, ends
 
 

@@ -84,7 +84,7 @@ def _verify_packed(trees: PackedTrees, drawn: Ints, vocab_size: int) -> Sequence
     """`_verify_tokens`, all at once where no logits are NaN."""
     if (drawn < vocab_size).all():
         return TreeOutputs(trees, drawn)
-    return _verify_tokens(trees.trees.trees(), drawn, vocab_size)
+    return _verify_tokens(trees.batch.trees(), drawn, vocab_size)
 
 
 def _verify_tokens(trees: Sequence[DraftTree | None], drawn: Ints, vocab_size: int) -> list[VerifyOutput]:

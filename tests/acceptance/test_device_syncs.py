@@ -264,9 +264,9 @@ def test_all_trees_at_once_draw_as_each_alone(found: list[DraftTree], temperatur
         LogitRows(Request(f"{length}", (3,), own), (3,), tree, tuple(length + depth for depth in tree.depths))
         for length, own, tree in zip(lengths, sampling, found, strict=True)
     ]
-    output = StepOutput(torch.randn(len(packed.tokens), 4, generator=torch.Generator().manual_seed(seed)))
-    positions = packed.depths + np.repeat(lengths, packed.counts)
-    draws = Draws([rows.request.noise_key for rows in batch], packed.counts, positions)
+    output = StepOutput(torch.randn(len(packed.batch.tokens), 4, generator=torch.Generator().manual_seed(seed)))
+    positions = packed.depths + np.repeat(lengths, packed.batch.counts)
+    draws = Draws([rows.request.noise_key for rows in batch], packed.batch.counts, positions)
     assert list(verify.verify_trees(packed, draws, output)) == verify.verify(batch, output, LogitRules(frozenset()))
 
 

@@ -33,7 +33,7 @@ def test_packed_trees_see_what_each_tree_sees(found: list[DraftTree]) -> None:
     packed, end = pack_trees(found), 0
     for tree in found:
         start, end = end, end + len(tree)
-        assert tuple(packed.tokens[start:end]) == tree.tokens
+        assert tuple(packed.batch.tokens[start:end]) == tree.tokens
         assert tuple(packed.depths[start:end]) == tree.depths
         assert (packed.visible[start:end, : len(tree)] == tree.ancestor_mask()).all()
         assert not packed.visible[start:end, len(tree) :].any()
@@ -172,17 +172,17 @@ def test_compiled_kernels_of_trees_equal_plain_ones(found: list[DraftTree], data
     compiled, plain, packed = kernels(), PlainKernels, pack_trees(found)
     if compiled is None:
         pytest.skip("numba is not installed")
-    parents = packed.above - packed.roots
-    for ours, theirs in zip(compiled.layout(packed.counts, parents), plain.layout(packed.counts, parents), strict=True):
+    batch, parents = packed.batch, packed.above - packed.roots
+    for ours, theirs in zip(compiled.layout(batch.counts, parents), plain.layout(batch.counts, parents), strict=True):
         assert np.array_equal(ours, theirs)
     samples = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(parents), max_size=len(parents))))
-    walk = packed.counts, packed.tokens, packed.above, samples
+    walk = batch.counts, batch.tokens, packed.above, samples
     for ours, theirs in zip(compiled.accepted_rows(*walk), plain.accepted_rows(*walk), strict=True):
         assert np.array_equal(ours, theirs)
     assert np.array_equal(compiled.ranges(packed.roots, packed.depths), plain.ranges(packed.roots, packed.depths))
     row = data.draw(st.integers(0, len(parents) - 1))
-    for column in (packed.tokens, parents):
+    for column in (batch.tokens, parents):
         column[row] = data.draw(st.sampled_from((int(column[row]), -1, 3, 4)))
     bounds = np.array([[tree.tokens[0], 60, data.draw(st.integers(0, 9))] for tree in found]).T.copy()
-    nodes = packed.counts, packed.tokens, parents, bounds, 4
+    nodes = batch.counts, batch.tokens, parents, bounds, 4
     assert compiled.are_valid(*nodes) == plain.are_valid(*nodes)
