@@ -90,6 +90,7 @@ class LLM:
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
         resolve(model)  # a missing target is not the head's fault
+        self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
         use_threads(threads, (device, dtype))
@@ -109,7 +110,6 @@ class LLM:
                 drafter = build_drafter(name, model, head, dtype, device, shape, drafting, drafts.methods, wiring)
             levels = resolve_tree(shape, name, head)
             self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
-            self._tokenizer = load_tokenizer(tokenizer or model)
             undo.pop_all()
         self._ranks = ranks
         self._served = ServedModel(model, tokenizer or model, chat_template)

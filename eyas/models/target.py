@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -296,11 +297,12 @@ def _adapt(target: TargetModel, max_model_len: int) -> None:
 
 def read_model_config(folder: Path) -> Any:
     """transformers' config of a checkpoint. Raises CheckpointError."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, ImportError, StrictDataclassError) as error:
         raise CheckpointError(f"transformers cannot read the config of {str(folder)!r}: {error}") from error
 
 
@@ -324,6 +326,7 @@ def _load_shard(folder: Path, dtype: str, device: str, shard: Shard, kv_heads: S
 
 def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
     """transformers' model with all of its weights."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -333,7 +336,7 @@ def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"transformers cannot load a causal LM from {path_or_id!r}: {error}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.target import load_target
 from tests.tiny import write_head, write_target
 
 
@@ -70,6 +71,25 @@ def test_a_damaged_file_is_named(tiny_target: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match="cannot read weights"):
         load_head(str(tmp_path), tiny_target)
+
+
+def test_damaged_weights_of_a_target_are_refused(tmp_path: Path) -> None:
+    file = write_target(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"cannot load a causal LM from '{tmp_path}': .* incomplete"):
+        load_target(str(tmp_path))
+    file.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match=f"cannot load a causal LM from '{tmp_path}'"):
+        load_target(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", "many"), ("num_attention_heads", 0), ("rope_parameters", 3)])
+def test_a_wrong_value_in_the_config_of_a_target_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    config = write_target(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
+    with pytest.raises(CheckpointError, match="cannot read the config of"):
+        load_target(str(tmp_path))
 
 
 @pytest.mark.usefixtures("unpacked")

@@ -222,6 +222,12 @@ def test_a_missing_target_is_not_blamed_on_the_head() -> None:
     assert "method" not in str(caught.value)
 
 
+def test_a_missing_tokenizer_is_missed_before_weights_are_read(tiny_target: str, tmp_path: Path) -> None:
+    shutil.copy(f"{tiny_target}/config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        LLM(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("threads", "variable", "placements", "cores", "expected"),
     [
@@ -256,9 +262,9 @@ def test_torch_takes_one_thread_where_kernels_can_run(
         torch.set_num_threads(1)
 
 
-def test_a_number_of_threads_below_0_is_refused(tiny_target: str) -> None:
+def test_a_number_of_threads_below_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="threads is -1; it must be at least 0"):
-        LLM(tiny_target, threads=-1)
+        LLM(TARGET, threads=-1)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str],
 def test_a_context_longer_than_the_models_is_refused(tiny_target: str, tmp_path: Path) -> None:
     reason = re.escape("max_model_len is 257, but ") + ".* is made for 256 tokens"
     with pytest.raises(ConfigError, match=reason):
-        LLM(tiny_target, max_model_len=257)
+        LLM(tiny_target, max_model_len=257, tokenizer=TARGET)
     shutil.copy(f"{tiny_target}/config.json", tmp_path)
     with pytest.raises(ConfigError, match=reason):
         load_target(str(tmp_path), max_model_len=257)  # before it misses the weights
