@@ -58,10 +58,12 @@ class LazyGroup(TyperGroup):
         return found, _load(str(found)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the subcommand. An EyasError becomes one line on stderr and exit status 1."""
+        """Run the subcommand. An EyasError, or a path that cannot be used, is one line on stderr and exit status 1."""
         try:
             return super().invoke(ctx)
-        except EyasError as error:
+        except (EyasError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
 

@@ -132,9 +132,9 @@ class Report:
         return page
 
     def publish(self, folder: Path) -> Path:
-        """Write both files, print the page, and return its path."""
-        page = self.write(folder)
+        """Print the page, write both files, and return the path of the page."""
         print(self.markdown())
+        page = self.write(folder)
         print(f"written to {page} and {page.with_suffix('.json')}")
         return page
 

@@ -295,6 +295,7 @@ class TrainConfig:
         one_of(TrainMethod, method=self.method)
         require(bool(self.model), "model is empty; name the folder or hub id of the target")
         require(bool(self.out), "out is empty; name the folder of the run")
+        require(bool(self.data.path), "data.path is empty; name the folder that `eyas train prepare` has written")
         at_least(1, save_every=self.save_every, log_every=self.log_every)
         _check_read("head", self.head, HEAD_SETTINGS, self.method)
         _check_read("loss", self.loss, LOSS_SETTINGS, self.method)

@@ -54,6 +54,13 @@ def test_a_second_report_of_the_day_keeps_the_first(tmp_path: Path) -> None:
     assert all(page.with_suffix(".json").is_file() for page in pages)
 
 
+def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_report().publish(file / "folder")
+    assert make_report().markdown() in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [((2.0, 1.0, 3.0), "2 (1-3)"), ((1234.5,), "1234 (1234-1234)"), ((0.01234, 0.5), "0.256 (0.0123-0.5)")],

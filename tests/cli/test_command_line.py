@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from eyas.cli import SUBCOMMANDS, app
 HEAVY = {"torch", "transformers", "tokenizers", "numpy", "grpc", "google.protobuf", "pydantic", "yaml", "fastapi", "redis"}
 IMPORTED_BY = """
 import sys
+from pathlib import Path
 from eyas.cli import main
 for arguments in sys.argv[1:]:
     sys.argv[1:] = arguments.split()
@@ -63,3 +65,11 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(app, ["serve", "model"])
     assert result.exit_code == 1
     assert "pip install 'eyas[serve]'" in result.output
+
+
+def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (file := tmp_path / "file.txt").write_text("some text")
+    arguments = ["datastore", "build", f"{file}", "--model", "models/demo/target", "--out", f"{file}/folder"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == f"error: [Errno 20] Not a directory: '{file}/folder'"

@@ -43,6 +43,11 @@ def test_settings_that_a_method_ignores_are_refused(method: str, key: str, value
         settings(folder, str(folder / "target"), method, **{key: value})
 
 
+def test_a_run_without_data_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path is empty; name the folder"):
+        load(TrainConfig, None, ["model=m", "out=o"])
+
+
 def test_every_setting_is_read_by_a_method() -> None:
     for section, read in ((HeadConfig, HEAD_SETTINGS), (LossConfig, LOSS_SETTINGS)):
         assert set().union(*read.values()) == set(section.__dataclass_fields__)
