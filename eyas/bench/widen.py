@@ -296,6 +296,8 @@ def widen_target(path_or_id: str, shape: Shape, dtype: torch.dtype, name: str = 
     has_norms = config["model_type"] == "qwen3"
     widening = Widening(sizes, wide, new_vocab > vocab, has_norms, {"vocab": axis, "draft": axis}, dtype)
     tensors = {each: tensor for each, tensor in read_tensors(folder).items() if not each.endswith(IGNORED)}
+    if "model.embed_tokens.weight" not in tensors:
+        raise CheckpointError(f"cannot widen {folder}: it has no embeddings; a draft head goes to --draft-model")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     placed = [widening.place(each, tensor, _renumbered(each, num_layers, shape)) for each, tensor in tensors.items()]
     changes: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """`eyas bench widen`: a target and every kind of head compute in a large shape what they computed in their own."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -193,6 +194,10 @@ def test_what_cannot_be_widened_is_refused_by_name(folders: Path, tmp_path: Path
     ):
         with pytest.raises(ConfigError, match=reason):
             write(target, [], replace(WIDE, **change), tmp_path)
+    shutil.copytree(folders / "eagle3", tmp_path / "llama")
+    shutil.copy(folders / "target" / "config.json", tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="has no embeddings; a draft head goes to --draft-model"):
+        write(str(tmp_path / "llama"), [], WIDE, tmp_path)
     folder = tmp_path / "normed"
     write_head(folder)
     config = json.loads((folder / "config.json").read_text())
