@@ -127,17 +127,17 @@ def explain_out_of_memory(problem: str, device: torch.device | str, remedy: str)
     """Raise OutOfMemory where the body finds no memory. problem: "no memory for" what it makes. remedy: what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(out_of_memory_text(problem, torch.device(device), remedy, error)) from error
 
 
-def out_of_memory_text(problem: str, device: torch.device, remedy: str, error: torch.OutOfMemoryError) -> str:
-    """The problem, how much is free, and what to do; then the reason that torch gives."""
+def out_of_memory_text(problem: str, device: torch.device, remedy: str, error: Exception) -> str:
+    """The problem, how much is free, and what to do; then the reason that torch or NumPy gives."""
     free = "an unknown number of"
     if device.type == "cuda" and torch.cuda.is_available():
         free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.2f}"
     reason = str(error).partition("\n")[0][:MAX_REASON]
-    return f"{problem} on {device}, where {free} GiB are free: {remedy}. torch: {reason}"
+    return f"{problem} on {device}, where {free} GiB are free: {remedy}. {reason}"
 
 
 def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:

@@ -106,8 +106,8 @@ class RpcServer:
             else:
                 bound = self.aio.add_secure_port(_join(host, port), self._credentials)
         except RuntimeError as error:
-            message = f"cannot listen on {_join(host, port)}: the port is in use or the host is not ours; set server.port"
-            raise ConfigError(message) from error
+            reason = "the port is in use or the host is not ours; set server.port or server.host"
+            raise ConfigError(f"cannot listen on {_join(host, port)}: {reason}") from error
         self._names = ("", health.SERVICE_NAME, *service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
         if self._config.reflection:

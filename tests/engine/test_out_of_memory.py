@@ -44,6 +44,9 @@ def test_a_kv_cache_without_memory_names_its_settings(tiny_target: str, monkeypa
     monkeypatch.setattr(kv_cache, "_zeros", no_memory)
     with pytest.raises(OutOfMemory, match=r"a KV cache of 99 tokens .* engine\.max_kv_tokens .*gpu_memory_utilization"):
         build.assemble_engine(target, None, EngineConfig(max_kv_tokens=99), TreeConfig(), None)
+    monkeypatch.undo()
+    with pytest.raises(OutOfMemory, match=r"a KV cache of 1000000000000 tokens on cpu.*Unable to allocate"):
+        build.assemble_engine(target, None, EngineConfig(max_kv_tokens=10**12), TreeConfig(), None)
 
 
 def test_a_capture_without_memory_is_no_fault_of_the_model(tiny_target: str) -> None:

@@ -293,7 +293,7 @@ def test_reflection_lists_the_services() -> None:
 def test_a_port_in_use_is_a_clear_mistake() -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         port = int(address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=rf"{port}: the port is in use .* set server.port"):
+        with pytest.raises(ConfigError, match=rf"{port}: the port is in use .* set server.port or server.host"):
             await RpcServer(ServerConfig(port=port)).start([])
 
     with_server(check)
