@@ -255,7 +255,7 @@ class TreeBatch:
         """
         runs = groupby(trees, attrgetter("batch"))
         parts = [
-            cls._packed(list(run)) if batch is None else batch._taken([tree.number for tree in run]) for batch, run in runs
+            cls._packed(list(run)) if batch is None else batch.taken([tree.number for tree in run]) for batch, run in runs
         ]
         if len(parts) == 1:
             return parts[0]
@@ -320,9 +320,9 @@ class TreeBatch:
             tree.__dict__.update(batch=batch, number=number)
         return batch
 
-    def _taken(self, numbers: list[int]) -> TreeBatch:
-        """The arrays of some trees."""
-        if numbers == list(range(len(self.counts))):
+    def taken(self, numbers: list[int]) -> TreeBatch:
+        """The arrays of some trees, in this order."""
+        if len(numbers) == len(self.counts) and numbers == list(range(len(numbers))):
             return self
         counts, firsts = self.counts[numbers], self.firsts[numbers]
         rows = np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))

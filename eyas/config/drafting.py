@@ -176,7 +176,7 @@ class PromptLookupConfig:
         max_ngram: longest match of the last tokens.
         min_ngram: shortest match.
         max_matches: maximum number of occurrences in a tree.
-        max_cached_tokens: number of context tokens kept for all sessions, about 200 bytes each, 1 KB without numba. The
+        max_cached_tokens: number of context tokens kept for all sessions, 200 to 400 bytes each, 1 KB without numba. The
             least recently used session is evicted beyond it.
     """
 

@@ -207,7 +207,11 @@ class LocalDrafter(ABC):
         return []
 
     def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Trees of another drafter for these commits, with what this one finds below their best leaves."""
+        """Trees of another drafter, with what this one finds below their best leaves.
+
+        contexts: for each tree its session's last commit. trees: deterministic ones below the last tokens of these.
+        Returns the same object where nothing is found.
+        """
         return list(trees)
 
     def draft_ahead(self) -> bool:

@@ -39,8 +39,10 @@ from eyas.drafters.tree_growth import (
     Reals,
     ddtree_shape,
     grow_dynamic,
+    limits_of,
     select_nodes,
     trees_from_columns,
+    trees_of_cells,
 )
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
@@ -477,11 +479,11 @@ class CompiledGrowth:
         noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE
         if has_noise:
             kernels.shared_noise(words, self._draft_ids, noise)
-        limits, depths = kernels.limits_of(budgets)
+        limits, depths = limits_of(budgets)
         depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
         cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
         kernels.grow_trees(
             values, self._markov, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
             cells, scores,
         )  # fmt: skip
-        return kernels.trees_of(roots, cells, scores)  # type: ignore[no-any-return]
+        return trees_of_cells(roots, cells, scores)

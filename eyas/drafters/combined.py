@@ -30,9 +30,9 @@ from eyas.drafters.base import (
     within,
     without_banned,
 )
-from eyas.drafters.lookup import attached, best_leaves, compile_lookups, tokens_to
+from eyas.drafters.lookup import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
+from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees, limits_of, trees_of_cells
 from eyas.process import has_numba
 from eyas.tensors import Ints
 from eyas.tree import DraftTree, PreparedTree, TreeArrays, TreeBatch
@@ -145,7 +145,10 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self._sides:
             side.warm_up()
-        compile_lookups()
+        if has_numba():
+            from eyas.drafters.cpu_lookups import compile_kernels
+
+            compile_kernels()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
@@ -362,14 +365,16 @@ def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> list[DraftTree]:
     """`_merged` by one kernel of the CPU."""
-    from eyas.drafters import cpu_kernels, cpu_lookups
+    from eyas.drafters import cpu_lookups
 
-    limits, depths = cpu_kernels.limits_of(budgets)
-    nodes, counts = TreeBatch.of(list(chain.from_iterable(trees))), np.array([len(own) for own in trees])
+    limits, depths = limits_of(budgets)
+    found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
+    order = sorted(range(len(found)), key=lambda place: id(found[place].batch))  # so that arrays are taken at once
+    nodes = TreeBatch.of([found[place] for place in order]).taken(np.argsort(order).tolist())
     most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
     cpu_lookups.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
-    return cpu_kernels.trees_of(roots, cells, scores)
+    return trees_of_cells(roots, cells, scores)
 
 
 def _merged(

@@ -8,7 +8,6 @@ expanded nodes and C candidates of each in a `GrownTree`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -16,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, float64, int64, types
 
-from eyas.draft_protocol import TreeBudget
 from eyas.models.cpu import BLOCK_OUTPUTS
 from eyas.models.cpu_products import multiply_weight, num_blocks_of
 from eyas.sampling.cpu_kernels import BLOCK, best_of, compile_all, kernel, real_word, shared_noise, shifted_scores
-from eyas.tensors import Ints
-from eyas.tree import DraftTree, TreeBatch
 
 NO_NOISE, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
 
@@ -37,18 +33,6 @@ class MarkovBias(NamedTuple):
     address: int = 0
     is_half: bool = False
     unscale: float = 1.0
-
-
-def trees_of(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
-    """The trees that a kernel wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees`."""
-    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
-    return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
-
-
-def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
-    """Most drafted nodes and levels of each session."""
-    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
-    return limits, depths
 
 
 @kernel(error_model="numpy")

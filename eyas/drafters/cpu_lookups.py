@@ -8,9 +8,10 @@ Arrays are contiguous. Legend: P tokens of a text, N lengths of n-grams, M match
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,8 @@ from eyas.sampling.cpu_kernels import compile_all, kernel
 from eyas.tensors import Ints
 from eyas.tree import DraftTree, TreeBatch
 
-# Tokens that a new index has room for.
-FIRST_ROOM = 128
-# What a hash is multiplied by for each token.
-MIX = 0x2545F4914F6CDD1D
+FIRST_ROOM = 16  # tokens of a new index
+MIX = 0x2545F4914F6CDD1D  # multiplies a hash for each token
 NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
 
@@ -38,8 +37,8 @@ class Ngrams(NamedTuple):
 
     text: its tokens, with room for more [P]. previous: for each place and length, the place behind the previous occurrence
     of the n-gram that ends there, 0 if there is none [P, N]. table: a hash table of the places behind the latest
-    occurrences, each times N plus the number of the length; 0 in empty entries. trials, hits, prior: see HitRates [N].
-    weights: of a session's matches [M].
+    occurrences, each times N plus the number of the length; 0 in empty entries. trials, with PRIOR_TRIALS, hits and prior:
+    see HitRates [N]. weights: of a session's matches [M]. seed: of the hashes, so that no text can be made to collide.
     """
 
     text: Ints
@@ -50,6 +49,7 @@ class Ngrams(NamedTuple):
     prior: Reals
     weights: Reals
     shortest: int
+    seed: int
 
 
 class Bans(NamedTuple):
@@ -61,21 +61,23 @@ class Bans(NamedTuple):
 
 
 class CompiledIndex:
-    """`NgramIndex` by kernels. It takes about 200 bytes a token."""
+    """`NgramIndex` by kernels. With 6 lengths it takes 200 to 400 bytes a token."""
 
     def __init__(self, config: PromptLookupConfig) -> None:
-        lengths, count = np.arange(config.min_ngram, config.max_ngram + 1), config.max_ngram - config.min_ngram + 1
+        lengths = np.arange(config.min_ngram, config.max_ngram + 1)
         prior: Reals = PRIOR_TRIALS * lengths / (lengths + 1.0)
         weights: Reals = MATCH_DECAY ** np.arange(float(config.max_matches))
-        rates = np.zeros(count), np.zeros(count), prior
+        rates = np.full(len(lengths), PRIOR_TRIALS), np.zeros(len(lengths)), prior
         self.size = 0
-        self.ngrams = Ngrams(NO_IDS, np.zeros((0, count), np.int64), NO_IDS, *rates, weights, config.min_ngram)
+        rest = *rates, weights, config.min_ngram, secrets.randbits(62)
+        self.ngrams = Ngrams(NO_IDS, np.zeros((0, len(lengths)), np.int64), NO_IDS, *rest)
+        self._move(FIRST_ROOM)
 
     def extend(self, context: DraftContext) -> None:
         """Append the context's tokens, and count for each whether the longest match before it predicted it."""
         size = self.size + len(context.tokens)
         if size > len(self.ngrams.text):
-            self._move(max(FIRST_ROOM, 1 << (size - 1).bit_length()))
+            self._move(1 << (size - 1).bit_length())
         extend_ngrams(self.ngrams, self.size, np.array(context.tokens, np.int64))
         self.size = size
 
@@ -106,40 +108,40 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
             return list(trees)
         nodes, budgets = TreeBatch.of(trees), [within(context.budget, self._tree) for context in contexts]
         room = int(nodes.counts.max()) + MAX_CONTINUED * max(budget.max_nodes for budget in budgets)
-        cells, is_filled = _Cells(len(trees), room), np.arange(room) < nodes.counts[:, None]
-        cells.counts[:], cells.tokens[is_filled], cells.parents[is_filled] = nodes.counts, nodes.tokens, nodes.parents
-        cells.scores[is_filled] = nodes.log_probs
+        forest, is_filled = _Forest(len(trees), room), np.arange(room) < nodes.counts[:, None]
+        forest.tokens[is_filled], forest.parents[is_filled] = nodes.tokens, nodes.parents
+        forest.scores[is_filled], forest.counts[:] = nodes.log_probs, nodes.counts
+        leaves = np.zeros(MAX_CONTINUED, np.int64)
         for i, index in indices.items():
-            if cells.counts[i] > 1:
+            if forest.counts[i] > 1:
                 limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
-                inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False), NO_IDS
-                cells.counts[i] = grow_tree(*inputs, *limits, *cells.row(i), cells.counts[i])
-        grown = cells.batch().trees([tree.grown_ahead for tree in trees])
+                inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False), NO_IDS, leaves, *limits
+                forest.grow(i, *inputs)
+        grown = forest.batch().trees([tree.grown_ahead for tree in trees])
         return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[CompiledIndex], paths: Sequence[Path]
     ) -> list[DraftTree]:
         budgets = [within(context.budget, self._tree) for context in contexts]
-        cells = _Cells(len(contexts), max(budget.max_nodes for budget in budgets))
-        cells.tokens[:, 0] = [context.tokens[-1] for context in contexts]
+        forest = _Forest(len(contexts), max(budget.max_nodes for budget in budgets))
+        forest.tokens[:, 0] = [context.tokens[-1] for context in contexts]
         for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
-            inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64)
-            limits = budget.max_nodes - 1, budget.max_depth, budget.max_depth
-            cells.counts[i] = grow_tree(*inputs, *limits, *cells.row(i), 1)
-        return cells.batch().trees()
+            inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64), np.zeros(1, np.int64)
+            forest.grow(i, *inputs, budget.max_nodes - 1, budget.max_depth, budget.max_depth)
+        return forest.batch().trees()
 
 
-class _Cells:
+class _Forest:
     """The nodes of several trees, a tree in each row [S, K]. counts: of each tree [S]."""
 
     def __init__(self, num_trees: int, room: int) -> None:
         self.tokens, self.parents = np.zeros((2, num_trees, room), np.int64)
         self.scores, self.counts = np.zeros((num_trees, room)), np.ones(num_trees, np.int64)
 
-    def row(self, number: int) -> Sequence[Any]:
-        """The tokens, parents and scores of one tree."""
-        return self.tokens[number], self.parents[number], self.scores[number]
+    def grow(self, i: int, *inputs: object) -> None:
+        """Grow one tree. inputs: of `grow_tree`."""
+        self.counts[i] = grow_tree(*inputs, self.tokens[i], self.parents[i], self.scores[i], self.counts[i])
 
     def batch(self) -> TreeBatch:
         """The nodes that are filled."""
@@ -150,22 +152,22 @@ class _Cells:
 def bans_of(context: DraftContext, has_root: bool = True) -> Bans:
     """What the target cannot draw. has_root: whether the next token is among what is looked up."""
     banned = [(each.token, each.num_levels) for each in context.logit_biases if each.bias == -math.inf]
-    tokens, ends = np.array(banned, np.int64).reshape(-1, 2).T.copy() if banned else NO_BANS
+    tokens, ends = np.array(banned, np.int64).T.copy() if banned else NO_BANS
     bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed and has_root else NO_BITS
     return Bans(tokens, ends, bits)
 
 
 @kernel(error_model="numpy")
 def _find_entry(ngrams, number, mixed, tokens, end):
-    """Where the table has the n-gram of a length that ends in `tokens` before `end`; an empty entry if it has not.
+    """Where the table has the n-gram of a length that ends in `tokens` before `end`, or the empty entry where it belongs.
 
     number: of the length. mixed: the hash.
     """
     count, mask, n = ngrams.previous.shape[1], len(ngrams.table) - 1, ngrams.shortest + number
     at = (mixed ^ (mixed >> 29)) & mask
     while ngrams.table[at]:
-        if ngrams.table[at] % count == number:
-            place, i = ngrams.table[at] // count, 1
+        place, i = ngrams.table[at] // count, 1
+        if ngrams.table[at] - place * count == number:
             while i <= n and ngrams.text[place - i] == tokens[end - i]:
                 i += 1
             if i > n:
@@ -187,7 +189,7 @@ def extend_ngrams(ngrams, size, tokens):
                 break
         text[size] = token
         size += 1
-        mixed = 0
+        mixed = ngrams.seed
         for n in range(1, min(ngrams.shortest + count - 1, size) + 1):
             mixed = (mixed ^ (text[size - n] + 1)) * MIX
             number = n - ngrams.shortest
@@ -203,7 +205,7 @@ def move_entries(ngrams, entries):
     count = ngrams.previous.shape[1]
     for entry in entries:
         if entry:
-            place, number, mixed = entry // count, entry % count, 0
+            place, number, mixed = entry // count, entry % count, ngrams.seed
             for n in range(1, ngrams.shortest + number + 1):
                 mixed = (mixed ^ (ngrams.text[place - n] + 1)) * MIX
             ngrams.table[_find_entry(ngrams, number, mixed, ngrams.text, place)] = entry
@@ -216,7 +218,7 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
     numbers: of their lengths. Returns how many there are.
     """
     count, shortest = ngrams.previous.shape[1], ngrams.shortest
-    hashes, longest, mixed, found, end = np.empty(count, np.int64), 0, 0, 0, len(ending)
+    hashes, longest, mixed, found, end = np.empty(count, np.int64), 0, ngrams.seed, 0, len(ending)
     for n in range(1, min(length, shortest + count - 1) + 1):
         mixed = (mixed ^ (ending[end - n] + 1)) * MIX
         if n >= shortest:
@@ -239,8 +241,10 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
 @kernel(error_model="numpy")
 def _num_drawable(text, place, most, bans, depth):
     """How many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
-    if len(bans.allowed) and most and not bans.allowed[text[place] >> 3] >> (text[place] & 7) & 1:
-        return 0
+    if len(bans.allowed) and most:
+        token = text[place]
+        if token >> 3 >= len(bans.allowed) or not bans.allowed[token >> 3] >> (token & 7) & 1:
+            return 0
     for d in range(most):
         for b in range(len(bans.tokens)):
             if bans.tokens[b] == text[place + d] and bans.ends[b] > depth + d:
@@ -263,7 +267,7 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
         lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
     log_rates = np.empty(len(ngrams.hits), np.float64)
     for n in range(len(log_rates)):
-        log_rates[n] = math.log((ngrams.hits[n] + ngrams.prior[n]) / (ngrams.trials[n] + PRIOR_TRIALS))
+        log_rates[n] = math.log((ngrams.hits[n] + ngrams.prior[n]) / ngrams.trials[n])
     order, room = np.empty(found, np.int64), found * levels
     _sort_matches(text, places, lengths, order)
     own_tokens, own_parents, own_scores = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float64)
@@ -285,7 +289,7 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
 
 @kernel(error_model="numpy")
 def _find_leaves(parents, scores, count, max_depth, depths, leaves):
-    """The best leaves of a tree above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many."""
+    """The best leaves above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many leaves."""
     is_inner, found = np.zeros(count, np.bool_), 0
     for node in range(1, count):
         depths[node] = depths[parents[node]] + 1
@@ -305,13 +309,14 @@ def _find_leaves(parents, scores, count, max_depth, depths, leaves):
 
 
 @kernel(error_model="numpy")
-def grow_tree(ngrams, size, bans, path, limit, levels, max_depth, tokens, parents, scores, count):
+def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens, parents, scores, count):
     """Grow a tree [K] of `count` nodes below its best leaves, or a root alone. Returns how many nodes it has then.
 
-    path: tokens behind the text, up to the root of the tree. limit, levels: most nodes and levels below a leaf. max_depth:
-    most levels of the tree.
+    path: tokens behind the text, up to the root of the tree. leaves: room for those that are continued. limit, levels: most
+    nodes and levels below a leaf. max_depth: most levels of the tree.
     """
-    depths, leaves, num_leaves = np.zeros(count, np.int64), np.zeros(MAX_CONTINUED, np.int64), 1
+    depths, num_leaves = np.zeros(count, np.int64), 1
+    leaves[0] = 0
     if count > 1:
         num_leaves = _find_leaves(parents, scores, count, max_depth, depths, leaves)
     ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
@@ -352,7 +357,7 @@ def _sort_matches(text, places, lengths, order):
 
 
 @kernel(error_model="numpy")
-def _build_trie(text, places, lengths, weights, classes, log_rates, order, depth, node_tokens, parents, scores):
+def _build_trie(text, places, lengths, weights, numbers, log_rates, order, levels, node_tokens, parents, scores):
     """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
 
     Returns the number of nodes.
@@ -362,7 +367,7 @@ def _build_trie(text, places, lengths, weights, classes, log_rates, order, depth
     differs = np.zeros(count, np.bool_)
     mass, family = np.empty(len(scores), np.float64), np.zeros(len(scores) + 1, np.float64)
     best = np.empty(len(scores), np.int64)
-    for d in range(depth):
+    for d in range(levels):
         first = num
         for i in range(count):
             m, before = order[i], order[i - 1]
@@ -383,7 +388,7 @@ def _build_trie(text, places, lengths, weights, classes, log_rates, order, depth
         for node in range(first, num):
             family[parents[node]] += mass[node]
         for node in range(first, num):
-            rate = log_rates[min(classes[best[node]] + d, len(log_rates) - 1)]
+            rate = log_rates[min(numbers[best[node]] + d, len(log_rates) - 1)]
             step = math.log(mass[node]) - math.log(family[parents[node]]) + rate
             scores[node] = step + (scores[parents[node] - 1] if parents[node] else 0.0)
         above, here = here, above
@@ -481,14 +486,14 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of lookups, once for each installation; other processes and later ones load the result."""
-    ids, reals, cells = int64[::1], float64[::1], (int64[::1], int64[::1], float64[::1])
-    ngrams = types.NamedTuple([ids, int64[:, ::1], ids, reals, reals, reals, reals, int64], Ngrams)
+    ids, reals, nodes = int64[::1], float64[::1], (int64[::1], int64[::1], float64[::1])
+    ngrams = types.NamedTuple([ids, int64[:, ::1], ids, reals, reals, reals, reals, int64, int64], Ngrams)
     bans = types.NamedTuple([ids, ids, uint8[::1]], Bans)
     compile_all(
         {
             extend_ngrams: (ngrams, int64, ids),
             move_entries: (ngrams, ids),
-            grow_tree: (ngrams, int64, bans, ids, int64, int64, int64, *cells, int64),
+            grow_tree: (ngrams, int64, bans, ids, ids, int64, int64, int64, *nodes, int64),
             merge: (*(ids, ids, ids, ids, reals), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
         }
     )

@@ -33,7 +33,15 @@ from eyas.drafters.neural import (
 )
 from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, ddtree_shape
+from eyas.drafters.tree_growth import (
+    Expansion,
+    IndependentExpansion,
+    LevelCosts,
+    StaticTree,
+    ddtree_shape,
+    limits_of,
+    trees_of_cells,
+)
 from eyas.drafters.tree_rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
@@ -309,7 +317,7 @@ class LevelGrowth:
         from eyas.sampling.cpu_kernels import shared_noise
 
         self._draft_ids, self._words, self._noise = draft_ids.numpy(), words, cpu_kernels.NO_NOISE
-        self._limits, depths = cpu_kernels.limits_of(budgets)
+        self._limits, depths = limits_of(budgets)
         self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
         if has_noise:
             self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
@@ -346,7 +354,7 @@ class LevelGrowth:
         cpu_kernels.select_trees(
             self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
         )
-        return cpu_kernels.trees_of(roots, cells, scores)
+        return trees_of_cells(roots, cells, scores)
 
 
 class CompiledRows:

@@ -26,14 +26,13 @@ from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
-from eyas.process import has_numba
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MIN_TEMPERATURE, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
-# Leaves of a tree below which one looks.
+# Most leaves of a tree that are continued.
 MAX_CONTINUED = 8
 
 
@@ -90,14 +89,6 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
     @abstractmethod
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]) -> list[DraftTree]:
         """The trees of contexts that want one. paths: tokens behind those that the memories have."""
-
-
-def compile_lookups() -> None:
-    """Compile the kernels of lookups, if numba is installed, so that no step waits for that."""
-    if has_numba():
-        from eyas.drafters.cpu_lookups import compile_kernels
-
-        compile_kernels()
 
 
 def best_leaves(tree: DraftTree, max_depth: int) -> list[int]:

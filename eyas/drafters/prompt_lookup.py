@@ -9,12 +9,11 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path, within
+from eyas.drafters.base import DraftContext, LocalDrafter, Path, within
 from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.process import has_numba
@@ -129,7 +128,7 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)
 
 
-def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LookupDrafter[Any]:
+def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LocalDrafter:
     """The drafter, compiled if numba is installed."""
     if not has_numba():
         return PromptLookupDrafter(tree, config)

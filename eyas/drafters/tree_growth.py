@@ -373,6 +373,18 @@ def trees_from_columns(columns: Reals, roots: Sequence[int]) -> list[DraftTree]:
     return TreeBatch.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64)).trees()
 
 
+def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
+    """The trees that a kernel of `cpu_kernels` wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
+    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
+    return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
+
+
+def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
+    """Most drafted nodes and levels of each session."""
+    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
+    return limits, depths
+
+
 def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
     """Draw one chain of L levels per session, for verification by rejection sampling.
 

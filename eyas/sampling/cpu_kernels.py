@@ -409,7 +409,9 @@ def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
 
     Processes that start together take turns, so that one compiles and the others load.
     """
-    folder = next(iter(kernels))._cache.cache_path  # None where numba finds no folder that it may write to
+    first = next(iter(kernels))
+    folder = first._cache.cache_path  # None where numba finds no folder that it may write to
+    name = first.py_func.__module__.rpartition(".")[2]
     with ExitStack() as stack:
         if folder:
             lock = stack.enter_context(Path(folder, LOCK).open("w"))
@@ -417,7 +419,7 @@ def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
                 import fcntl
 
                 fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder or not any(Path(folder).glob("*.nbi")):
+        if not folder or not any(Path(folder).glob(f"{name}.*.nbi")):
             log.info("compiling kernels for this processor, about half a minute")
         for kernel, types in kernels.items():
             kernel.compile(types)
