@@ -129,7 +129,7 @@ def equality(
         modes = EngineConfig(deterministic=deterministic, kv_cache_dtype=cast(KVCacheDtype, kv_cache_dtype))
         with Progress(console=Console(stderr=True)) as progress:
             report = compare(settings, modes, progress)
-    except EyasError as error:
+    except (EyasError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
     Console().print(_equality_table(report))

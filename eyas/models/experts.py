@@ -140,8 +140,9 @@ class RoutedExperts:
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
         gate_up = [product(mlp.rows) for product in mlp.gate_up] if mlp else []
         routing, gated = kernels.route(F.linear(to_router, self.router), self, *gate_up)
+        del gate_up  # later products take its memory
         dense = mlp.down(gated) if mlp else None
-        del gate_up, gated  # the outputs of the experts take their memory
+        del gated
         outputs = kernels.expert_outputs(to_experts, routing, self)
         if self.sum_ranks is None:
             return ExpertOutputs(outputs, routing.shares, dense, norms)
@@ -169,7 +170,8 @@ def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
     held: list[Any] = [router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)]
     if any(type(weight) is not nn.Parameter for weight in held):
         return False
-    if any(not isinstance(hook, SumOverRanks) for hook in experts._forward_hooks.values()):
+    sums = list(experts._forward_hooks.values())
+    if len(sums) > 1 or not all(isinstance(hook, SumOverRanks) for hook in sums):
         return False
     hooks = experts._forward_pre_hooks, *(each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks))
     router, *weights = held

@@ -336,7 +336,7 @@ def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"transformers cannot load a causal LM from {path_or_id!r}: {error}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:

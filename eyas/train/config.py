@@ -270,7 +270,7 @@ class TrainConfig:
         draft_model: head to start from; empty starts from random weights.
         save_every, log_every: steps between two checkpoints for resuming, and between two lines of the log.
         device, target_device: of the head, and of the target whose states it learns from; empty is the head's.
-        threads: CPU threads of torch; 0 keeps its default.
+        threads: CPU threads of torch; 0 keeps its default: passes that train have no compiled kernels.
         shard_target: spread the target's weights over all processes (FSDP2).
     """
 

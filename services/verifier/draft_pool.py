@@ -211,13 +211,12 @@ class DraftPool:
         return drafts
 
     def _warn_of_late_trees(self, drafter: RemoteDrafter) -> None:
-        message = (
-            "trees of %s came too late for %d of %d steps, which decode plainly; raise draft_client.draft_timeout_s (%g), "
-            "draft smaller trees, or give the drafter more of the machine"
+        message = (  # a kind of message for each drafter
+            f"{drafter.address}: %d of %d requests for trees were late or lost, and their steps decode plainly; raise "
+            "draft_client.draft_timeout_s (%g), draft smaller trees, or give the drafter more of the machine"
         )
-        num_steps = drafter.num_answered + drafter.num_lost
-        values = drafter.address, drafter.num_lost, num_steps, self._timeout_s
-        log.warning(message, *values, extra={"rate_limited": True})
+        num_requests = drafter.num_answered + drafter.num_lost
+        log.warning(message, drafter.num_lost, num_requests, self._timeout_s, extra={"rate_limited": True})
 
     # Below: with the lock held.
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.models.cuda.layer_kernels import gate_row, normed_row, weighted_row
-from eyas.models.experts import Routing
+from eyas.models.experts import SCALED_TILE, Routing
 from eyas.tensors import on_device_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor
     sizes = {"NUM_EXPERTS": num_experts, "TOP_K": routed.top_k, "HIDDEN": hidden, "INNER": inner}
     sizes |= {"BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": PAIRS_PER_TILE}
     is_wide = x.dtype == torch.float32  # without matrix units
-    block_n, block_k, stages = (32, 32, 2) if is_wide else (64, 64, 3)
+    block_n, block_k, stages = (32, 32, 2) if is_wide else (SCALED_TILE, SCALED_TILE, 3)
     options = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}
     lists, held = (routing.pairs, routing.counts, rows), routed.weight_scales
     gate_up_scales, down_scales, (scale_n, scale_k) = held or (None, None, (0, 0))

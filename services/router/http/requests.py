@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
@@ -454,11 +455,17 @@ class DetokenizeBody(StrictModel):
         return {"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)}
 
 
+SHORT = reprlib.Repr()  # of what a body holds, which may be large
+SHORT.maxstring = 80
+
+
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
     """Turn pydantic's first error about a body into one that says what to change."""
     error = errors[0]
     location = [part for part in error["loc"] if part != "body"]
-    message = str(error["msg"]).removeprefix("Value error, ").partition(" or instance of ")[0]  # of a class of ours
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] in ("model_type", "dataclass_type"):
+        message = message.partition(" or instance of ")[0]  # of a class of ours
     if error["type"] == "json_invalid":
         return InvalidRequest(f"the body is not JSON: {message}")
     if not location:
@@ -468,7 +475,7 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing; give it", param)
     if error["type"] == "extra_forbidden":
         return InvalidRequest(_unknown_field(param, str(location[-1])), param)
-    return InvalidRequest(f"{param} is {error['input']!r:.80}: {message}", param)
+    return InvalidRequest(f"{param} is {SHORT.repr(error['input'])}: {message}", param)
 
 
 def _path(location: Sequence[int | str]) -> str:

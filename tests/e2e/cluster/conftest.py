@@ -14,32 +14,44 @@ from tests.e2e.client import generate
 from tests.forks import forked_services
 from tests.tiny import write_head
 
-RUNNING = ExitStack()
+RUNNING, CLUSTERS = ExitStack(), dict[str, Cluster]()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Stop the clusters after the last test of this folder: idle services take processor time until all tests are done."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        CLUSTERS.clear()
         RUNNING.close()
 
 
-@pytest.fixture(scope="session")
-def demo_cluster() -> Iterator[Cluster]:
+def running(name: str, *settings: str) -> Cluster:
+    """The cluster of this name; it starts if it does not run."""
+    if name not in CLUSTERS:
+        CLUSTERS[name] = RUNNING.enter_context(started(*settings))
+    return CLUSTERS[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stopped_early() -> Iterator[None]:
+    """Stop the clusters also if the run ends early."""
+    with RUNNING:
+        yield
+
+
+@pytest.fixture(scope="module")
+def demo_cluster() -> Cluster:
     """The demo's cluster."""
-    with RUNNING:  # also if the run ends early
-        yield RUNNING.enter_context(started())
+    return running("demo")
 
 
-@pytest.fixture(scope="session")
-def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """A cluster whose draft head has random weights."""
     head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
     config = Path(head, "config.json")
     config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    with RUNNING:
-        yield RUNNING.enter_context(
-            started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
-        )
+    return running("random", "draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
 
 
 @contextmanager
@@ -47,9 +59,9 @@ def started(*settings: str) -> Iterator[Cluster]:
     """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
     patient = "verifier.draft_client.draft_timeout_s=30"
     settings = (*settings, patient, "verifier.engine.draft_budget=fixed", "verifier.validate_head=never")
-    with forked_services(), running_demo(free_port(), settings) as running:
-        for child in running.services:
-            running.wait(child)
-        while not generate(running["router"].address, (5, 6, 7), SamplingParams(max_tokens=8)).stats.num_drafted:
+    with forked_services(), running_demo(free_port(), settings) as cluster:
+        for child in cluster.services:
+            cluster.wait(child)
+        while not generate(cluster["router"].address, (5, 6, 7), SamplingParams(max_tokens=8)).stats.num_drafted:
             time.sleep(0.1)  # the verifier may not have found its draft service yet
-        yield running
+        yield cluster
