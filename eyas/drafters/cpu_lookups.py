@@ -38,7 +38,7 @@ class Ngrams(NamedTuple):
     text: its tokens, with room for more [P]. previous: for each place and length, the place behind the previous occurrence
     of the n-gram that ends there, 0 if there is none [P, N]. table: a hash table of the places behind the latest
     occurrences, each times N plus the number of the length; 0 in empty entries. trials, with PRIOR_TRIALS, hits and prior:
-    see HitRates [N]. weights: of a session's matches [M]. seed: of the hashes, so that nobody can choose texts that collide.
+    see HitRates [N]. weights: of a session's matches [M]. seed: of the hashes, which no client knows.
     """
 
     text: Ints

@@ -79,9 +79,10 @@ def test_damaged_weights_of_a_target_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"cannot load a causal LM from '{tmp_path}': .* incomplete"):
         load_target(str(tmp_path))
     file.unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match=f"cannot load a causal LM from '{tmp_path}'"):
-        load_target(str(tmp_path))
+    for content in (b"not a checkpoint", b""):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"cannot load a causal LM from '{tmp_path}'"):
+            load_target(str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "value"), [("hidden_size", "many"), ("num_attention_heads", 0), ("rope_parameters", 3)])

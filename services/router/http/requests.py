@@ -455,10 +455,6 @@ class DetokenizeBody(StrictModel):
         return {"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)}
 
 
-SHORT = reprlib.Repr()  # of what a body holds, which may be large
-SHORT.maxstring = 80
-
-
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
     """Turn pydantic's first error about a body into one that says what to change."""
     error = errors[0]
@@ -475,7 +471,7 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing; give it", param)
     if error["type"] == "extra_forbidden":
         return InvalidRequest(_unknown_field(param, str(location[-1])), param)
-    return InvalidRequest(f"{param} is {SHORT.repr(error['input'])}: {message}", param)
+    return InvalidRequest(f"{param} is {reprlib.repr(error['input'])}: {message}", param)
 
 
 def _path(location: Sequence[int | str]) -> str:

@@ -119,7 +119,7 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move(caplog: pytest.
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
                 num_requests += 1
             assert num_requests == config.breaker_max_failures
-            late = [record for record in caplog.records if "too late" in record.message]
+            late = [record for record in caplog.records if "late or lost" in record.message]
             assert [vars(record)["rate_limited"] for record in late] == [True] * num_requests
             assert f"{hung}: 2 of 2 requests for trees were late or lost" in late[-1].message
             assert "raise draft_client.draft_timeout_s (0.2)" in late[-1].message

@@ -251,6 +251,7 @@ def long_bodies() -> list[tuple[dict[str, Any], str]]:
         ({"session_id": "s" * 257}, "session_id has 257 characters"),
         ({"f" * 1_000_000: 1}, "is not a known field; leave it out"),
         ({"metadata": {"f" * 1_000_000: 1}}, "Input should be a valid string"),
+        ({"max_tokens": "\x7f" * 1_000_000}, "max_tokens is '"),
     ]
 
 
