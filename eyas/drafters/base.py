@@ -193,7 +193,7 @@ class LocalDrafter(ABC):
 
     @property
     def continues_paths(self) -> bool:
-        """Whether `continue_paths` finds anything."""
+        """Whether `continue_paths` and `continue_trees` find anything."""
         return False
 
     def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:

@@ -244,7 +244,8 @@ class CombinedDrafter(LocalDrafter):
         """Merge the trees of each session."""
         budgets = [within(session.context.budget, self._tree) for session in sessions]
         for k in range(len(self._sides)):
-            self._continue(k, sessions, budgets)
+            if self._sides[1 - k].continues_paths:
+                self._continue(k, sessions, budgets)
         roots = [session.context.tokens[-1] for session in sessions]
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
         for session, tree in zip(sessions, merged, strict=True):
