@@ -1,4 +1,4 @@
-"""Files, functions and names keep to the limits of the style: few and complete places, one name for one class."""
+"""Files, functions and names keep to the limits of the style: one subject in a file, one name for one class."""
 
 import ast
 import re
@@ -6,20 +6,15 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from benchmarks.scripts.count_code import calls_to_attention
 from eyas import LLM
 from tests.repo.repository import GENERATED, name, python_files, syntax
 
-MAX_FILE_LINES = 500
-MIN_FILE_LINES = 40
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_RETURNED = 2
 MAX_TEST_NAME = 60
 MAX_CALLS = 49
-MAX_FILES = {"eyas": 164, "services": 51}
-SHORT_FILES = {"__init__", "__main__"}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "handler", "handlers"}
 
 CODE = python_files("eyas", "services")
@@ -60,21 +55,12 @@ def is_ellipsis(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is Ellipsis
 
 
-def test_files_have_at_most_500_lines() -> None:
+def test_files_have_at_most_800_lines() -> None:
     assert not {name(p): n for p in CODE + TESTS if (n := num_file_lines(p)) > MAX_FILE_LINES}
-
-
-def test_files_have_at_least_40_lines() -> None:
-    assert not {name(p): n for p in CODE if p.stem not in SHORT_FILES and (n := num_file_lines(p)) < MIN_FILE_LINES}
 
 
 def test_functions_have_at_most_60_lines() -> None:
     assert not {f"{name(p)}:{f.name}": n for p, f in functions() if (n := num_lines(f)) > MAX_FUNCTION_LINES}
-
-
-@pytest.mark.parametrize("folder", MAX_FILES)
-def test_packages_have_few_files(folder: str) -> None:
-    assert len(python_files(folder)) <= MAX_FILES[folder]
 
 
 def test_file_names_are_specific() -> None:

@@ -1,0 +1,101 @@
+"""How the work of a function grows with the size of a client's input, in processor time of its thread.
+
+Every function that reads a client's text, schema, grammar, template, image part or tool definition has a `Reader` in one of
+the files beside this one. `python -m tests.growth` prints the exponent of each.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.errors import EyasError
+
+# Seconds that an input of the largest size may keep the event loop.
+LOOP_SECONDS = 0.05
+# n log n at these sizes is below 1.15; caches that overflow add some. Quadratic work gives 2.
+MAX_EXPONENT = 1.4
+# Below this a time is as much noise as work, and does no harm.
+NOISE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One function that reads what a client sends.
+
+    Attributes:
+        name: dotted path of the function.
+        call: calls it with an input. An EyasError is an answer; any other error fails the test.
+        shapes: hostile inputs by name; each makes an input of n units, most often bytes.
+        limit: the largest n that can reach the function.
+        on_loop: the event loop of a service calls it, so that the largest input may take at most `LOOP_SECONDS`.
+    """
+
+    name: str
+    call: Callable[[Any], object]
+    shapes: Mapping[str, Callable[[int], Any]]
+    limit: int
+    on_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Seconds for inputs of an eighth, a quarter, a half, and the whole of a reader's limit."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def exponent(self) -> float:
+        """The power of n that the work grows with; 0 where it is too short to tell."""
+        return math.log(self.seconds[-1] / self.seconds[0], 8) if self.seconds[-1] > NOISE_SECONDS else 0.0
+
+
+def pairs(readers: Iterable[Reader]) -> list[tuple[Reader, str]]:
+    """Every reader with each of its shapes."""
+    return [(reader, shape) for reader in readers for shape in reader.shapes]
+
+
+def label(value: object) -> str:
+    """The name of a reader or shape in a test's id."""
+    return value.name if isinstance(value, Reader) else str(value)
+
+
+def growth(reader: Reader, shape: str) -> Growth:
+    """Measure a reader with inputs of one shape. Stops early where the work is already far too much."""
+    seconds = list[float]()
+    for part in (8, 4, 2, 1):
+        seconds.append(_least_seconds(reader, reader.shapes[shape](reader.limit // part)))
+        if seconds[-1] > 5 and seconds[-1] > 10 * seconds[0]:
+            break
+    return Growth(tuple(seconds))
+
+
+def check_growth(reader: Reader, shape: str) -> None:
+    """Fail if the work grows faster than n log n, or keeps the event loop too long."""
+    found = growth(reader, shape)
+    shown = ", ".join(f"{1000 * one:.1f}" for one in found.seconds)
+    assert len(found.seconds) == 4 and found.exponent < MAX_EXPONENT, f"{reader.name}, {shape}: {shown} ms"
+    if reader.on_loop:
+        assert found.seconds[-1] < LOOP_SECONDS, f"{reader.name}, {shape}: {shown} ms on the event loop"
+
+
+def _least_seconds(reader: Reader, value: Any) -> float:
+    """Processor time of the quickest of up to three calls."""
+    least = math.inf
+    gc.disable()
+    try:
+        for _ in range(3):
+            start = time.thread_time()
+            with suppress(EyasError):
+                reader.call(value)
+            least = min(least, time.thread_time() - start)
+            if least > 1:
+                break
+    finally:
+        gc.enable()
+    return max(least, 1e-6)
