@@ -78,10 +78,10 @@ def growth(reader: Reader, shape: str) -> Growth:
 def check_growth(reader: Reader, shape: str) -> None:
     """Fail if the work grows faster than n log n, or keeps the event loop too long."""
     found = growth(reader, shape)
-    shown = ", ".join(f"{1000 * one:.1f}" for one in found.seconds)
-    assert len(found.seconds) == 4 and found.exponent < MAX_EXPONENT, f"{reader.name}, {shape}: {shown} ms"
-    if reader.on_loop:
-        assert found.seconds[-1] < LOOP_SECONDS, f"{reader.name}, {shape}: {shown} ms on the event loop"
+    shown = f"{reader.name}, {shape}: {', '.join(f'{1000 * one:.1f}' for one in found.seconds)} ms"
+    assert len(found.seconds) == 4, shown
+    assert found.exponent < MAX_EXPONENT, shown
+    assert not reader.on_loop or found.seconds[-1] < LOOP_SECONDS, f"{shown} on the event loop"
 
 
 def _least_seconds(reader: Reader, value: Any) -> float:
