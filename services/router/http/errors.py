@@ -6,9 +6,11 @@ The kind of an error follows from its gRPC status. To add one, define its except
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -25,6 +27,7 @@ from eyas.rpc.status import UNAVAILABLE_RETRY_AFTER_S, status_of
 from eyas.services.router.http.requests import invalid_body
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log
+MAX_QUOTED_PATH = 200
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_ANTHROPIC_PATH = "/v1/messages"
+_HTTP_KINDS: Mapping[int, ErrorKind] = {
+    408: ErrorKind(408, "invalid_request_error", "timeout"),
+    503: _KINDS[grpc.StatusCode.UNAVAILABLE],
+}
 _QUOTA = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
 
 
@@ -76,6 +84,19 @@ def anthropic_error_body(error: EyasError) -> dict[str, Any]:
     return _anthropic_body(_kind(error).status, str(error))
 
 
+def error_bytes(status: int, message: str, path: str = "") -> bytes:
+    """Return the whole response to bytes that reach no application. It closes the connection.
+
+    path: of the request, as far as it is known.
+    """
+    body = json.dumps(_shaped(_HTTP_KINDS.get(status, ErrorKind(status, "invalid_request_error")), message, path)).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    if status in _HTTP_KINDS:  # which pass
+        headers |= _retry_headers(UNAVAILABLE_RETRY_AFTER_S)
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Let the application respond to every exception in the shape that its client expects."""
 
@@ -91,9 +112,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         """Respond to an error of HTTP itself, such as an unknown path."""
         kind = ErrorKind(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        is_anthropic = _is_anthropic(request.scope)
-        return JSONResponse(_anthropic_body(kind.status, message) if is_anthropic else _body(kind, message), kind.status)
+        path = get_route_path(request.scope)
+        message = f"{request.method} {path[:MAX_QUOTED_PATH]}: {error.detail}"
+        return JSONResponse(_shaped(kind, message, path), kind.status, error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -107,7 +128,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    return get_route_path(scope).startswith("/v1/messages")
+    return get_route_path(scope).startswith(_ANTHROPIC_PATH)
 
 
 def _kind(error: EyasError) -> ErrorKind:
@@ -119,6 +140,11 @@ def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
     return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
 
 
+def _shaped(kind: ErrorKind, message: str, path: str) -> dict[str, Any]:
+    """Return an error of HTTP itself in the shape of the API below a path."""
+    return _anthropic_body(kind.status, message) if path.startswith(_ANTHROPIC_PATH) else _body(kind, message)
+
+
 def _anthropic_body(status: int, message: str) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
@@ -128,6 +154,9 @@ def _headers(error: EyasError) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, Overloaded | Unavailable):
-        seconds = (error.retry_after if isinstance(error, Overloaded) else None) or UNAVAILABLE_RETRY_AFTER_S
-        return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
+        return _retry_headers((error.retry_after if isinstance(error, Overloaded) else None) or UNAVAILABLE_RETRY_AFTER_S)
     return {}
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(math.ceil(seconds * 1000))}

@@ -1,4 +1,4 @@
-"""The HTTP listener, body limits, server-sent events, and the cancellation of work whose client has disconnected."""
+"""The HTTP server, body limits, server-sent events, and the cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -7,32 +7,26 @@ import contextlib
 import logging
 import math
 import socket
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import h11
 import uvicorn
 from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
-from eyas.errors import ConfigError
-from eyas.rpc.admission import Admission, address_of
+from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Certificates, Pem
 from eyas.services.discovery.base import cancel_task, repeat
+from eyas.services.router.http.connection import HttpConnection
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
+from eyas.services.router.http.listener import listen
 
 RELOAD_INTERVAL_S = 5.0
 WAITING_COMMENT = b": waiting for a verifier"
-READ_BYTES = 4 * 2**10
-BODY_READ_BYTES = 64 * 2**10
-
-_BACKLOG = 2048
 
 ResultT = TypeVar("ResultT")
 
@@ -60,7 +54,6 @@ class HttpServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=limits.max_header_bytes,
                 timeout_keep_alive=math.ceil(limits.idle_timeout_s),
                 ssl_certfile=tls.cert_file or None,
                 ssl_keyfile=tls.key_file or None,
@@ -106,105 +99,6 @@ class HttpServer:
             self._loaded = pem
 
 
-class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
-    """A connection of uvicorn's h11 server that bounds what a client may hold. h11 bounds the headers.
-
-    Reads little at once where h11 needs Python code for each few bytes: headers, and bodies in chunks. Closes the connection
-    if headers or body do not arrive in time.
-    """
-
-    def __init__(self, *arguments: Any, limits: LimitsConfig, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._limits = limits
-        self._waits_for = ""
-        self._timer: asyncio.TimerHandle | None = None
-        self._buffer = memoryview(b"")
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request."""
-        super().connection_made(transport)
-        self._wait("headers")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._wait("")
-        super().connection_lost(exc)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the memory of the next read. A view, because asyncio's TLS writes into slices of it."""
-        is_plain_body = self.conn.their_state is h11.SEND_BODY and not self._is_chunked
-        self._buffer = memoryview(bytearray(BODY_READ_BYTES if is_plain_body else READ_BYTES))
-        return self._buffer
-
-    @property
-    def _is_chunked(self) -> bool:
-        return any(name == b"transfer-encoding" for name, _ in self.headers)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Parse what has been read."""
-        data, self._buffer = bytes(self._buffer[:nbytes]), memoryview(b"")
-        self.data_received(data)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse a part of a request."""
-        if self.transport.is_closing():
-            return
-        super().data_received(data)
-        self._update_timer()
-
-    def on_response_complete(self) -> None:
-        """Wait for the rest of the body, or for the next request."""
-        super().on_response_complete()
-        self._update_timer()
-
-    def send_400_response(self, msg: str) -> None:
-        """Reject bytes that are no HTTP, unless a response has begun. Their request has no client any more."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        if cycle is not None:
-            cycle.disconnected = True
-            cycle.message_event.set()
-
-    def _update_timer(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:
-            self._wait("the rest of a rejected body" if self.cycle.response_complete else "body")
-        elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
-            self._wait("headers")
-        else:
-            self._wait("")  # for the response; or for the next request, with uvicorn's own timer
-
-    def _wait(self, what: str) -> None:
-        """Start the timer of what the client has to send next; nothing stops it."""
-        if what == self._waits_for:
-            return
-        if self._timer:
-            self._timer.cancel()
-        self._waits_for, self._timer = what, None
-        if what and not self.transport.is_closing():
-            seconds = self._limits.body_timeout_s if what == "body" else self._limits.header_timeout_s
-            self._timer = self.loop.call_later(seconds, self._time_out)
-
-    def _time_out(self) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(b"408 Request Timeout", f"the {self._waits_for} did not arrive in time".encode())
-        else:
-            self.transport.abort()
-
-    def _refuse(self, status: bytes, reason: bytes) -> None:
-        """Send a response outside of h11, and close."""
-        self.transport.write(_plain_response(status, reason))
-        self.transport.close()
-
-
-def _plain_response(status: bytes, reason: bytes) -> bytes:
-    length = str(len(reason)).encode()
-    headers = b"Content-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: " + length
-    return b"HTTP/1.1 " + status + b"\r\n" + headers + b"\r\n\r\n" + reason
-
-
 class _Server(uvicorn.Server):
     handshake_timeout_s = 60.0
 
@@ -224,70 +118,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the service."""
         yield
-
-
-class LimitedListener(socket.socket):
-    """A listening socket that bounds the connections, in all and of each address, from their acceptance to their end.
-
-    So TLS handshakes that are half done count too. Further connections are closed at once.
-    """
-
-    _limits: LimitsConfig | None = None
-
-    def limit_connections(self, limits: LimitsConfig, has_tls: bool) -> None:
-        """Set the bounds. has_tls: a refused client gets no response that it could read."""
-        self._limits, self._has_tls = limits, has_tls
-        self._peers: Counter[str] = Counter()
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Return the next connection. Raises ConnectionAbortedError, which asyncio ignores, if there are too many."""
-        connection, address = super().accept()
-        if self._limits is None:
-            return connection, address
-        peer = address_of(address[0])
-        if self._peers.total() >= self._limits.max_connections or self._peers[peer] >= self._limits.max_connections_per_peer:
-            with connection, contextlib.suppress(OSError):
-                connection.setblocking(False)
-                if not self._has_tls:
-                    connection.send(_plain_response(b"503 Service Unavailable", b"too many connections; try again later"))
-            raise ConnectionAbortedError("too many connections")
-        self._peers[peer] += 1
-        return _Connection(connection.detach(), partial(self._forget, peer)), address
-
-    def _forget(self, peer: str) -> None:
-        self._peers[peer] -= 1
-        if not self._peers[peer]:
-            del self._peers[peer]
-
-
-class _Connection(socket.socket):
-    """An accepted connection. on_close: called once."""
-
-    def __init__(self, fileno: int, on_close: Callable[[], None]) -> None:
-        super().__init__(fileno=fileno)
-        self._on_close: Callable[[], None] | None = on_close
-
-    def close(self) -> None:
-        """Close it, and count it no longer."""
-        super().close()
-        on_close, self._on_close = self._on_close, None
-        if on_close:
-            on_close()
-
-
-def listen(host: str, port: int) -> LimitedListener:
-    """Return a listening socket. Raises ConfigError if the port is taken or the host is not this machine's."""
-    is_ipv6 = ":" in host
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-    try:
-        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
-    except (OSError, ValueError) as error:  # ValueError: a machine without IPv6
-        message = (
-            f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port or operations_port"
-        )
-        raise ConfigError(message) from error
-    # asyncio switches off Nagle's algorithm, which delays small writes, only if the object names the protocol TCP.
-    return LimitedListener(fileno=listener.detach())
 
 
 class BodyLimit:

@@ -91,7 +91,7 @@ def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
         async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:
             return await response(base, HEAD + header)
 
-    assert asyncio.run(body()).partition(b"\r\n")[0] in (b"", b"HTTP/1.1 400 ", b"HTTP/1.1 400 Bad Request")
+    assert asyncio.run(body()).startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
@@ -99,8 +99,14 @@ def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
         async with server(LIMITS) as base:
             whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
             assert (await response(base, whole)).count(b"200 OK") == 1
-            second = await response(base, whole + whole + b"GET /")
-            assert second.count(b"200 OK") == 2
+            reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
+            async with asyncio.timeout(20):
+                for sent in (whole, b"\r\n" + whole):
+                    writer.write(sent)
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                writer.write(b"GET /")
+                assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
 
     asyncio.run(body())
 
@@ -119,7 +125,7 @@ def test_connections_are_limited_in_all_and_by_peer() -> None:
             async with connection(base, b"GET"), connection(base, b"GET"):
                 refused = await response(base, b"")
                 assert refused.startswith(b"HTTP/1.1 503 "), refused
-                assert refused.endswith(b"too many connections; try again later")
+                assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
             async with asyncio.timeout(60):
                 while b"503" in await response(base, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"):
                     await asyncio.sleep(0.01)
@@ -347,15 +353,15 @@ def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None
     asyncio.run(body())
 
 
-def test_a_body_in_tiny_chunks_is_read_in_small_steps() -> None:
+def test_a_body_in_small_chunks_is_read_in_small_steps() -> None:
+    chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
+
     async def body() -> None:
         async with server(LimitsConfig()) as base:
-            chunks = (
-                HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 30_000 + b"0\r\n\r\n"
-            )
+            chunks = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 5000 + b"0\r\n\r\n"
             async with LongestStep() as step:
                 assert b"200 OK" in await response(base, chunks)
-            assert 1000 < step.longest < 60_000, step.longest
+            assert step.longest < 5000, step.longest
 
     asyncio.run(body())
 

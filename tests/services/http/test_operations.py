@@ -42,7 +42,8 @@ from eyas.services.router.auth import ApiKeys, load_api_keys, plain_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
-from eyas.services.router.http.server import HttpServer, listen
+from eyas.services.router.http.listener import listen
+from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest

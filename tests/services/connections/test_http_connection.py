@@ -1,0 +1,255 @@
+"""What a client may send on one HTTP connection, and how the connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from eyas.config import HttpConfig, LimitsConfig, TlsConfig
+from eyas.services.router.http.server import HttpServer
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+class App:
+    """An ASGI application that sends back each body, or refuses before it reads one."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.num_requests = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._refuses = refuses
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_requests += 1
+        body, more = b"", not self._refuses
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message["body"], message["more_body"]
+        await self.gate.wait()
+        status, content = (401, b"no key") if self._refuses else (200, body)
+        length = (b"content-length", str(len(content)).encode())
+        await send({"type": "http.response.start", "status": status, "headers": [length]})
+        await send({"type": "http.response.body", "body": content})
+
+
+@asynccontextmanager
+async def server(app: App, **limits: Any) -> AsyncIterator[tuple[str, int]]:
+    http_server = HttpServer(app, HttpConfig(), TlsConfig(), LimitsConfig(**limits))
+    await http_server.start()
+    try:
+        host, _, port = http_server.address.rpartition(":")
+        yield host, int(port)
+    finally:
+        await http_server.stop(1)
+
+
+@asynccontextmanager
+async def connection(
+    address: tuple[str, int], sent: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def answer_to(sent: bytes, app: App | None = None, **limits: Any) -> bytes:
+    async def body() -> bytes:
+        async with server(app or App(), **limits) as address, connection(address, sent) as (reader, _):
+            return await reader.read()
+
+    return asyncio.run(body())
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+class Calls:
+    """Counts the calls of the event loop's thread: work that does not depend on the machine."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        self.count += event in ("call", "c_call")
+
+
+def test_nothing_is_parsed_after_a_refusal() -> None:
+    """Only closed connections stand between a client without a key and the event loop."""
+
+    async def body() -> int:
+        async with server(App(refuses=True)) as address, connection(address, CHUNKED) as (reader, writer):
+            assert (await reader.readuntil(b"no key")).startswith(b"HTTP/1.1 401 ")
+            with Calls() as calls:
+                writer.write(b"1\r\n \r\n" * 100_000)
+                assert await reader.read() == b""
+                await asyncio.sleep(0.2)
+        return calls.count
+
+    assert asyncio.run(body()) < 5000
+
+
+def test_a_refused_client_that_still_sends_gets_its_answer() -> None:
+    def post(address: tuple[str, int]) -> tuple[int, bytes, str | None]:
+        with closing(http.client.HTTPConnection(*address, timeout=20)) as client:
+            client.request("POST", "/v1/completions", b" " * 3_000_000)
+            answer = client.getresponse()
+            return answer.status, answer.read(), answer.getheader("connection")
+
+    async def body() -> tuple[int, bytes, str | None]:
+        async with server(App(refuses=True)) as address:
+            return await asyncio.to_thread(post, address)
+
+    assert asyncio.run(body()) == (401, b"no key", "close")
+
+
+def test_a_refused_client_that_never_stops_is_cut() -> None:
+    async def body() -> None:
+        app = App(refuses=True)
+        async with server(app, max_request_bytes=2**17) as address, connection(address, CHUNKED) as (_, writer):
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b" " * 2**16)
+                    await writer.drain()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [b"1\r\n \r\n" * 10_000, b"1;" + b"a" * 50_000 + b"\r\n \r\n", b"0\r\n" + b"a: b\r\n" * 10_000],
+    ids=["tiny chunks", "extension", "trailers"],
+)
+def test_the_framing_of_a_body_is_bounded(framing: bytes) -> None:
+    answer = answer_to(CHUNKED + framing)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "send larger chunks" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(("size", "number"), [(1, 1000), (700, 2000), (65_536, 20)])
+def test_bodies_in_usual_chunks_are_read(size: int, number: int) -> None:
+    chunk = b"%x\r\n" % size + b"a" * size + b"\r\n"
+    sent = CHUNKED.replace(b"Host", b"Connection: close\r\nHost") + chunk * number + b"0\r\nEnd: here\r\n\r\n"
+    assert answer_to(sent).endswith(b"\r\n\r\n" + b"a" * size * number)
+
+
+def test_a_request_sent_ahead_is_left_to_the_next_connection() -> None:
+    async def body() -> None:
+        app = App()
+        app.gate.clear()
+        async with server(app) as address, connection(address, GET * 1000) as (reader, _):
+            while not app.num_requests:
+                await asyncio.sleep(0)
+            app.gate.set()
+            answer = await reader.read()
+        assert (answer.count(b"HTTP/1.1 200 "), answer.count(b"connection: close"), app.num_requests) == (1, 1, 1)
+
+    asyncio.run(body())
+
+
+def test_only_a_client_whose_body_is_wanted_continues() -> None:
+    expecting = POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+
+    async def body() -> bytes:
+        async with server(App()) as address, connection(address, expecting) as (reader, writer):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+            writer.write(b"ab")
+            return await reader.readuntil(b"\r\n\r\nab")
+
+    assert asyncio.run(body()).startswith(b"HTTP/1.1 200 ")
+    assert answer_to(expecting, App(refuses=True)).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason"),
+    [
+        (POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400, "Content-Length"),
+        (POST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 400, "Transfer-Encoding"),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n\r\n", 400, "Transfer-Encoding"),
+        (POST + b"Content-Length: -1\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "HTTP/1.0"),
+        (POST + b"Host: b\r\n\r\n", 400, "2 Host headers"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "0 Host headers"),
+        (b"GET /" + b"\xff" * 5000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 400, "not HTTP/1.1"),
+        (POST + b"a: b\r\n" * 300, 431, "more than 256 header lines"),
+        (POST + b"a: " + b"b" * 40_000, 431, "longer than 32768 bytes"),
+        (b"\x16\x03\x01\x00\xa5", 400, "not HTTP/1.1"),
+        (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400, "no proxy"),
+    ],
+    ids=[
+        "lengths",
+        "length and chunks",
+        "codings",
+        "negative",
+        "1.0",
+        "hosts",
+        "no host",
+        "path",
+        "lines",
+        "bytes",
+        "TLS",
+        "proxy",
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(sent: bytes, status: int, reason: str) -> None:
+    app = App()
+    answer = answer_to(sent, app)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert reason in error_of(answer)["message"]
+    assert len(answer) < 1000
+    assert not app.num_requests
+
+
+@pytest.mark.parametrize("sent", [b"GET /", CHUNKED + b"5\r\na"], ids=["headers", "body"])
+def test_half_a_request_gets_status_408(sent: bytes) -> None:
+    answer = answer_to(sent, header_timeout_s=0.3, body_timeout_s=0.3)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"retry-after: 1" in answer.lower()
+    assert error_of(answer)["code"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\nContent-Length: 2\r\n\r\nab",
+        b"POST http://a/v1 HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab",
+        b"POST / HTTP/1.0\r\nContent-Length: 2\r\n\r\nab",
+    ],
+    ids=["an offer of HTTP/2", "absolute", "HTTP/1.0"],
+)
+def test_forms_of_a_request_that_are_answered(sent: bytes) -> None:
+    async def body() -> bytes:
+        async with server(App()) as address, connection(address, sent) as (reader, _):
+            return await reader.readuntil(b"\r\n\r\nab")
+
+    assert asyncio.run(body()).startswith(b"HTTP/1.1 200 ")
