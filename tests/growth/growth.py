@@ -51,7 +51,7 @@ class Growth:
 
     @property
     def exponent(self) -> float:
-        """The power of n that the work grows with; 0 where it is too short to tell."""
+        """The power of n that the work grows with; 0 where it is too short to measure."""
         return math.log(self.seconds[-1] / self.seconds[0], 8) if self.seconds[-1] > NOISE_SECONDS else 0.0
 
 
