@@ -1,7 +1,7 @@
 """Every error that a user of Eyas can meet. A message says what is wrong, with which value, and how to fix it.
 
 EyasError
-|- InvalidRequest: UnknownModel
+|- InvalidRequest: UnknownModel, UnknownDrafter, PoisonRequest
 |- ConfigError, CheckpointError, InvalidTree
 |- Overloaded: RateLimited
 |- OutOfMemory
@@ -31,6 +31,10 @@ class UnknownModel(InvalidRequest):
 
 class UnknownDrafter(InvalidRequest):
     """A request for a drafter that the verifier's discovery does not know. Without one it can be served."""
+
+
+class PoisonRequest(InvalidRequest):
+    """A request that verifiers did not survive, and that is therefore refused."""
 
 
 class ConfigError(EyasError, ValueError):

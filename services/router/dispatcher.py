@@ -12,8 +12,8 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.registry import Placement, Registry
+from eyas.services.router.poison import ISOLATION_S, Attempt, PoisonDetector, VerifierLost
 from eyas.services.router.routing import Pair, RoutingRequest
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
@@ -40,6 +41,9 @@ TRAILER_TIMEOUT_S = 1.0
 DEADLINE_TOLERANCE_S = 0.05
 # Log-probabilities of a prompt from which a thread parses their chunk.
 LARGE_NUM_LOGPROBS = 256
+
+# Parts of gRPC's texts for a connection that ended under a call. A refused call, or one that a drain ended, has others.
+_BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
 
 TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
@@ -81,11 +85,13 @@ class RequestContext:
         deadline: by the clock of the running event loop, in seconds.
         on_trailers: receives the verifier's measurements when a completion has ended normally.
         placement: where the first completion runs; the others are placed there too, to share its cached prefix.
+        body: identifies the client's request, which may have several prompts.
     """
 
     deadline: float
     on_trailers: TrailerCallback | None = None
     placement: Placement | None = None
+    body: object = field(default_factory=object)
 
 
 class Dispatcher:
@@ -108,7 +114,12 @@ class Dispatcher:
         self._sessions = sessions
         self._stall_timeout_s = stall_timeout_s
         self._telemetry = telemetry
+        self._poison = PoisonDetector(workers.notify)
         self._placing: set[asyncio.Task[None]] = set()
+
+    def check(self, call: GenerateCall) -> None:
+        """Raises PoisonRequest for a request that has ended verifiers a short while ago."""
+        self._poison.check(call)
 
     async def stream(self, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a call; the last one has a finish reason.
@@ -124,21 +135,21 @@ class Dispatcher:
         last = await self._sessions.placement(session) if session else None
         state = _RetryState(call, _routing_request(call, context.placement or last), self.retry)
         while True:
-            pair = await self._next_pair(state, context.deadline)
+            pair = await self._next_pair(state, context)
             context.placement = context.placement or pair.placement
             try:
-                with self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries) as traced:
-                    async with aclosing(self._stream_from(pair, traced, context)) as chunks:
-                        has_begun = False
-                        async for chunk in chunks:
-                            if chunk.finish_reason == "error" and not state.has_broken:
-                                raise RequestFailed(chunk.message)
-                            if not has_begun and chunk.finish_reason != "error":
-                                self._workers.record_success(pair, state.routing)
-                                self._place(session, pair)
-                            has_begun = True
-                            state.add(pair, chunk)
-                            yield chunk
+                async with self._attempt(pair, state, context) as attempt:
+                    with self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries) as traced:
+                        async with aclosing(self._stream_from(pair, traced, context)) as chunks:
+                            async for chunk in chunks:
+                                if chunk.finish_reason == "error" and not state.has_broken:
+                                    raise RequestFailed(chunk.message)
+                                if not attempt.has_begun and chunk.finish_reason != "error":
+                                    self._workers.record_success(pair, state.routing)
+                                    self._place(session, pair)
+                                self._poison.begin(attempt)
+                                state.add(pair, chunk)
+                                yield chunk
                 return
             except UnknownDrafter as error:
                 if state.drafter_is_unknown:
@@ -150,21 +161,31 @@ class Dispatcher:
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
                 if isinstance(error, Unavailable):
                     self._workers.record_failure(pair.verifier)
+                if isinstance(error, VerifierLost) and state.lose(pair, attempt):
+                    raise self._poison.refuse(call, attempt, state.lost) from error
                 state.fail(pair, error)
 
-    async def _next_pair(self, state: _RetryState, deadline: float) -> Pair:
+    @asynccontextmanager
+    async def _attempt(self, pair: Pair, state: _RetryState, context: RequestContext) -> AsyncIterator[Attempt]:
+        """Follow a call to a verifier. A suspect first waits until no other call there lacks its first token."""
+        with self._poison.attempt(pair.verifier.incarnation, context.body, bool(state.lost)) as attempt:
+            if attempt.trial_until:
+                await self._workers.wait_for(lambda: self._poison.isolate(attempt) or None, ISOLATION_S)
+            yield attempt
+
+    async def _next_pair(self, state: _RetryState, context: RequestContext) -> Pair:
         """Return the pair of the next attempt: at once if a verifier is left that has not just failed the request.
 
         Else wait for one. After a backoff, a verifier that has failed the request may try again if it can be called now.
         Raises the request's last error, or `no_verifier`, when the budget is spent, and TimeoutError at the deadline.
         """
-        clock = asyncio.get_running_loop().time
+        clock, deadline = asyncio.get_running_loop().time, context.deadline
 
         def pick_other() -> Pair | None:
-            return self._workers.pick(state.routing_request(clock()))
+            return self._pick(state, context, self._workers.pick, state.avoided_at(clock()))
 
         def pick_any() -> Pair | None:
-            return pick_other() or self._workers.pick_again(state.routing)
+            return pick_other() or self._pick(state, context, self._workers.pick_again, frozenset())
 
         if pair := pick_other():
             return pair
@@ -183,6 +204,24 @@ class Dispatcher:
                 raise TimeoutError
             raise state.error or no_verifier(state.call.model)
         return pair
+
+    def _pick(
+        self,
+        state: _RetryState,
+        context: RequestContext,
+        pick: Callable[[RoutingRequest], Pair | None],
+        avoided: frozenset[str],
+    ) -> Pair | None:
+        """Return a pair whose verifier is not closed for a trial. A suspect waits for such a one only ISOLATION_S."""
+        closed, open_pair = self._poison.closed(), None
+        if not (closed and state.lost and self._poison.is_tried(context.body)):
+            open_pair = pick(replace(state.routing, excluded=avoided | closed))
+        if open_pair is not None or not closed or not state.lost:
+            return open_pair
+        now, pair = asyncio.get_running_loop().time(), pick(replace(state.routing, excluded=avoided))
+        if pair is not None and state.crowded_at is None:
+            state.crowded_at = now
+        return pair if state.crowded_at is not None and now >= state.crowded_at + ISOLATION_S else None
 
     async def _stream_from(self, pair: Pair, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
@@ -222,7 +261,8 @@ class _RetryState:
     num_failures, waited_s: attempts and seconds of waiting in a row, without a token. num_retries: all failed attempts.
     has_broken: an engine failed since the last token. avoided: verifiers that failed, and until when they are avoided, by
     the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses
-    one itself then.
+    one itself then. lost: addresses of verifiers that were lost in a row before their first chunk; with any, the request is
+    a suspect. crowded_at: since when only the trials of other suspects keep it from a verifier.
     """
 
     call: GenerateCall
@@ -236,18 +276,17 @@ class _RetryState:
     waited_s: float = 0.0
     has_broken: bool = False
     drafter_is_unknown: bool = False
+    lost: list[str] = field(default_factory=list)
+    crowded_at: float | None = None
 
     @property
     def was_rejected(self) -> bool:
         """Whether the request has not begun, and a verifier was full: the client should try again later."""
         return isinstance(self.error, Overloaded) and not self.token_ids
 
-    def routing_request(self, now: float) -> RoutingRequest:
-        """Return what the request needs of a verifier now."""
-        if not self.avoided:
-            return self.routing
-        excluded = frozenset(name for name, until in self.avoided.items() if now < until)
-        return replace(self.routing, excluded=excluded)
+    def avoided_at(self, now: float) -> frozenset[str]:
+        """Return the verifiers that have failed the request and are still avoided."""
+        return frozenset(name for name, until in self.avoided.items() if now < until)
 
     def backoff_s(self) -> float:
         """Return the seconds before the next attempt on a verifier that has failed the request, drawn at random."""
@@ -281,6 +320,14 @@ class _RetryState:
         if chunk.token_ids:
             self.avoided.pop(pair.verifier.incarnation, None)
             self.num_failures, self.waited_s, self.has_broken = 0, 0.0, False
+            self.lost.clear()
+
+    def lose(self, pair: Pair, attempt: Attempt) -> bool:
+        """Note that a verifier was lost. Returns whether the request is to blame: no other request can have ended it."""
+        if attempt.has_begun:
+            return False
+        self.lost.append(pair.verifier.address)
+        return attempt.is_alone
 
     def fail(self, pair: Pair, error: EyasError) -> None:
         """Avoid a verifier that failed for some time. Raises the error if it ends the request.
@@ -405,7 +452,8 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
         return Unavailable("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     if is_connection_error(error):  # the log has gRPC's text, which is not for clients
-        return Unavailable("the connection to the verifier failed")
+        is_lost = any(text in (error.details() or "").lower() for text in _BROKEN_CONNECTION)
+        return (VerifierLost if is_lost else Unavailable)("the connection to the verifier failed")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         log.warning("a verifier refuses this router: %s", error.details(), extra={"rate_limited": True})
         return Unavailable("the verifier refuses this router")

@@ -75,7 +75,10 @@ class GenerationService:
                 raise
 
     async def prepare(self, call: GenerateCall) -> GenerateCall:
-        """Return the call with its model, id and token ids. Raises InvalidRequest, UnknownModel, Unavailable."""
+        """Return the call with its model, id and token ids.
+
+        Raises InvalidRequest, UnknownModel, Unavailable, and PoisonRequest for a request that has just ended verifiers.
+        """
         name = self._resolve(call.model)
         info = await self.model(name)
         prompt_ids = call.request.prompt_ids
@@ -84,7 +87,9 @@ class GenerationService:
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
         request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name))
-        return replace(call, request=request, prompt_text=None, model=name)
+        prepared = replace(call, request=request, prompt_text=None, model=name)
+        self._dispatcher.check(prepared)
+        return prepared
 
     async def _with_bad_token_ids(self, sampling: SamplingParams, model: str) -> SamplingParams:
         """Return the parameters with their bad words as token ids, encoded in a thread, once for all prompts of a body."""
@@ -130,13 +135,14 @@ class GenerationService:
             EyasError: as `Dispatcher.stream`.
         """
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
-        context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers)
+        slots = slots or completion_slots()
+        context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
         try:
             with self._telemetry.request(call, operation) as traced:
                 call = traced.set_call(call)
                 if traced.texts is not None:
                     traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
-                async with aclosing(merge(self._completions(call, context), slots or completion_slots())) as chunks:
+                async with aclosing(merge(self._completions(call, context), slots)) as chunks:
                     async for chunk in chunks:
                         traced.add(chunk)
                         yield chunk

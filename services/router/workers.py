@@ -82,15 +82,15 @@ class WorkerPool:
         return pick(self.snapshot(), request, self._config.routing)
 
     def pick_again(self, request: RoutingRequest) -> Pair | None:
-        """Return the pair for a request that excludes all its verifiers: one of them that can be called now, if any."""
+        """Return the pair for a request that all its verifiers have failed: one of them that can be called now, if any."""
         verifiers = self._discovery.known("verifier")
         unusable = frozenset(verifier.incarnation for verifier in verifiers if not self._is_usable(verifier))
-        return self.pick(replace(request, excluded=unusable))
+        return self.pick(replace(request, excluded=request.excluded | unusable))
 
     async def wait_for(self, find: Callable[[], ResultT | None], timeout_s: float) -> ResultT | None:
         """Return the first result of `find` that is not None; None after `timeout_s`.
 
-        find: called now, when verifiers join, leave or become usable, and every POLL_INTERVAL_S.
+        find: called now, when verifiers join, leave or become usable, at `notify`, and every POLL_INTERVAL_S.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
@@ -99,6 +99,11 @@ class WorkerPool:
                 async with asyncio.timeout(min(remaining_s, POLL_INTERVAL_S)):
                     await self._changed.wait()
         return found
+
+    def notify(self) -> None:
+        """Let every `wait_for` look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def channel(self, worker: Lease) -> grpc.aio.Channel:
         """Return the channel to a worker; it stays open between requests."""
@@ -152,8 +157,7 @@ class WorkerPool:
         usable = {name: self._is_usable(verifier) for name, verifier in verifiers.items()}
         if usable != self._usable:
             self._usable = usable
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.notify()
         connected = [v for v in verifiers.values() if self._is_connected(v)]
         unhealthy = self.snapshot().unhealthy
         self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in unhealthy)

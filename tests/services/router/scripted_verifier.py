@@ -159,11 +159,12 @@ async def worker(
     model: ModelInfo = MODEL,
     free_kv_tokens: int = 10_000,
     peers: Peers | None = None,
+    servicer: type[ScriptedVerifier] = ScriptedVerifier,
 ) -> AsyncIterator[str]:
     """Run a scripted worker with a lease; yields its address. The router only names drafters, and never calls them."""
     peers = peers or Peers()
     server = worker_server(ServerConfig(), peers)
-    add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
+    add_GenerationServicer_to_server(servicer(script), server.aio)
     registry = Registry(RegistryConfig(url, LEASE_S, 0.05), peers.token)
     registration = WorkerRegistration(server, registry, AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens)))
     address = await server.start([])
