@@ -42,6 +42,7 @@ KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
 RELOAD_INTERVAL_S = 1.0
 
 _SCHEME = "bearer "
+_KEY_HEADERS = ("authorization", "x-api-key")
 _HASH = "sha256:"
 
 log = logging.getLogger(__name__)
@@ -351,13 +352,14 @@ class ApiKeys:
         self.access(headers)
 
     def access(self, headers: Iterable[tuple[str, str]]) -> Access:
-        """Return what the key in HTTP headers or gRPC metadata gives access to. Raises Unauthenticated."""
+        """Return what the key in HTTP headers or gRPC metadata gives access to.
+
+        Raises Unauthenticated, also for headers that name two keys: proxies and services would each take another one.
+        """
+        value = _given_key(headers)
         if not self._own and not self._of_file:
             return Access()
-        given = dict(headers)
-        authorization = given.get("authorization", "")
-        value = authorization[len(_SCHEME) :] if authorization.lower().startswith(_SCHEME) else given.get("x-api-key", "")
-        key = self._find(value.strip()) if value else None
+        key = self._find(value) if value else None
         if key is None:
             raise Unauthenticated("no known API key; send one as the header or metadata 'authorization: Bearer KEY'")
         quota = self._quotas.setdefault(key.name, Quota(key.limits, self._clock))
@@ -389,6 +391,21 @@ def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.env
         values = environment.get(config.env, "").split(",")
         keys = plain_keys(values, f"api_keys.env: the environment variable {config.env}")
     return ApiKeys(keys, config)
+
+
+def _given_key(headers: Iterable[tuple[str, str]]) -> str:
+    """Return the key in headers with lower-case names; empty without one. Raises Unauthenticated for two of them."""
+    given = dict[str, str]()
+    for name, value in headers:
+        if name in _KEY_HEADERS:
+            if name in given:
+                raise Unauthenticated(f"the header or metadata {name!r} is there twice; send one key, once")
+            given[name] = value
+    authorization, other = given.get("authorization", ""), given.get("x-api-key", "").strip()
+    key = authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else ""
+    if key and other and key != other:
+        raise Unauthenticated("'authorization' and 'x-api-key' hold two keys; send one of them")
+    return key or other
 
 
 class Authenticator:

@@ -42,7 +42,7 @@ from eyas.services.router.http.playground import add_playground, cluster_state
 from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eyas.services.router.http.response_json import json_blocks, num_values, run
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
-from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, cancel_on_disconnect
+from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, HeadAsGet, cancel_on_disconnect
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
@@ -81,6 +81,7 @@ def build_app(
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
     app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, admission=admission)
     app.add_middleware(Authenticator, keys=keys)
     if config.cors_allow_origins:
@@ -115,6 +116,7 @@ def build_app(
 def build_operations_app(readiness: ReadinessMonitor, api: FastAPI) -> FastAPI:
     """Build the application of the operations port: probes, health, metrics, and the schema of `api`."""
     app = FastAPI(title="Eyas operations", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(HeadAsGet)
     _add_probe_routes(app, readiness)
     _add_operations_routes(app, readiness, api)
     return app

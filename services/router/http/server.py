@@ -159,6 +159,17 @@ class BodyLimit:
             await self._app(scope, limited_receive, send)
 
 
+class HeadAsGet:
+    """ASGI middleware that lets every GET route respond to HEAD, which probes use. The server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app(scope | {"method": "GET"} if is_head else scope, receive, send)
+
+
 class ClientDisconnected(HTTPException):
     """The client has closed the connection before its response was complete."""
 

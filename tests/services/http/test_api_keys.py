@@ -185,6 +185,35 @@ def test_keys_are_required_below_any_root_path(root: str) -> None:
     assert sent[0]["status"] == 401
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ([("authorization", "Bearer one"), ("authorization", "Bearer two")], "'authorization' is there twice"),
+        ([("authorization", "Bearer one"), ("authorization", "Bearer one")], "'authorization' is there twice"),
+        ([("x-api-key", "one"), ("x-api-key", "two")], "'x-api-key' is there twice"),
+        ([("authorization", "Bearer one"), ("x-api-key", "two")], "hold two keys"),
+    ],
+)
+def test_a_request_with_two_keys_is_refused(headers: list[tuple[str, str]], message: str, is_open: bool) -> None:
+    keys = ApiKeys() if is_open else ApiKeys(plain_keys(["one", "two"], "test"))
+    with pytest.raises(Unauthenticated, match=message):
+        keys.check(headers)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer one"), ("x-api-key", "one")],
+        [("authorization", "Basic of-a-proxy"), ("x-api-key", "one")],
+        [("authorization", "bearer  one ")],
+        [("x-api-key", " one")],
+    ],
+)
+def test_one_key_may_come_in_either_header_or_both(headers: list[tuple[str, str]]) -> None:
+    assert ApiKeys(plain_keys(["one"], "test")).access(headers).key
+
+
 def test_an_open_router_does_not_open_when_keys_are_withdrawn(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no key"):
         ApiKeys(config=key_file(tmp_path / "keys"))

@@ -139,6 +139,36 @@ def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
     assert "eyas_test_of_metrics_total 1.0" in answer.text.splitlines()
 
 
+def test_every_get_route_answers_head(url: str) -> None:
+    async def body() -> None:
+        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+            assert await becomes_ready(client)
+            for path in (
+                "/live",
+                "/ready",
+                "/health",
+                "/v1/models",
+                "/v1/models/other",
+                "/version",
+                "/metrics",
+                "/docs",
+                "/",
+            ):
+                asked, whole = await client.head(path), await client.get(path)
+                assert (asked.status_code, asked.content) == (whole.status_code, b""), path
+                assert asked.headers["content-type"] == whole.headers["content-type"]
+            assert (await client.head("/v1/completions")).status_code == 405
+
+    asyncio.run(body())
+
+
+async def becomes_ready(client: httpx.AsyncClient) -> bool:
+    async with asyncio.timeout(60):
+        while (await client.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
+    return True
+
+
 def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:
     async def body() -> tuple[httpx.Response, dict[str, Any]]:
         async with http_router(url) as base:
@@ -254,9 +284,9 @@ def certificate(folder: Path) -> TlsConfig:
 
 
 def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
-    async def status(stub: Any, **metadata: str) -> grpc.StatusCode:
+    async def status(stub: Any, *more: tuple[str, str], **metadata: str) -> grpc.StatusCode:
         try:
-            await stub.ListModels(ListModelsRequest(), metadata=tuple(metadata.items()))
+            await stub.ListModels(ListModelsRequest(), metadata=(*metadata.items(), *more))
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK
@@ -272,6 +302,9 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
             assert await status(stub, authorization="Bearer one") is grpc.StatusCode.OK
             assert await status(stub, authorization="Bearer two") is grpc.StatusCode.UNAUTHENTICATED
             assert await status(stub) is grpc.StatusCode.UNAUTHENTICATED
+            for again in ("authorization", "x-api-key"):
+                twice = await status(stub, (again, "Bearer two"), authorization="Bearer one")
+                assert twice is grpc.StatusCode.UNAUTHENTICATED
             assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
     asyncio.run(body())
