@@ -1,8 +1,8 @@
 """How every service starts and stops.
 
 Start: listen, then register (lease, health SERVING). Stop on SIGTERM or SIGINT: deregister (health NOT_SERVING), serve for
-`shutdown_delay_s` those who do not know it yet, give running calls `graceful_shutdown_timeout_s`, end. A second signal ends
-the process at once.
+`shutdown_delay_s` those who do not know it yet, give running calls `graceful_shutdown_timeout_s`, end. A router then ends
+calls that still run or wait with an error that says when to retry. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+
+# Seconds in which the clients of calls that a router ends read their errors.
+FAREWELL_S = 2.0
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 # Seconds between two returns of freed memory to the system.
@@ -89,10 +92,12 @@ async def serve(
     registration: Registration,
     listeners: Sequence[Listener] = (),
     runner: ServiceRunner | None = None,
+    end_calls: Callable[[], None] | None = None,
 ) -> None:
     """Serve until the runner (by default this process) requests a stop, or until cancelled; then drain and stop.
 
-    Register servicers on `server.aio` before. Raises ConfigError when a port is taken.
+    end_calls: ends what still runs after the grace, with an error; None cuts it. Register servicers on `server.aio` before.
+    Raises ConfigError when a port is taken.
     """
     runner = runner or ProcessRunner()
     with runner.stop_requested() as stop:
@@ -109,8 +114,14 @@ async def serve(
         finally:
             await registration.deregister()
             await asyncio.sleep(delay)
+            grace_s, ending = config.graceful_shutdown_timeout_s, None
+            if end_calls:
+                ending = asyncio.get_running_loop().call_later(grace_s, end_calls)
+                grace_s += FAREWELL_S
             stops = (server.stop, *(listener.stop for listener in listeners))
-            await asyncio.gather(*(stop(config.graceful_shutdown_timeout_s) for stop in stops))
+            await asyncio.gather(*(stop(grace_s) for stop in stops))
+            if ending:
+                ending.cancel()
 
 
 def worker_server(config: ServerConfig, peers: Peers) -> RpcServer:

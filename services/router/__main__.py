@@ -34,13 +34,14 @@ from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 class RouterApp:
     """A router without its sockets. It serves requests after `readiness.register`.
 
-    http, operations: the HTTP applications of clients and of the operations port.
+    http, operations: the HTTP applications of clients and of the operations port. end_calls: see GenerationService.
     """
 
     grpc: RouterServicer
     http: FastAPI
     operations: FastAPI
     readiness: ReadinessMonitor
+    end_calls: Callable[[], None]
 
 
 @asynccontextmanager
@@ -70,7 +71,7 @@ async def build_router(
         try:
             http = build_app(service, templates, readiness, keys, traces, config.http, admission)
             operations = build_operations_app(readiness, http)
-            yield RouterApp(RouterServicer(service, keys), http, operations, readiness)
+            yield RouterApp(RouterServicer(service, keys), http, operations, readiness, service.end_calls)
         finally:
             await workers.close()
             await discovery.close()
@@ -89,7 +90,13 @@ async def run(config: RouterConfig) -> None:
         if config.http.operations_port is not None:
             own = replace(config.http, host=config.http.operations_host, port=config.http.operations_port)
             listeners.append(HttpServer(router.operations, own, TlsConfig(), config.limits))
-        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, listeners)
+
+        def end_calls() -> None:
+            router.end_calls()
+            for listener in listeners:
+                listener.end_requests()
+
+        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, listeners, end_calls=end_calls)
 
 
 app = service_app(RouterConfig, run)

@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 
-from eyas.errors import EyasError, InvalidRequest, TimedOut, UnknownModel
+from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
 from eyas.request import Chunk, SamplingParams
 from eyas.rpc.messages import GenerateCall, ModelInfo
@@ -39,6 +39,7 @@ class GenerationService:
         self._workers = workers
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
+        self._has_ended = asyncio.Event()
         self._encoded = SamplingParams(), SamplingParams()  # the last with bad words, and what they became
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -60,6 +61,10 @@ class GenerationService:
         if info is None:
             raise no_verifier(name)
         return info
+
+    def end_calls(self) -> None:
+        """End all calls with Unavailable, running and later ones: the router stops."""
+        self._has_ended.set()
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Return the tokenizer of a configured model."""
@@ -142,7 +147,8 @@ class GenerationService:
                 call = traced.set_call(call)
                 if traced.texts is not None:
                     traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
-                async with aclosing(merge(self._completions(call, context), slots)) as chunks:
+                completions = self._completions(call, context)
+                async with aclosing(merge(completions, slots, self._has_ended)) as chunks:
                     async for chunk in chunks:
                         traced.add(chunk)
                         yield chunk
@@ -168,6 +174,8 @@ class GenerationService:
             yield _decode(chunks, decoder)
 
     def _served(self, name: str) -> ModelInfo | None:
+        if self._has_ended.is_set():
+            raise _stopping()
         infos = (lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name)
         return max(infos, key=lambda info: info.max_model_len, default=None)
 
@@ -197,9 +205,11 @@ def completion_slots() -> asyncio.Semaphore:
 
 
 async def merge(
-    streams: Iterable[AsyncGenerator[TextChunk, None]], slots: asyncio.Semaphore
+    streams: Iterable[AsyncGenerator[TextChunk, None]], slots: asyncio.Semaphore, has_ended: asyncio.Event | None = None
 ) -> AsyncGenerator[TextChunk, None]:
     """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
+
+    has_ended: set when the router stops, which ends them with Unavailable.
 
     Each stream keeps one context, so that its log lines carry its own request's id to the end. A stream is taken from
     `streams` and started once there is a slot, and one in each round of the event loop. So a body of many prompts neither
@@ -221,7 +231,13 @@ async def merge(
             await asyncio.sleep(0)
         await chunks.put(None)
 
+    async def end(event: asyncio.Event) -> None:
+        await event.wait()
+        await chunks.put(_stopping())
+
     starting = asyncio.create_task(start())
+    if has_ended:
+        tasks.add(asyncio.create_task(end(has_ended)))
     try:
         while num_open:
             chunk = await chunks.get()
@@ -236,6 +252,10 @@ async def merge(
         for task in (starting, *tasks):
             task.cancel()
         await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the router is stopping; send the request again")
 
 
 async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:

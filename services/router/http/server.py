@@ -91,6 +91,12 @@ class HttpServer:
         await asyncio.gather(self._serving, cancel_task(self._reloading))
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
 
+    def end_requests(self) -> None:
+        """Refuse the requests whose bodies are still missing, with status 503."""
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, HttpConnection):
+                connection.end_request()
+
     async def _reload(self, certificates: Certificates) -> None:
         """Use the present content of the TLS files for new connections."""
         context, pem = self._server.config.ssl, certificates.pem

@@ -8,11 +8,19 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
+import pytest
 
-from tests.services.http.http_router import ALL, REST_TEXT, Script, client, get, until, worker
-from tests.services.router.scripted_verifier import TOKENS
+from eyas.rpc.channel import open_channel
+from eyas.rpc.convert import generate_call_to_proto
+from eyas.rpc.messages import RETRY_KEY
+from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, REST_TEXT, Script, client, get, until, worker
+from tests.services.router.scripted_verifier import CALL, TOKENS
 
 BLOCKED = (
     "import sys, runpy; sys.modules['torch'] = sys.modules['transformers'] = None; "
@@ -102,6 +110,69 @@ def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
                 await until(lambda: script.num_cancelled == 1)
 
     asyncio.run(body())
+
+
+def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
+    """Streams with an event of their API, everything else with a status and the time to retry."""
+    chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    streams = {
+        "/v1/completions": ALL | {"stream": True},
+        "/v1/chat/completions": CHAT | {"stream": True},
+        "/v1/responses": {"model": "demo", "input": PROMPT_TEXT, "temperature": 0, "stream": True},
+        "/v1/messages": chat | {"max_tokens": 20, "stream": True},
+    }
+    whole = {"/v1/completions": ALL, "/v1/messages": chat | {"max_tokens": 20}}
+
+    async def body() -> tuple[list[str], list[httpx.Response], bytes, grpc.aio.AioRpcError]:
+        script = Script(TOKENS, stalls_after=1)
+        settings = ("server.graceful_shutdown_timeout_s=0.5", "limits.body_timeout_s=60")
+        async with worker(url, script), process(url, *settings) as child, httpx.AsyncClient(timeout=30) as client:
+            base = await base_url(child)
+            address = await line_with(child, r"serving on (\S+)")
+            await until_healthy(base)
+            running = [asyncio.create_task(read(client, base + path, body)) for path, body in streams.items()]
+            waiting = [asyncio.create_task(client.post(base + path, json=body)) for path, body in whole.items()]
+            reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            async with open_channel(address) as channel:
+                call = GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
+                await until(lambda: len(script.calls) == len(streams) + len(whole) + 1)
+                await call.read()
+                child.send_signal(signal.SIGTERM)
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await call.read()
+            answers = await asyncio.gather(*running), await asyncio.gather(*waiting), await reader.read()
+            writer.close()
+            assert await asyncio.wait_for(child.wait(), 60) == 0
+            return *answers, ended.value
+
+    events, answers, unread, call = asyncio.run(body())
+    reason = "the router is stopping; send the request again"
+    assert all(reason in event for event in events)
+    assert [event.endswith("data: [DONE]\n\n") for event in events] == [True, True, False, False]
+    assert "event: response.failed" in events[2]
+    assert 'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"' in events[3]
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "1")] * 2
+    assert answers[0].json()["error"] == {"message": reason, "type": "server_error", "param": None, "code": "unavailable"}
+    assert answers[1].json() == {"type": "error", "error": {"type": "overloaded_error", "message": reason}}
+    assert unread.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1\r\n" in unread.lower()
+    assert call.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(call.trailing_metadata() or ())[RETRY_KEY] == "1000"
+
+
+async def read(client: httpx.AsyncClient, url: str, body: Any) -> str:
+    async with client.stream("POST", url, json=body) as answer:
+        assert answer.status_code == 200
+        return (await answer.aread()).decode()
+
+
+async def line_with(child: Process, pattern: str) -> str:
+    assert child.stderr is not None
+    async with asyncio.timeout(120):
+        while not (found := re.search(pattern, (await child.stderr.readline()).decode())):
+            pass
+    return found[1]
 
 
 async def until_healthy(operations: str) -> None:
