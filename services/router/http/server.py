@@ -173,7 +173,7 @@ class HeadAsGet:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app(scope | {"method": "GET"} if is_head else scope, receive, send)
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 class ClientDisconnected(HTTPException):
