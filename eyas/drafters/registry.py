@@ -31,8 +31,18 @@ from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_config, read_target_config, resolve
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    check_vocabulary,
+    explained,
+    head_fingerprint,
+    read_config,
+    read_target_config,
+    resolve,
+    weight_map,
+)
 from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.file_values import get_setting
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
@@ -190,7 +200,8 @@ def _build_rest(parts: DrafterParts) -> LocalDrafter:
 
 
 def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
-    return FeatureFuser(int(read_target_config(resolve(target))["hidden_size"]))
+    folder = resolve(target)
+    return FeatureFuser(get_setting(int, read_target_config(folder), "hidden_size", folder / "config.json"))
 
 
 # Final states are the same whatever the head.
@@ -341,7 +352,8 @@ def detect_method(head: str) -> str | None:
         return found
     if eagle := find_eagle_kind(folder):
         return "eagle2" if eagle == "eagle" else eagle
-    return "sps" if "causallm" in called and "eagle" not in called else None
+    is_model = bool(set(EMBEDDING_NAMES) & weight_map(folder).keys())  # a head of an unknown kind may be called a model too
+    return "sps" if is_model and "causallm" in called and "eagle" not in called else None
 
 
 def resolve_tree(tree: TreeConfig, name: str, head: str) -> TreeConfig:
@@ -448,10 +460,11 @@ def _loading(name: str, head: str) -> Iterator[None]:
     needed = find_method(name).head
     if needed and not head:
         raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
-    if needed:
-        _check_method(name, head)
     try:
-        yield
+        with explained(f"cannot load {head or name!r}"):
+            if needed:
+                _check_method(name, head)
+            yield
     except CheckpointError as error:
         if not needed or head not in str(error):
             raise

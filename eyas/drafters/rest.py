@@ -20,6 +20,7 @@ from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config, resolve
+from eyas.models.file_values import get_setting
 from eyas.tensors import Ints
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree
@@ -119,7 +120,7 @@ def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, dr
     if not source:
         raise ConfigError("drafter 'rest' needs a datastore; set methods.rest.datastore to what eyas datastore build wrote")
     store = open_datastore(Path(source))
-    vocab_size = int(read_target_config(resolve(target))["vocab_size"])
+    vocab_size = get_setting(int, read_target_config(resolve(target)), "vocab_size", target)
     if store.vocab_size > vocab_size:
         raise CheckpointError(
             f"datastore {source} has a vocabulary of {store.vocab_size}, target {target} one of {vocab_size}; "

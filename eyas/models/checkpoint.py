@@ -8,15 +8,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import math
-import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from traceback import walk_tb
+from typing import Any, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +25,11 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import CheckpointError, ConfigError, EyasError
+from eyas.models.file_values import GENERATION_VALUES, check_values, read_json, shown
 from eyas.tokenizer import check_source
+
+log = logging.getLogger(__name__)
 
 # Key of config.json under which `eyas check head --write` records a head's wiring. Fingerprints leave it out.
 WIRING_KEY = "eyas"
@@ -57,10 +61,25 @@ QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
 }
 # Scales of the KV cache, as checkpoints for vLLM name them: of the attention, or of the projection.
 KV_SCALE = re.compile(r"layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.)?(?:(?P<of>[kv])_proj\.)?(?P<kind>[kv])_scale$")
-Setting = TypeVar("Setting", int, float, bool)
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+# A layer of a text model, and the tensors that only a layer for multi-token prediction has.
+TEXT_LAYER = re.compile(
+    r"(?:(?:base_model|model|language_model|text_model|transformer|decoder|gpt_neox|backbone)\.)*(?:layers|h)\.(\d+)\.(.+)"
+)
+MTP_TENSORS = ("eh_proj.", "enorm.", "hnorm.", "shared_head.")
+# What trainers' wrappers write before each name.
+WRAPPER_PREFIX = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)+")
+# Tables that are computed from the config; files may hold them, and no loader reads them.
+TABLE = re.compile(
+    r"(?:^|\.)(?:inv_freq|original_inv_freq|cos_cached|sin_cached|cos_sin_cache|freqs_cis|position_ids|masked_bias|attn\.bias)$"
+)
+# Where trainers put the weights inside a file of torch.
+NESTED_WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "weights")
+# Tensors of whole numbers that heads have.
+INDEX_TENSORS = ("d2t", "t2d", "token_map")
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+MAX_CAUSE = 300
 FUSER_PREFIXES = tuple(
-    f"{model}{part}." for model in ("", "model.") for part in ("fc", "fc_norm", "input_norm", "hidden_norm")
+    f"{model}{part}." for model in ("", "model.") for part in ("fc", "fusion_fc", "fc_norm", "input_norm", "hidden_norm")
 )
 
 
@@ -78,13 +97,10 @@ def resolve(path_or_id: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises CheckpointError."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"cannot read {folder / 'config.json'}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} does not hold a JSON object")
+    """config.json of a checkpoint. Raises CheckpointError, also for a value that `CONFIG_VALUES` does not allow."""
+    file = folder / "config.json"
+    config = read_json(file)
+    check_values(config, file)
     return config
 
 
@@ -93,6 +109,25 @@ def read_target_config(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def end_tokens(folder: Path, config: Any) -> list[int]:
+    """The end-of-sequence tokens of a model, from its generation config, else from `config`, transformers' of the model.
+
+    Ids beyond the vocabulary, which many families have by default, are left out with a warning. Raises CheckpointError.
+    """
+    file, text = folder / "generation_config.json", config.get_text_config()
+    stated = read_json(file) if file.is_file() else {}
+    check_values(stated, file, GENERATION_VALUES)
+    found = stated.get("eos_token_id")
+    source, found = (folder / "config.json", text.eos_token_id) if found is None else (file, found)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if beyond := [token for token in ids if not 0 <= token < text.vocab_size]:
+        log.warning(
+            "%s: eos_token_id holds %s, which the vocabulary of %d tokens does not have; it never ends an output",
+            source, shown(beyond[0] if len(beyond) == 1 else beyond), text.vocab_size,
+        )  # fmt: skip
+    return [token for token in ids if token not in beyond]
 
 
 def quantisation(config: Any) -> str:
@@ -161,6 +196,15 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
     raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
 
 
+def read_vocabulary(folder: Path, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
+    """The embedding or lm_head of a target, [V, C], for a head without its own. Raises CheckpointError for another shape."""
+    tensor = read_tensor(folder, names)
+    if tuple(tensor.shape) != shape or (problem := _wrong_numbers(names[0], tensor)):
+        found = f"has shape {list(tensor.shape)}" if tuple(tensor.shape) != shape else problem
+        raise CheckpointError(f"{folder}: {names[0]} {found}; the head needs {list(shape)} of the target")
+    return tensor
+
+
 def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
     """Scales of keys and values with 8 bits that a checkpoint names, of all layers; nothing if it has none.
 
@@ -186,14 +230,68 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
 
 
 def weight_map(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, sharded or not. Raises CheckpointError."""
+    """The file of each tensor of a checkpoint, sharded or not. Raises CheckpointError.
+
+    Names are without what a trainer's wrapper wrote before them; tables that are no weights are left out.
+    """
     for file in (folder / name for name in WEIGHT_FILES):
         if file.suffix == ".json" and file.exists():
-            return {name: folder / shard for name, shard in json.loads(file.read_text())["weight_map"].items()}
+            return {own: shard for name, shard in _read_index(file).items() if (own := _own_name(name))}
         if file.exists():
             with _open_weights(file, "meta") as (names, _):
                 return dict.fromkeys(names, file)
     raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+
+
+def _read_index(file: Path) -> dict[str, Path]:
+    """The shard of each tensor. Raises CheckpointError for an index that is damaged, or names a file that is not there."""
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{file}: weight_map is {shown(shards)}; it must give the file of each tensor")
+    found = {name: file.parent / name for name in sorted(set(shards.values()))}
+    for name, shard in found.items():
+        if Path(name).name != name or not shard.is_file():
+            raise CheckpointError(
+                f"{file}: weight_map names the file {shown(name)}, which is not in {file.parent}; fetch it"
+            )
+    return {tensor: found[name] for tensor, name in shards.items()}
+
+
+def _own_name(name: str) -> str:
+    """A tensor's name without a trainer's prefix; empty for a table that is no weight."""
+    return "" if TABLE.search(name) else WRAPPER_PREFIX.sub("", name)
+
+
+def check_layers(names: Iterable[str], num_layers: int, num_mtp_layers: int, source: object) -> None:
+    """Raises CheckpointError for weights with more or fewer layers than the config asks for.
+
+    Layers for multi-token prediction may follow, as DeepSeek and GLM write them. names: of all tensors. Towers for images
+    and sound have names of their own, and are not looked at.
+    """
+    found = [(int(match[1]), match[2]) for name in names if (match := TEXT_LAYER.fullmatch(name))]
+    extra = {layer for layer, rest in found if rest.startswith(MTP_TENSORS)}
+    extra |= set(range(num_layers, num_layers + num_mtp_layers))
+    held = {layer for layer, _ in found} - extra
+    if held and max(held) + 1 != num_layers:
+        raise CheckpointError(
+            f"{source}: num_hidden_layers is {num_layers}, but the weights hold {max(held) + 1} layers; "
+            "correct num_hidden_layers, or take weights without the others"
+        )
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Shape of each tensor of a checkpoint, and whether it holds plain floating-point numbers; no tensor is read."""
+    found = {}
+    for file in sorted(set(weight_map(folder).values())):
+        if file.suffix == ".safetensors":
+            with explained(f"cannot read weights {file}"), safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - no mapping
+                    part = handle.get_slice(name)
+                    found[name] = (tuple(part.get_shape()), part.get_dtype() in PLAIN_DTYPES)
+        else:
+            with _open_weights(file, "meta") as (names, get):
+                found |= {name: (tuple(get(name).shape), get(name).is_floating_point()) for name in names}
+    return found
 
 
 class StoredTensor:
@@ -250,16 +348,61 @@ def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tup
 
 @contextmanager
 def _open_weights(file: Path, device: str = "cpu") -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
-    """Sorted names of a file's tensors, and what reads one of them. Raises CheckpointError, also inside the block."""
-    try:
+    """Sorted names of a file's tensors, as `weight_map` has them, and what reads one of them.
+
+    Raises CheckpointError, also inside the block.
+    """
+    with explained(f"cannot read weights {file}"):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as handle:
-                yield sorted(handle.keys()), handle.get_tensor
+                stored = {own: name for name in handle.keys() if (own := _own_name(name))}  # noqa: SIM118 - no mapping
+                yield sorted(stored), lambda name: handle.get_tensor(stored[name])
         else:
-            tensors: dict[str, Tensor] = torch.load(file, map_location=device, weights_only=True)
+            tensors = _plain_tensors(torch.load(file, map_location=device, weights_only=True), file)
             yield sorted(tensors), tensors.__getitem__
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"cannot read weights {file}: {error}") from error
+
+
+def _plain_tensors(found: Any, file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch, also where a trainer put them below another name. Raises CheckpointError."""
+    while isinstance(found, Mapping) and (
+        outer := [name for name in NESTED_WEIGHTS if isinstance(found.get(name), Mapping)]
+    ):
+        found = found[outer[0]]
+    wrong = [value for value in found.values() if not isinstance(value, Tensor)] if isinstance(found, Mapping) else [found]
+    if wrong:
+        raise CheckpointError(f"{file} holds {shown(wrong[0])} beside tensors; expected tensors by name and nothing else")
+    return {own: tensor for name, tensor in found.items() if (own := _own_name(name))}
+
+
+@contextmanager
+def explained(problem: str) -> Iterator[None]:
+    """Turn what a library raises on a checkpoint inside the block into a CheckpointError of one line: problem, then cause.
+
+    The log has the traceback, at level error if Eyas' own code raised it: a bug must not pass for a damaged file. Errors of
+    Eyas, and a lack of memory, pass.
+    """
+    try:
+        yield
+    except (EyasError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        log.log(logging.ERROR if _is_own(error) else logging.DEBUG, "%s", problem, exc_info=True)
+        raise CheckpointError(f"{problem}: {cause(error)}") from error
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether the last frame of an error is of this package, and no library has named the problem."""
+    frames = list(walk_tb(error.__traceback__))
+    package = Path(__file__).parents[1]
+    own = bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(package)
+    return own and type(error).__module__ == "builtins" and not isinstance(error, OSError)
+
+
+def cause(error: BaseException) -> str:
+    """An error in one line of at most MAX_CAUSE characters, with its kind where the message alone says nothing."""
+    text = " ".join(str(error).split())
+    text = text if " " in text else f"{type(error).__name__} {text}".rstrip()
+    return text if len(text) <= MAX_CAUSE else f"{text[:MAX_CAUSE]}..."
 
 
 @torch.no_grad()
@@ -309,12 +452,24 @@ def check_tensors(
         for name, shape in expected.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    problems = [f"{what} {_shortened(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+    wrong += [problem for name, tensor in tensors.items() if name in expected and (problem := _wrong_numbers(name, tensor))]
+    problems = [f"{what} {shortened(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
     if problems := problems + wrong[:MAX_NAMED]:
         raise CheckpointError(f"{source} does not fit its config: {'; '.join(problems)}")
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _wrong_numbers(name: str, tensor: Tensor) -> str:
+    """What is wrong with the numbers of a head's tensor; empty if nothing is."""
+    if name in INDEX_TENSORS:
+        return f"{name} has dtype {tensor.dtype}, expected whole numbers" if tensor.is_floating_point() else ""
+    if not tensor.is_floating_point():
+        return f"{name} has dtype {tensor.dtype}, expected floating-point numbers"
+    is_finite = bool(torch.isfinite(tensor if tensor.itemsize > 1 else tensor.float()).all())
+    return "" if is_finite else f"{name} holds NaN or infinity"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first MAX_NAMED of these names, and how many more there are."""
     return ", ".join(names[:MAX_NAMED]) + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
 
 
@@ -379,18 +534,7 @@ def _token_ids(folder: Path) -> dict[str, int]:
     try:
         return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-
-
-def get_setting(
-    kind: type[Setting], config: Mapping[str, Any], key: str, source: object, default: Setting | None = None
-) -> Setting:
-    """An int, float or bool of a config.json. Raises CheckpointError for another type, and if it is left out, unless there
-    is a default."""
-    value = config.get(key) or default
-    if not isinstance(value, int | float if kind is float else kind):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be {_TYPE_NAMES[kind]}")
-    return kind(value)
+        raise CheckpointError(f"cannot read {file}: {cause(error)}") from error
 
 
 def context_length(config: Any, max_model_len: int, name: str) -> int:

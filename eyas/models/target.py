@@ -11,11 +11,11 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,29 @@ from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.attention import ATTENTION_NAME, kv_sources, register_attention
 from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    TABLE,
+    TEXT_LAYER,
+    WEIGHT_FILES,
     WeightFiles,
+    cause,
     check_device,
+    check_layers,
     check_quantisation,
     context_length,
+    end_tokens,
+    explained,
+    quantisation,
     read_config,
     read_kv_scales,
     read_target_config,
     resolve,
+    shortened,
+    stored_shapes,
+    weight_map,
 )
 from eyas.models.cpu import optimize_for_cpu
+from eyas.models.file_values import shown
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack
@@ -58,8 +71,8 @@ SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
 # First NVIDIA GPUs that convert to and from float8_e4m3.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What transformers and torch raise for a model that does not work the way we call it.
-MODEL_ERRORS = (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError)
+# Settings whose value may show in a tensor's shape.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim")
 
 log = logging.getLogger(__name__)
 
@@ -204,10 +217,12 @@ class TargetModel:
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
-    """Every end-of-sequence token that the model's generation config or config names."""
+    """Every end-of-sequence token of the vocabulary that the model's generation config or config names."""
     found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = found if found is not None else model.config.get_text_config().eos_token_id
-    return frozenset(found if isinstance(found, list) else [found] if found is not None else [])
+    text = model.config.get_text_config()
+    found = found if found is not None else text.eos_token_id
+    ids = found if isinstance(found, list) else [found] if found is not None else []
+    return frozenset(token for token in ids if 0 <= token < text.vocab_size)
 
 
 def load_target(
@@ -230,14 +245,21 @@ def load_target(
     folder = resolve(path_or_id)
     check_quantisation(read_config(folder), path_or_id, device)
     config = read_model_config(folder)
-    shapes = measure_kv_shapes(config)
+    if any((folder / name).exists() for name in WEIGHT_FILES):
+        num_mtp_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+        check_layers(weight_map(folder), config.get_text_config().num_hidden_layers, num_mtp_layers, folder / "config.json")
+    architecture = _inspect(config, folder)
+    shapes = architecture.kv_shapes
     longest = context_length(config, max_model_len, path_or_id)
-    model = _load_shard(folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
+    _check_shapes(architecture.tensors, config, folder)
+    ends = end_tokens(folder, config)
+    model = _load_shard(config, folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
     if model is None:
-        model = _load_weights(folder, path_or_id, dtype)
+        model = _load_weights(config, folder, path_or_id, dtype)
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = path_or_id
+    model.generation_config.eos_token_id = ends
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
@@ -296,22 +318,112 @@ def _adapt(target: TargetModel, max_model_len: int) -> None:
 
 
 def read_model_config(folder: Path) -> Any:
-    """transformers' config of a checkpoint. Raises CheckpointError."""
-    from huggingface_hub.errors import StrictDataclassError
+    """transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
     from transformers import AutoConfig
 
+    raw, file = read_config(folder), folder / "config.json"
+    if raw.get("model_type") is None:
+        raise CheckpointError(f"{file}: model_type is left out; it names the architecture, such as llama")
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, ImportError, StrictDataclassError) as error:
-        raise CheckpointError(f"transformers cannot read the config of {str(folder)!r}: {error}") from error
+        with explained(f"transformers cannot read the config of {str(folder)!r}"):
+            config = AutoConfig.from_pretrained(folder)
+    except CheckpointError as error:
+        raise _named(error, file, raw, _make_config) from error.__cause__
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < text.vocab_size:
+        log.warning("%s: pad_token_id is %s, which the vocabulary of %d does not have; it is not used", file, padding,
+                    text.vocab_size)  # fmt: skip
+        text.pad_token_id = None
+    return config
 
 
-def _load_shard(folder: Path, dtype: str, device: str, shard: Shard, kv_heads: Sequence[int]) -> Any | None:
+def _make_config(values: Mapping[str, Any]) -> Any:
+    """transformers' config of these values."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+def _named(
+    error: CheckpointError, file: Path, values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]
+) -> CheckpointError:
+    """The error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
+    with _quiet():
+        culprit = _culprit(values, make)
+    if not culprit:
+        return error
+    reason = cause(error.__cause__) if error.__cause__ else str(error)
+    return CheckpointError(f"{file}: {culprit}, which {file.parent.name} cannot be loaded with: {reason}")
+
+
+def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]) -> str:
+    """The first setting without which `make` works, with its value; empty if there is none, as for unknown architectures."""
+    for key in sorted(values.keys() - {"model_type"}):
+        try:
+            make({name: value for name, value in values.items() if name != key})
+        except Exception:
+            continue
+        inner = values[key]
+        if isinstance(inner, dict):
+            deeper = _culprit(inner, lambda rest, key=key: make({**values, key: rest}))  # type: ignore[misc]
+            return f"in {key} {deeper}" if deeper else f"{key} is {shown(inner)}"
+        return f"{key} is {shown(inner)}"
+    return ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block transformers logs errors only: what it reports of weights, errors of Eyas say in a line."""
+    from transformers.utils import logging as verbosity
+
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        verbosity.set_verbosity(before)
+
+
+def _inspect(config: Any, folder: Path) -> Architecture:
+    """`inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
+    try:
+        return inspect_architecture(config)
+    except CheckpointError as error:
+        if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
+            raise
+        raw = read_config(folder)
+        raise _named(error, folder / "config.json", raw, lambda values: _trace(_make_config(values))) from error.__cause__
+
+
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: Path) -> None:
+    """Raises CheckpointError for the first stored tensor whose shape or kind of numbers is not what the config implies.
+
+    Looks at tensors that have the architecture's own names; transformers renames others. Quantised ones have other shapes.
+    """
+    if quantisation(config):
+        return
+    stored = stored_shapes(folder)
+    for name, (shape, is_float) in sorted(stored.items(), key=lambda item: item[0] not in EMBEDDING_NAMES):
+        wanted = expected.get(name)
+        if wanted is not None and shape != wanted:
+            text = config.get_text_config()
+            sizes = [f"{key} {value}" for key in SIZES if (value := getattr(text, key, None)) in set(wanted) - set(shape)]
+            implied = f" ({', '.join(sizes)})" if sizes else ""
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} has shape {list(shape)}, but the config implies {list(wanted)}{implied}"
+            )
+        if not is_float and not TABLE.search(name) and (wanted is not None or TEXT_LAYER.fullmatch(name)):
+            raise CheckpointError(f"{folder}: {name} does not hold plain floating-point numbers, and the config names no "
+                                  "quantization_config")  # fmt: skip
+
+
+def _load_shard(config: Any, folder: Path, dtype: str, device: str, shard: Shard, kv_heads: Sequence[int]) -> Any | None:
     """transformers' model with this rank's part of the weights; None if the parts cannot be read from the files."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     architecture: Any = AutoModelForCausalLM
-    config, weights = read_model_config(folder), getattr(torch, dtype)
+    weights = getattr(torch, dtype)
     make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
     files = WeightFiles(folder, weights, device)
     model = load_shard(make_model, files, torch.device(device), shard, kv_heads)
@@ -319,31 +431,30 @@ def _load_shard(folder: Path, dtype: str, device: str, shard: Shard, kv_heads: S
         log.warning("%s: each rank reads all weights into memory before it takes its part", folder)
         return None
     log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
-def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
+def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any:
     """transformers' model with all of its weights."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True
-        )
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError) as error:
-        raise CheckpointError(f"transformers cannot load a causal LM from {path_or_id!r}: {error}") from error
-    model, report = loaded
-    if report["missing_keys"] or report["mismatched_keys"]:
-        raise CheckpointError(
-            f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "
-            f"{sorted(report['mismatched_keys'])}"
-        )
+    architecture: Any = AutoModelForCausalLM
+    no_defaults: Any = GenerationConfig
+    with explained(f"transformers cannot load a causal LM from {path_or_id!r}"), _quiet():
+        model, report = architecture.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
+            generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, shape, wanted = mismatched[0]
+        raise CheckpointError(f"{path_or_id!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(f"{path_or_id!r} lacks tensors that its config asks for: {shortened(missing)}")
+    if unused := sorted(name for name in report["unexpected_keys"] if not TABLE.search(name)):
+        log.warning("%s: its config asks for no tensor of the names %s; they are not used", path_or_id, shortened(unused))
     return model
 
 
@@ -357,13 +468,21 @@ def _check_attention(target: TargetModel) -> Tensor:
     kv_cache = target.new_kv_cache(4)
     rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
     segments = [Segment(rows + 1, rows, rows + start, none, None, rows[1:]) for start in (0, 2)]
-    try:
+    with explained(f"{name} does not work with packed rows over token slots"):
         logits = target.forward(target.pack(segments), kv_cache).logits
-    except MODEL_ERRORS as error:
-        raise CheckpointError(f"{name} does not work with packed rows over token slots: {error}") from error
     if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys):
         raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
+    _check_finite(target, logits)
     return logits
+
+
+def _check_finite(target: TargetModel, logits: Tensor) -> None:
+    """Raises CheckpointError for logits that are NaN or infinite, with the weights that are."""
+    if bool(torch.isfinite(logits).all()):
+        return
+    wrong = [name for name, weight in target.model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    what = f"{shortened(wrong)} hold NaN or infinity" if wrong else "its layers compute NaN or infinity"
+    raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
 
 
 def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
@@ -391,14 +510,29 @@ class AttentionCall:
     causal: bool
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """What a config builds: (key-value heads, head width) of every layer, and the shape of every parameter."""
+
+    kv_shapes: list[tuple[int, int]]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
 def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """(key-value heads, head width) of every layer, measured by a forward pass of the architecture without weights.
+    """(key-value heads, head width) of every layer, see `inspect_architecture`."""
+    return inspect_architecture(config).kv_shapes
+
+
+def inspect_architecture(config: Any) -> Architecture:
+    """What an architecture needs, measured by a forward pass without weights.
 
     Raises CheckpointError with the reason for an architecture that is not supported.
     """
     name = config.model_type
     _check_architecture(config)
-    calls = sorted(_record_calls(config), key=lambda call: call.layer)
+    with explained(f"{name} does not work with packed rows over token slots"):
+        found, model = _trace(config)
+    calls = sorted(found, key=lambda call: call.layer)
     missing = set(range(config.get_text_config().num_hidden_layers)) - {call.layer for call in calls}
     if missing:
         raise CheckpointError(f"{name}: layers {sorted(missing)} do not attend to the text through transformers' interface")
@@ -406,7 +540,8 @@ def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
         raise CheckpointError(f"{name}: a layer attends more than once, but Eyas keeps one set of keys per layer")
     for call in calls:
         _check_call(name, call)
-    return [(call.num_kv_heads, call.key_width) for call in calls]
+    shapes = [(call.num_kv_heads, call.key_width) for call in calls]
+    return Architecture(shapes, {own: tuple(weight.shape) for own, weight in model.named_parameters()})
 
 
 def _check_architecture(config: Any) -> None:
@@ -433,8 +568,8 @@ def _check_architecture(config: Any) -> None:
         raise CheckpointError(f"{name}: {architecture.__name__} does not go through transformers' attention interface")
 
 
-def _record_calls(config: Any) -> list[AttentionCall]:
-    """Every attention call of a forward pass of two rows on the meta device."""
+def _trace(config: Any) -> tuple[list[AttentionCall], Any]:
+    """Every attention call of a forward pass of two rows on the meta device, and the model."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)
@@ -443,15 +578,12 @@ def _record_calls(config: Any) -> list[AttentionCall]:
     bare.get_text_config().pad_token_id = None  # some look for padding among the tokens, which have no values here
     calls: list[AttentionCall] = []
     rows = torch.tensor([[0, 1]], device="meta")
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            architecture: Any = AutoModelForCausalLM
-            model = architecture.from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16)
-            pin_rotary(model, 0)
-            model.eval()(input_ids=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1], calls=calls)
-    except (*MODEL_ERRORS, ImportError) as error:
-        raise CheckpointError(f"{config.model_type} does not work with packed rows over token slots: {error}") from error
-    return calls
+    with torch.device("meta"), torch.inference_mode():
+        architecture: Any = AutoModelForCausalLM
+        model = architecture.from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16)
+        pin_rotary(model, 0)
+        model.eval()(input_ids=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1], calls=calls)
+    return calls, model
 
 
 def _recording_attention(

@@ -14,6 +14,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, default_method, features_fingerprint
 from eyas.errors import ConfigError, RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
+from eyas.models.file_values import get_setting
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.discovery.registry import lease_registry
@@ -76,7 +77,8 @@ def read_target(path_or_id: str) -> ModelInfo:
     """The target's fingerprint and sizes, from its config and samples of its weights. Raises CheckpointError."""
     config = read_target_config(resolve(path_or_id))
     fingerprint = target_fingerprint(path_or_id)
-    return ModelInfo("", fingerprint, int(config["vocab_size"]), int(config["max_position_embeddings"]))
+    vocab_size, longest = (get_setting(int, config, key, path_or_id) for key in ("vocab_size", "max_position_embeddings"))
+    return ModelInfo("", fingerprint, vocab_size, longest)
 
 
 def describe(model: DraftedModel, drafter: LocalDrafter, target: ModelInfo) -> DrafterInfo:

@@ -28,14 +28,15 @@ from eyas.models.checkpoint import (
     LM_HEAD_NAMES,
     check_device,
     check_tensors,
-    get_setting,
     read_target_config,
     read_tensor,
     read_tensors,
+    read_vocabulary,
     resolve,
     weight_map,
 )
 from eyas.models.cpu import optimize_for_cpu
+from eyas.models.file_values import get_setting
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
     Dialect,
@@ -412,9 +413,10 @@ def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32")
     target_config = read_target_config(folder)
     head = BlockHead(config, get_setting(int, target_config, "max_position_embeddings", folder))
     if config.hidden == config.target_hidden:
-        head.embed_tokens.weight.data.copy_(read_tensor(folder, EMBEDDING_NAMES))
+        shape = (config.vocab_size, config.target_hidden)
+        head.embed_tokens.weight.data.copy_(read_vocabulary(folder, EMBEDDING_NAMES, shape))
         if config.draft_vocab_size == config.vocab_size:
-            head.lm_head.weight.data.copy_(read_tensor(folder, LM_HEAD_NAMES))
+            head.lm_head.weight.data.copy_(read_vocabulary(folder, LM_HEAD_NAMES, shape))
     return head.to(getattr(torch, dtype))
 
 

@@ -8,18 +8,17 @@ Legend: B rows of a block, H draft hidden, C target hidden, V target vocabulary,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import get_setting, read_config, read_plain_config, weight_map
+from eyas.models.checkpoint import read_config, read_plain_config, weight_map
+from eyas.models.file_values import get_setting
 from eyas.models.heads.eagle_config import (
     SUPPORTED_ACTIVATIONS,
     HeadWiring,
     Settings,
-    nested_settings,
     read_rotary,
     recorded_wiring,
 )
@@ -92,8 +91,7 @@ class BlockHeadConfig(BackboneSizes):
 
 def find_kind(raw: Settings) -> BlockKind | None:
     """Which block head a config.json describes; None if none."""
-    inner = raw.get("dflash_config")
-    inner = inner if isinstance(inner, Mapping) else {}
+    inner = raw.get("dflash_config") or {}
     words = (
         *(raw.get("architectures") or ()), raw.get("speculators_model_type"), raw.get("projector_type"),
         inner.get("projector_type"), "dflash" if inner else "",
@@ -116,8 +114,8 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
     num_target_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
     num_layers = get_setting(int, head, "num_hidden_layers", source)
     windows = _windows(head, num_layers, source)
-    confidence = kind == "dspark" and _flag(head, "enable_confidence_head", source, False)
-    rank = _count(head, "markov_rank", source, 0) if kind == "dspark" else 0
+    confidence = kind == "dspark" and get_setting(bool, head, "enable_confidence_head", source, False)
+    rank = get_setting(int, head, "markov_rank", source, 0) if kind == "dspark" else 0
     config = BlockHeadConfig(
         **vars(sizes),
         kind=kind,
@@ -127,20 +125,21 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
         vocab_size=vocab_size,
         draft_vocab_size=get_setting(int, head, "draft_vocab_size", source, vocab_size),
         block_size=get_setting(int, head, "block_size", source),
-        mask_token_id=_count(head, "mask_token_id", source),
+        mask_token_id=get_setting(int, head, "mask_token_id", source),
         rotary=read_rotary(head, source),
         max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
         wiring=wiring or recorded_wiring(raw, source) or _stated_wiring(head, kind, raw, num_target_layers, source),
         windows=windows,
-        causal_windows=any(windows) and not _flag(head, "sliding_window_non_causal", source, kind != "dflash"),
-        attention_bias=any(name.endswith("q_proj.bias") for name in names) or _flag(head, "attention_bias", source, False),
+        causal_windows=any(windows) and not get_setting(bool, head, "sliding_window_non_causal", source, kind != "dflash"),
+        attention_bias=any(name.endswith("q_proj.bias") for name in names)
+        or get_setting(bool, head, "attention_bias", source, False),
         markov_rank=rank,
         markov_kind=_markov_kind(head, source) if rank else "vanilla",
         confidence=confidence,
-        confidence_with_markov=confidence and _flag(head, "confidence_head_with_markov", source, False),
+        confidence_with_markov=confidence and get_setting(bool, head, "confidence_head_with_markov", source, False),
         **(_dflash2_settings(head, source) if kind == "dflash2" else {}),
         multiplier=get_setting(float, head, "output_multiplier", source, 1.0),
-        softcap=_real(head, "final_logit_softcapping", source),
+        softcap=get_setting(float, head, "final_logit_softcapping", source, 0.0),
     )
     _check(config, head, target, folder)
     return config
@@ -160,7 +159,7 @@ def canonical_name(name: str) -> str:
 
 def _flatten(raw: Settings) -> dict[str, Any]:
     """The settings of any dialect on one level, without those that are null. Inner ones of `dflash_config` come first."""
-    layers = (nested_settings(raw, "transformer_layer_config"), raw, nested_settings(raw, "dflash_config"))
+    layers = (raw.get("transformer_layer_config") or {}, raw, raw.get("dflash_config") or {})
     return {key: value for settings in layers for key, value in settings.items() if value is not None}
 
 
@@ -194,7 +193,7 @@ def _stated_wiring(head: Settings, kind: BlockKind, raw: Settings, num_layers: i
             f"{num_layers - first}, the target has {num_layers} layers"
         )
     # DFlash as DeepSpec trains it is a DSpark architecture without a Markov head
-    from_anchor = _flag(head, "sample_from_anchor", source, kind == "dspark")
+    from_anchor = get_setting(bool, head, "sample_from_anchor", source, kind == "dspark")
     return HeadWiring(tuple(i + first for i in ids), sample_from_anchor=from_anchor)
 
 
@@ -223,31 +222,13 @@ def _markov_kind(head: Settings, source: Path) -> MarkovKind:
     return cast(MarkovKind, kind)
 
 
-def _flag(head: Settings, key: str, source: Path, default: bool) -> bool:
-    value = head.get(key, default)
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be true or false")
-    return value
-
-
-def _count(head: Settings, key: str, source: Path, default: int | None = None) -> int:
-    """A whole number from 0; 0 is a value like others."""
-    value = head.get(key, default)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a whole number from 0")
-    return value
-
-
-def _real(head: Settings, key: str, source: Path) -> float:
-    return get_setting(float, head, key, source) if head.get(key) else 0.0
-
-
 def _check(c: BlockHeadConfig, head: Settings, target: Settings, folder: Path) -> None:
     """Raises CheckpointError unless the head was made for this target and holds together."""
-    check_target(folder, (c.target_hidden, target["hidden_size"]), (c.vocab_size, target["vocab_size"]))
+    check_target(folder, target, c.target_hidden, c.vocab_size)
+    num_layers = get_setting(int, target, "num_hidden_layers", "the target's config.json")
     problems = {
-        f"num_target_layers is {c.num_target_layers}, but this target has {target['num_hidden_layers']} layers": (
-            c.num_target_layers != target["num_hidden_layers"]
+        f"num_target_layers is {c.num_target_layers}, but this target has {num_layers} layers": (
+            c.num_target_layers != num_layers
         ),
         f"hidden_act is {head.get('hidden_act')!r}; Eyas supports silu only": (
             head.get("hidden_act") not in SUPPORTED_ACTIVATIONS

@@ -26,15 +26,17 @@ from eyas.models.checkpoint import (
     WIRING_KEY,
     check_device,
     check_tensors,
-    get_setting,
+    explained,
     read_target_config,
     read_tensor,
     read_tensors,
+    read_vocabulary,
     resolve,
     weight_map,
 )
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
 from eyas.models.cpu_decoder import CpuStack
+from eyas.models.file_values import get_setting
 from eyas.models.fused import HeadLayout, RMSNorm
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
@@ -288,7 +290,7 @@ def head_rotary(config: BackboneSizes, length: int) -> Tensor:
         return default_rotary_table(config.rotary["rope_theta"], config.head_dim, length)
     from transformers import LlamaConfig
 
-    try:
+    with explained(f"the head's RoPE is {dict(config.rotary)}, which transformers cannot use"):
         llama = LlamaConfig(
             hidden_size=config.num_heads * config.head_dim,
             num_attention_heads=config.num_heads,
@@ -297,8 +299,6 @@ def head_rotary(config: BackboneSizes, length: int) -> Tensor:
             rope_parameters=dict(config.rotary),
         )
         return rotary_table(llama, length)
-    except KeyError as error:
-        raise CheckpointError(f"the head's RoPE is {dict(config.rotary)}, which transformers cannot use: {error}") from error
 
 
 def load_head(
@@ -328,8 +328,9 @@ def load_head(
     if "d2t" in tensors:
         check_draft_vocabulary(config.vocab_size, tensors, folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if embedding is None else embedding
-    lm_head = read_tensor(target_folder, LM_HEAD_NAMES) if lm_head is None else lm_head
+    shape = (config.vocab_size, config.target_hidden)
+    embedding = read_vocabulary(target_folder, EMBEDDING_NAMES, shape) if embedding is None else embedding
+    lm_head = read_vocabulary(target_folder, LM_HEAD_NAMES, shape) if lm_head is None else lm_head
     to = getattr(torch, dtype)
     cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     max_model_len = get_setting(int, target_config, "max_position_embeddings", target_folder)

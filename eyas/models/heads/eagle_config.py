@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, get_setting, read_plain_config, weight_map
+from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, read_plain_config, weight_map
+from eyas.models.file_values import get_setting, shown
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
@@ -80,21 +81,13 @@ def _flatten(config: Settings) -> dict[str, Any]:
     `aux_hidden_state_layers` of the result, they count inputs.
     """
     stated = {key: value for key, value in config.items() if value is not None}
-    flat = {**nested_settings(config, "transformer_layer_config"), **stated}
-    nested = nested_settings(config, "eagle_config")
-    layers = next((nested[key] for key in LAYER_ID_KEYS if nested.get(key)), None)
-    if isinstance(layers, list) and layers[0] == 1 and all(isinstance(layer, int) for layer in layers):
+    flat = {**(config.get("transformer_layer_config") or {}), **stated}
+    nested = config.get("eagle_config") or {}
+    layers = next((nested[key] for key in LAYER_ID_KEYS if nested.get(key) is not None), None)
+    if isinstance(layers, list) and layers[:1] == [1] and all(isinstance(layer, int) for layer in layers):
         layers = [layer + 1 for layer in layers]
-    layers = layers or next((flat[key] for key in LAYER_ID_KEYS if flat.get(key)), None)
+    layers = next((flat[key] for key in LAYER_ID_KEYS if flat.get(key) is not None), None) if layers is None else layers
     return {**flat, "aux_hidden_state_layers": layers}
-
-
-def nested_settings(config: Settings, key: str) -> Settings:
-    """The mapping under `key`, empty if there is none. Raises CheckpointError for anything else."""
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{key} in the head's config.json is {found!r}; it must be a mapping")
-    return found
 
 
 def _output(head: Settings, names: set[str], source: Path) -> Output:
@@ -160,8 +153,8 @@ def find_eagle_kind(folder: Path) -> Kind | None:
 
 def trained_depth(raw: Settings) -> int:
     """Levels that a P-EAGLE head was made for: those that its config states (ours, vLLM speculators), else the paper's."""
-    if isinstance(depth := raw.get(DEPTH_KEY), int) and depth > 0:
-        return depth
+    if (depth := raw.get(DEPTH_KEY)) is not None:
+        return int(depth)
     match raw.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": int(depth)}, *_]} if depth > 0:
             return depth
@@ -246,12 +239,14 @@ def _stated_wiring(head: Settings, kind: Kind, names: set[str], target: Settings
     if kind == "eagle":
         return HeadWiring((FINAL_NORM_OUTPUT,), output="bare")
     num_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
-    layers = head.get("aux_hidden_state_layers") or (2, num_layers // 2, num_layers - 3)
-    if not isinstance(layers, list | tuple) or not all(type(layer) is int and 0 <= layer <= num_layers for layer in layers):
-        given = "is" if head.get("aux_hidden_state_layers") else "is left out, which means"
+    stated = head.get("aux_hidden_state_layers")
+    layers = (2, num_layers // 2, num_layers - 3) if stated is None else stated
+    ids = layers if isinstance(layers, list | tuple) else ()
+    if not ids or not all(type(layer) is int and 0 <= layer <= num_layers for layer in ids):
+        given = "is left out, which means" if stated is None else "is"
         raise CheckpointError(
-            f"{source}: eagle_aux_hidden_state_layer_ids {given} {layers!r}; it must be a list of layer numbers from 0 to "
-            f"{num_layers}, which is the state behind the target's last layer"
+            f"{source}: eagle_aux_hidden_state_layer_ids {given} {shown(layers)}; it must be a list of layer numbers from 0 "
+            f"to {num_layers}, which is the state behind the target's last layer"
         )
     norm_before_residual = get_setting(bool, head, "norm_before_residual", source, False)
     return HeadWiring(tuple(layers), norm_before_residual, _output(head, names, source))
@@ -268,8 +263,6 @@ def _input_norms(head: Settings, names: set[str], source: Path) -> InputNorms:
 def read_rotary(head: Settings, source: Path) -> dict[str, Any]:
     """The head's own base and scaling; those of the target do not apply."""
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{source}: rope_scaling is {found!r}; it must be a mapping")
     parameters = {**found, "rope_theta": get_setting(float, {**head, **found}, "rope_theta", source, 10000.0)}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
     return parameters
@@ -277,7 +270,7 @@ def read_rotary(head: Settings, source: Path) -> dict[str, Any]:
 
 def _check(config: EagleHeadConfig, head: Settings, target: Settings, folder: Path) -> None:
     """Raises CheckpointError unless the head was made for this target and has an activation that Eyas supports."""
-    check_target(folder, (config.target_hidden, target["hidden_size"]), (config.vocab_size, target["vocab_size"]))
+    check_target(folder, target, config.target_hidden, config.vocab_size)
     if config.kind == "eagle" and config.hidden != config.target_hidden:
         raise CheckpointError(
             f"{folder} is {config.hidden} wide, its target {config.target_hidden}; an EAGLE-1 head is as wide as its target"
@@ -309,10 +302,11 @@ def tensor_shapes(c: EagleHeadConfig) -> Shapes:
 
 
 def optional_tensors(c: EagleHeadConfig) -> set[str]:
-    """Tensors that may be absent: the target's embedding is used, the vocabulary is whole, or no norm is needed."""
+    """Tensors that may be absent: the target's are used, the vocabulary is whole, or no norm is needed."""
     return (
         {"t2d"}
         | ({"embed_tokens.weight"} if c.hidden == c.target_hidden else set())
+        | ({"lm_head.weight"} if c.hidden == c.target_hidden and c.draft_vocab_size == c.vocab_size else set())
         | ({"d2t"} if c.draft_vocab_size == c.vocab_size else set())
         | ({"norm.weight"} if c.wiring.output == "bare" else set())
     )

@@ -20,13 +20,13 @@ from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     check_device,
     check_tensors,
-    get_setting,
     read_plain_config,
     read_target_config,
-    read_tensor,
     read_tensors,
+    read_vocabulary,
     resolve,
 )
+from eyas.models.file_values import get_setting
 from eyas.models.heads.layers import (
     DraftLayer,
     LayerSizes,
@@ -48,8 +48,8 @@ HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 ARCHITECTURES = ("mlp", "prefix-mlp")
 # As the authors spell it.
 PREFIX = "prefix_embeding_layer."
-# They came along in training and are not used.
-PREFIX_OPTIONAL = frozenset({f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"})
+# It came along in training and is not used.
+PREFIX_OPTIONAL = frozenset({f"{PREFIX}embed_tokens.weight"})
 
 
 class HydraHead(nn.Module):
@@ -165,7 +165,7 @@ def load_hydra(
     _repeat_blocks(tensors, config)
     check_tensors(tensors, expected, optional, folder)
     embedding = tensors.pop("input_embed_fn.weight", None)
-    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if embedding is None else embedding
+    embedding = read_vocabulary(target_folder, EMBEDDING_NAMES, (vocab, hidden)) if embedding is None else embedding
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target_folder) if prefix_sizes else None
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
@@ -222,7 +222,6 @@ def _shapes(c: HydraConfig, hidden: int, vocab: int, draft_vocab: int) -> Shapes
 def _prefix_shapes(sizes: LayerSizes, vocab: int) -> Shapes:
     layer = layer_shapes(sizes, sizes.hidden) | {
         "input_layernorm.weight": (sizes.hidden,),
-        "self_attn.rotary_emb.inv_freq": (sizes.head_dim // 2,),
     }
     shapes = {f"layers.0.{name}": shape for name, shape in layer.items()}
     shapes |= {"norm.weight": (sizes.hidden,), "embed_tokens.weight": (vocab, sizes.hidden)}

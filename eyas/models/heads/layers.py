@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import get_setting
 from eyas.models.cpu import PackedProduct
+from eyas.models.file_values import get_setting
 from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.
@@ -103,9 +103,10 @@ def layer_shapes(sizes: LayerSizes, width: int) -> Shapes:
     }
 
 
-def check_target(source: Path, hidden: tuple[int, int], vocab_size: tuple[int, int]) -> None:
-    """Raises CheckpointError unless the sizes for which a head was made are those of its target: (head's, target's)."""
-    for what, (own, needed) in (("hidden size", hidden), ("vocabulary size", vocab_size)):
+def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_size: int) -> None:
+    """Raises CheckpointError unless the sizes for which a head was made are those of its target's config.json."""
+    for what, key, own in (("hidden size", "hidden_size", hidden), ("vocabulary size", "vocab_size", vocab_size)):
+        needed = get_setting(int, target, key, "the target's config.json")
         if own != needed:
             raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
 
@@ -350,12 +351,13 @@ def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, sou
     """
     for output in (tensor for name, tensor in tensors.items() if "lm_head" in name and tensor.dim() == 2):
         rows = vocab_size if "token_map" in tensors else len(output)
-        check_target(source, (output.shape[1], hidden), (rows, vocab_size))
+        check_target(source, {"hidden_size": hidden, "vocab_size": vocab_size}, output.shape[1], rows)
     token_map = tensors.pop("token_map", None)
     if token_map is None:
         return torch.arange(vocab_size)
     ids = token_map.long()
-    if ids.dim() != 1 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != len(ids):
+    is_row = ids.dim() == 1 and len(ids) > 0
+    if not is_row or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != len(ids):
         raise CheckpointError(f"{source}: token_map does not map draft ids to distinct target ids below {vocab_size}")
     for name, tensor in tensors.items():
         if "lm_head" in name and len(tensor) == vocab_size:

@@ -17,12 +17,12 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     check_device,
     check_tensors,
-    get_setting,
     read_plain_config,
     read_target_config,
     read_tensors,
     resolve,
 )
+from eyas.models.file_values import get_setting
 from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -152,4 +152,6 @@ def _count(tensors: Mapping[str, Tensor], pattern: str, source: Path) -> int:
             f"{source} holds no Medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight, "
             f"found {', '.join(sorted(tensors)[:3]) or 'none'}"
         )
+    if max(found) >= len(tensors):  # a number that no file of this size can have made
+        raise CheckpointError(f"{source} names a Medusa head or layer {max(found)}, but holds {len(tensors)} tensors")
     return max(found) + 1

@@ -27,10 +27,10 @@ Written = tuple[dict[str, Any], Tensors]
 def random_tensors(
     config: EagleHeadConfig, seed: int = 0, shipped: tuple[str, ...] = ("d2t", "t2d", "norm.weight")
 ) -> Tensors:
-    """Weights for `config`: all required tensors, and the optional ones in `shipped`."""
+    """Weights for `config`: all required tensors, lm_head, and the optional ones in `shipped`."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
-    absent = optional_tensors(config) - set(shipped)
+    absent = optional_tensors(config) - {*shipped, "lm_head.weight"}
     tensors = {name: _random(name, shape, generator) for name, shape in tensor_shapes(config).items() if name not in absent}
     if "d2t" in tensors:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
