@@ -199,9 +199,11 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
 def read_vocabulary(folder: Path, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
     """The embedding or lm_head of a target, [V, C], for a head without its own. Raises CheckpointError for another shape."""
     tensor = read_tensor(folder, names)
-    if tuple(tensor.shape) != shape or (problem := _wrong_numbers(names[0], tensor)):
-        found = f"has shape {list(tensor.shape)}" if tuple(tensor.shape) != shape else problem
-        raise CheckpointError(f"{folder}: {names[0]} {found}; the head needs {list(shape)} of the target")
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{folder}: {names[0]} has shape {list(tensor.shape)} and dtype {tensor.dtype}; the head needs floating-point "
+            f"numbers of shape {list(shape)}"
+        )
     return tensor
 
 
@@ -464,8 +466,13 @@ def _wrong_numbers(name: str, tensor: Tensor) -> str:
         return f"{name} has dtype {tensor.dtype}, expected whole numbers" if tensor.is_floating_point() else ""
     if not tensor.is_floating_point():
         return f"{name} has dtype {tensor.dtype}, expected floating-point numbers"
-    is_finite = bool(torch.isfinite(tensor if tensor.itemsize > 1 else tensor.float()).all())
-    return "" if is_finite else f"{name} holds NaN or infinity"
+    return "" if is_finite(tensor) else f"{name} holds NaN or infinity"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite. A sum is several times faster than a look at each; it may only overflow."""
+    plain = tensor if tensor.itemsize > 1 else tensor.float()
+    return bool(plain.sum(dtype=torch.float32).isfinite()) or bool(plain.isfinite().all())
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ from eyas.models.checkpoint import (
     context_length,
     end_tokens,
     explained,
+    is_finite,
     quantisation,
     read_config,
     read_kv_scales,
@@ -478,9 +479,9 @@ def _check_attention(target: TargetModel) -> Tensor:
 
 def _check_finite(target: TargetModel, logits: Tensor) -> None:
     """Raises CheckpointError for logits that are NaN or infinite, with the weights that are."""
-    if bool(torch.isfinite(logits).all()):
+    if is_finite(logits):
         return
-    wrong = [name for name, weight in target.model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    wrong = [name for name, weight in target.model.named_parameters() if not is_finite(weight)]
     what = f"{shortened(wrong)} hold NaN or infinity" if wrong else "its layers compute NaN or infinity"
     raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
 
