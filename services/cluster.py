@@ -264,6 +264,7 @@ def running_cluster(
             if service.name == "router":
                 address = f"{_reachable(host)}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
+                service = service.add("ready_without_verifiers=false")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log = logs / f"{service.name}.log"

@@ -224,12 +224,14 @@ class RouterConfig(ServiceConfig):
         models: the served models.
         request_timeout_s: maximum seconds of a request without a deadline of its own.
         stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
+        ready_without_verifiers: answer /ready with 200 before a first verifier is found. `eyas serve` sets false.
         server: gRPC server; http: HTTP server; api_keys, tls and limits apply to both.
     """
 
     models: tuple[ServedModel, ...]
     request_timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
+    ready_without_verifiers: bool = True
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)

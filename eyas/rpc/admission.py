@@ -12,10 +12,10 @@ import logging
 import os
 import resource
 import socket
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
@@ -37,6 +37,8 @@ MAX_OPEN_REQUEST_BYTES = 1024
 MAX_OPEN_CALLS_PER_ADDRESS = 256
 
 SWEEP_INTERVAL_S = 1.0
+# For Redis, the workers' channels, files and threads.
+RESERVED_DESCRIPTORS = 128
 _MIN_READS = 4
 _TOKEN_ID_BYTES = 5
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
@@ -94,11 +96,21 @@ def close_surplus_connections(port: int, most: int) -> int:
     return num_closed
 
 
-def allow_descriptors() -> int:
-    """Let this process open as many files as its hard limit allows; returns how many."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return sys.maxsize if most == resource.RLIM_INFINITY else most
+def fit_descriptors(limits: LimitsConfig, num_servers: int) -> LimitsConfig:
+    """Return limits whose connections leave this process file descriptors for its other work.
+
+    The process may then open as many files as its hard limit allows. num_servers: that take connections.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = max((hard - RESERVED_DESCRIPTORS) // num_servers, 1)
+    if hard == resource.RLIM_INFINITY or most >= limits.max_connections:
+        return limits
+    log.warning(
+        "this process may open %d files, so each server takes %d connections instead of limits.max_connections %d",
+        hard, most, limits.max_connections,
+    )  # fmt: skip
+    return replace(limits, max_connections=most)
 
 
 def _duplicate(descriptor: int) -> socket.socket:
@@ -224,11 +236,6 @@ class Admission:
     async def limit_connections(self, port: int) -> None:
         """Close what an address has of connections to a port beyond the limit, until cancelled."""
         most = self.limits.max_connections_per_peer
-        if (allowed := allow_descriptors()) <= most:
-            log.warning(
-                "this process may open %d files, so limits.max_connections_per_peer %d is never reached; raise `ulimit -n`",
-                allowed, most,
-            )  # fmt: skip
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:

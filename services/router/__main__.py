@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from eyas.chat_template import load_template
 from eyas.config import RouterConfig, TlsConfig
 from eyas.errors import ConfigError
-from eyas.rpc.admission import Admission
+from eyas.rpc.admission import Admission, fit_descriptors
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.probing import build_discovery
@@ -67,7 +67,8 @@ async def build_router(
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
         service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces)
         interval_s = config.registry.heartbeat_interval_s / 4
-        readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry)
+        needs_verifier = not config.ready_without_verifiers
+        readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry, needs_verifier)
         try:
             http = build_app(service, templates, readiness, keys, traces, config.http, admission)
             operations = build_operations_app(readiness, http)
@@ -82,14 +83,15 @@ async def build_router(
 async def run(config: RouterConfig) -> None:
     """Serve until the process is stopped."""
     keys = load_api_keys(config.api_keys)
-    admission = Admission(config.limits, has_keys=bool(config.api_keys.env or config.api_keys.file))
+    limits = fit_descriptors(config.limits, num_servers=2 + (config.http.operations_port is not None))
+    admission = Admission(limits, has_keys=bool(config.api_keys.env or config.api_keys.file))
     server = RpcServer(config.server, server_credentials(config.tls), keys.check, admission=admission)
     async with build_router(config, server.set_serving, keys, admission) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
-        listeners = [HttpServer(router.http, config.http, config.tls, config.limits)]
+        listeners = [HttpServer(router.http, config.http, config.tls, limits)]
         if config.http.operations_port is not None:
             own = replace(config.http, host=config.http.operations_host, port=config.http.operations_port)
-            listeners.append(HttpServer(router.operations, own, TlsConfig(), config.limits))
+            listeners.append(HttpServer(router.operations, own, TlsConfig(), limits))
 
         def end_calls() -> None:
             router.end_calls()

@@ -297,7 +297,8 @@ class ReadinessMonitor:
     then get 503 with Retry-After from a router without verifiers, instead of a closed port. Only its Generation service is
     NOT_SERVING meanwhile.
 
-    set_serving: see RpcServer. registry: holds the sessions; None without one.
+    set_serving: see RpcServer. registry: holds the sessions; None without one. needs_verifier: it is not ready before it
+    has reached a first verifier, as one that is started together with its only verifier.
     reason: why the router takes no requests; empty while it does.
     """
 
@@ -306,6 +307,7 @@ class ReadinessMonitor:
     workers: WorkerPool
     interval_s: float
     registry: Registry | None = None
+    needs_verifier: bool = False
     reason: str = field(default="the router is starting", init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -339,7 +341,7 @@ class ReadinessMonitor:
             outage = self.discovery.outage
             self.reason = "the discovery of verifiers has not answered yet" + (f": {outage}" if outage else "")
         elif self.reason:
-            is_ready = self.workers.reachable or not self.discovery.known("verifier")
+            is_ready = self.workers.reachable or not (self.needs_verifier or self.discovery.known("verifier"))
             self.reason = "" if is_ready else "no verifier can be reached"
         unavailable = (GENERATION_SERVICE,) if self.outage else ()
         await self.set_serving(not self.reason, *unavailable)

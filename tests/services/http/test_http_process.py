@@ -86,6 +86,29 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
     asyncio.run(body())
 
 
+def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
+    """As `eyas serve` starts it."""
+
+    async def body() -> None:
+        async with process(url, "ready_without_verifiers=false") as child:
+            base = await base_url(child)
+            async with asyncio.timeout(60):
+                while (answer := await get(base, "/ready")).json().get("reason") != "no verifier can be reached":
+                    await asyncio.sleep(0.02)
+            assert answer.status_code == 503
+            assert (await get(base, "/live")).status_code == 200
+            async with worker(url, Script(TOKENS)):
+                await ready(base)
+                models = (await get(base, "/v1/models")).json()["data"]
+                assert [model["id"] for model in models] == ["demo"]
+            async with asyncio.timeout(60):
+                while (await get(base, "/health")).status_code == 200:
+                    await asyncio.sleep(0.02)
+            assert (await get(base, "/ready")).status_code == 200
+
+    asyncio.run(body())
+
+
 def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
     """One process for both."""
     private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
