@@ -8,6 +8,7 @@ calls that still run or wait with an error that says when to retry. A second sig
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import signal
@@ -32,6 +33,7 @@ from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import repeat
 from eyas.services.discovery.registry import Registry
+from eyas.services.watchdog import Watchdog
 from eyas.telemetry.logging import configure_logging
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -211,7 +213,12 @@ class ProcessRunner:
     """Implements ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service.
 
     The second one meets the default handler. Memory that is freed goes back to the system from time to time.
+    stuck_exit_timeout_s: once ready, the process ends if its event loop has not run for so long; None watches nothing.
     """
+
+    def __init__(self, stuck_exit_timeout_s: float | None = None) -> None:
+        self._stuck_exit_timeout_s = stuck_exit_timeout_s
+        self._watchdog: Watchdog | None = None
 
     @contextmanager
     def stop_requested(self) -> Iterator[asyncio.Event]:
@@ -234,11 +241,15 @@ class ProcessRunner:
         finally:
             trimming.cancel()
             restore()
+            if self._watchdog is not None:
+                self._watchdog.stop()
 
     def ready(self, address: str) -> None:
         # What a service has loaded stays to its end. Each full garbage collection would visit it, 100 ms in a router.
         gc.collect()
         gc.freeze()
+        if self._stuck_exit_timeout_s is not None:
+            self._watchdog = Watchdog(asyncio.get_running_loop(), self._stuck_exit_timeout_s)
         log.info("serving on %s", address)
 
 
@@ -257,6 +268,7 @@ def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any
     ) -> None:
         """Run this service until SIGTERM or SIGINT."""
         share_heaps()
+        faulthandler.enable(file=2)  # a crash in native code leaves the stacks of all threads on stderr
         configure_logging()
         try:
             settings = load(kind, config, assignments or ())

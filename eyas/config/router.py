@@ -225,6 +225,8 @@ class RouterConfig(ServiceConfig):
         request_timeout_s: maximum seconds of a request without a deadline of its own.
         stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
         ready_without_verifiers: answer /ready with 200 before a first verifier is found. `eyas serve` sets false.
+        stuck_loop_exit_timeout_s: seconds after which an event loop that does not run, or an interpreter that is held, ends
+            the process, so that its supervisor starts another one.
         server: gRPC server; http: HTTP server; api_keys, tls and limits apply to both.
     """
 
@@ -232,6 +234,7 @@ class RouterConfig(ServiceConfig):
     request_timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
     ready_without_verifiers: bool = True
+    stuck_loop_exit_timeout_s: float = 60.0
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -242,3 +245,4 @@ class RouterConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
+        above_zero(stuck_loop_exit_timeout_s=self.stuck_loop_exit_timeout_s)

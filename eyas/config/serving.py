@@ -201,13 +201,20 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ServiceConfig):
-    """What verifier and draft service share. threads: number of CPU threads of torch; 0 takes what
-    `eyas.tensors.use_threads` says."""
+    """What verifier and draft service share.
+
+    Attributes:
+        threads: number of CPU threads of torch; 0 takes what `eyas.tensors.use_threads` says.
+        stuck_step_exit_timeout_s: seconds after which an interpreter that is held, or a verifier's step that has not ended,
+            ends the process, so that its supervisor starts another one.
+    """
 
     threads: int = 0
+    stuck_step_exit_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
+        above_zero(stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
         require(
             not self.peers.ca_file or bool(self.peers.cert_file),
             "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
@@ -257,7 +264,6 @@ class VerifierConfig(WorkerConfig):
         max_pending_bytes: bytes of output that routers have not read yet, of all requests together. A request may hold as
             many as are free. The router sends one that held more again, from the token that its client has reached.
         stuck_step_timeout_s: seconds after which a step that has not ended fails all requests and makes health NOT_SERVING.
-        stuck_step_exit_timeout_s: seconds after which it ends the process, so that its supervisor starts another one.
     """
 
     served_model_name: str
@@ -272,7 +278,6 @@ class VerifierConfig(WorkerConfig):
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
     max_pending_bytes: int = 2**28
     stuck_step_timeout_s: float = 60.0
-    stuck_step_exit_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

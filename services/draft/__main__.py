@@ -24,6 +24,7 @@ from eyas.services.draft.worker import DraftWorker
 from eyas.services.lifecycle import (
     WORKER_SERVICE,
     AnnouncedWorker,
+    ProcessRunner,
     ServiceRunner,
     WorkerRegistration,
     serve,
@@ -59,6 +60,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
         )
         drafters.append((drafter, describe(model, drafter, read_once(model.model))))
     with telemetry(config.telemetry, "draft") as own:
+        runner = runner or ProcessRunner(config.stuck_step_exit_timeout_s)
         await serve_drafters(config, drafters, DraftTelemetry(own), runner)
 
 

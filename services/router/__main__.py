@@ -16,7 +16,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.probing import build_discovery
 from eyas.services.discovery.registry import session_registry
-from eyas.services.lifecycle import serve, service_app
+from eyas.services.lifecycle import ProcessRunner, serve, service_app
 from eyas.services.router.auth import ApiKeys, load_api_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
@@ -98,7 +98,8 @@ async def run(config: RouterConfig) -> None:
             for listener in listeners:
                 listener.end_requests()
 
-        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, listeners, end_calls=end_calls)
+        runner = ProcessRunner(config.stuck_loop_exit_timeout_s)
+        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, listeners, runner, end_calls)
 
 
 app = service_app(RouterConfig, run)

@@ -38,6 +38,7 @@ from eyas.services.discovery.registry import lease_registry
 from eyas.services.lifecycle import (
     WORKER_SERVICE,
     AnnouncedWorker,
+    ProcessRunner,
     Registration,
     ServiceRunner,
     WorkerRegistration,
@@ -71,14 +72,12 @@ async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> No
     workers.register_failure_callback(end_in_time)
     try:
         with telemetry(config.telemetry, "verifier") as own:
-            await serve_rank_0(config, workers, own, runner)
+            await serve_rank_0(config, workers, own, runner or ProcessRunner(config.stuck_step_exit_timeout_s))
     finally:
         workers.close()
 
 
-async def serve_rank_0(
-    config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner | None
-) -> None:
+async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner) -> None:
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
     method = default_method(config.method, config.draft_model)

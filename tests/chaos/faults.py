@@ -162,7 +162,7 @@ class Injector:
         rng, mortal = self.rngs[witness.kind], [member for member in victims if member is not witness]
         if rng.random() >= kill_ratio:
             victim = rng.choice(victims)
-            await self.hit(victim, rng.choice([action for action in LASTING if victim in mortal or action is not vanish]))
+            await self.hit(victim, rng.choice([*LASTING, *(ENDING if victim in mortal else ())]))
         elif mortal and not quota.reached:
             await self.hit(rng.choice(mortal), kill_member)
             quota.done += 1
@@ -171,7 +171,7 @@ class Injector:
         while True:
             await asyncio.sleep(self.rngs["redis"].uniform(5, 25))
             if self.fleet.redis.ready_at is not None:
-                await self.hit(self.fleet.redis, self.rngs["redis"].choice((kill_for_a_while, empty, *LASTING)))
+                await self.hit(self.fleet.redis, self.rngs["redis"].choice((kill_for_a_while, empty, vanish, *LASTING)))
 
     async def hit(self, member: Member, action: Action) -> None:
         """Do one thing to a member and note it."""
@@ -269,8 +269,16 @@ async def empty(injector: Injector, member: Member) -> None:
             await client.flushall()
 
 
-LASTING: Sequence[Action] = (vanish, pause, reset, half_open, partition, delay, lose, corrupt)
+async def freeze(injector: Injector, member: Member) -> None:
+    """A regular expression holds the interpreter until the watchdog ends the process. It starts again at once."""
+    await member.freeze()
+    injector.restart(member)
+
+
+LASTING: Sequence[Action] = (pause, reset, half_open, partition, delay, lose, corrupt)
+ENDING: Sequence[Action] = (vanish, freeze)
 NAMES: Mapping[Action, str] = {
     kill_member: "kill -9", kill_for_a_while: "down", vanish: "power cut", pause: "SIGSTOP", reset: "connection reset",
     half_open: "half-open", partition: "partition", delay: "delay", lose: "loss", corrupt: "corruption", empty: "emptied",
+    freeze: "freeze",
 }  # fmt: skip

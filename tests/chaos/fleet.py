@@ -33,6 +33,8 @@ HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
 VOCAB_SIZE, MAX_KV_TOKENS, MAX_NUM_SEQS = 512, 8192, 16
 PORTS = range(15_000, 32_000)
 MAX_CLOCK_SKEW_S = 7 * 86400.0
+# After the first a frozen worker ends itself; the second is how long that may take on a busy machine.
+STUCK_EXIT_TIMEOUT_S, FREEZE_TIMEOUT_S = 5.0, 60.0
 READY_TIMEOUT_S, POLL_INTERVAL_S, LEASE_INTERVAL_S, END_INTERVAL_S = 60.0, 0.02, 0.1, 0.002
 TREE = ("tree.num_draft_tokens=8", "tree.num_steps=3", "tree.top_k=3")
 
@@ -108,8 +110,16 @@ class Member:
 
     async def kill(self) -> None:
         """End the process by SIGKILL and wait for its end."""
+        await self._end_by(signal.SIGKILL)
+
+    async def freeze(self) -> None:
+        """Freeze the interpreter and wait until the process has ended by itself. Raises TimeoutError."""
+        async with asyncio.timeout(FREEZE_TIMEOUT_S):
+            await self._end_by(signal.SIGUSR1)
+
+    async def _end_by(self, number: signal.Signals) -> None:
         self.ready_at = None
-        self.signal(signal.SIGKILL)
+        self.signal(number)
         process, self.process = self.process, None
         while process is not None and process.is_alive():
             await asyncio.sleep(END_INTERVAL_S)
@@ -271,8 +281,10 @@ def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], 
     ports = _free_ports()
     fleet = Fleet(settings, folder, tls, random.Random(seed), ports, next(ports))
     fleet.add_redis()
-    worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *TREE)
+    stuck = f"stuck_step_exit_timeout_s={STUCK_EXIT_TIMEOUT_S}"
+    worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", stuck, *TREE)
     engine = (
+        f"stuck_step_timeout_s={STUCK_EXIT_TIMEOUT_S}",
         f"engine.max_kv_tokens={MAX_KV_TOKENS}",
         f"engine.max_num_seqs={MAX_NUM_SEQS}",
         "validate_head=never",

@@ -1,7 +1,7 @@
 """Services that start in a fraction of a second: a fork server imports torch and the services once, each start is a fork.
 
-A child runs the `main` of its service with a config of its own, as `python -m eyas.services.NAME` would. It ends with the
-fork server, and that ends with this process.
+A child runs the `main` of its service with a config of its own, as `python -m eyas.services.NAME` would. SIGUSR1 freezes its
+interpreter. It ends with the fork server, and that ends with this process.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from eyas.services.lifecycle import service_app
 from eyas.services.router import __main__ as router
 from eyas.services.verifier import __main__ as verifier
 from eyas.v1 import draft_pb2
+from tests.chaos.freezing import hold_the_lock
 from tests.engine.drafters import RandomDrafter
 
 DISK_FULL = Path("/dev/full")
@@ -58,6 +59,7 @@ def _run(name: str, words: list[str], log: Path, clock_skew_s: float) -> None:
     os.dup2(output, 2)
     if name not in _APPS:
         os.execv(name, [name, *words])
+    signal.signal(signal.SIGUSR1, hold_the_lock)
     if clock_skew_s:
         _skew_clock(clock_skew_s)
     sys.argv = [name, *words]
