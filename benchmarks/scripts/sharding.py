@@ -101,6 +101,7 @@ class Simulation:
     verifiers: list[Lease] = field(default_factory=list)
     drafters: list[Lease] = field(default_factory=list)
     in_flight: Counter[str] = field(default_factory=Counter)
+    counted: Counter[str] = field(default_factory=Counter)
     sent: SentBlocks = field(default_factory=SentBlocks)
     sessions: list[Session] = field(default_factory=list)
     _caches: dict[str, OrderedDict[int, None]] = field(default_factory=dict)
@@ -116,7 +117,8 @@ class Simulation:
 
     def snapshot(self) -> WorkerSnapshot:
         """The router's view of the workers."""
-        return WorkerSnapshot(self.verifiers, self.drafters, self.in_flight, sent_blocks=self.sent.by_worker)
+        sent = self.sent.by_worker
+        return WorkerSnapshot(self.verifiers, self.drafters, self.in_flight, sent_blocks=sent, counted=self.counted)
 
     def routing_request(self, session: Session) -> RoutingRequest:
         """The request of the session's next turn."""
@@ -235,6 +237,7 @@ class Simulation:
 
     def _announce(self) -> None:
         """Renew the leases of all verifiers, as a heartbeat does."""
+        self.counted = Counter({lease.incarnation: self.in_flight[lease.incarnation] for lease in self.verifiers})
         for index, lease in enumerate(self.verifiers):
             latest = list(self._caches[lease.incarnation])[-ANNOUNCED:]
             load = replace(lease.load, num_running=self.in_flight[lease.incarnation])

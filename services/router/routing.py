@@ -56,9 +56,9 @@ class Pair:
 class WorkerSnapshot:
     """What a router knows of the live workers at one moment.
 
-    in_flight: this router's own requests by incarnation, more recent than the leases. unhealthy: incarnations that are
-    ejected or stuck. sent_blocks: by incarnation, hashes of the token blocks that this router sent there.
-    zone: the router's own; may be empty.
+    in_flight: this router's own requests by incarnation. counted: how many there were when the lease came. unhealthy:
+    incarnations that are ejected or stuck. sent_blocks: by incarnation, hashes of the token blocks that this router sent
+    there. zone: the router's own; may be empty.
     """
 
     verifiers: Sequence[Lease]
@@ -67,10 +67,22 @@ class WorkerSnapshot:
     unhealthy: frozenset[str] = frozenset()
     sent_blocks: Mapping[str, Container[int]] = field(default_factory=dict)
     zone: str = ""
+    counted: Mapping[str, int] = field(default_factory=dict)
 
-    def num_requests(self, worker: Lease) -> int:
-        """Requests on a worker, by its lease or by this router's own count, whichever is greater."""
-        return max(worker.load.num_running + worker.load.num_waiting, self.in_flight.get(worker.incarnation, 0))
+    def num_requests(self, worker: Lease, scale: float = 1.0) -> float:
+        """Return the requests on a worker: by its lease, and what this router has sent and seen end since.
+
+        scale: how many times as much all routers together have done since.
+        """
+        own = self.in_flight.get(worker.incarnation, 0)
+        leased = worker.load.num_running + worker.load.num_waiting
+        return max(leased + scale * (own - self.counted.get(worker.incarnation, 0)), own)
+
+    def num_routers(self, workers: Sequence[Lease]) -> float:
+        """Return how many routers like this one would send all requests that the leases of the workers count."""
+        leased = sum(worker.load.num_running + worker.load.num_waiting for worker in workers)
+        own = sum(self.counted.get(worker.incarnation, 0) for worker in workers)
+        return max(leased / max(own, 1), 1.0)
 
 
 def pick(workers: WorkerSnapshot, request: RoutingRequest, config: RoutingConfig) -> Pair | None:
@@ -89,7 +101,7 @@ def pick(workers: WorkerSnapshot, request: RoutingRequest, config: RoutingConfig
     def verifier_score(verifier: Lease) -> float:
         affinity = config.drafter_weight * drafters(verifier.model.target).idleness
         affinity += config.hash_weight * (verifier is hashed)
-        return affinity + _verifier_score(workers, request, config, verifier, verifiers.utilization[verifier.incarnation])
+        return affinity + _verifier_score(workers, request, config, verifier, verifiers.expected[verifier.incarnation])
 
     verifier = verifiers.best(verifier_score)
     if verifier is None:
@@ -97,7 +109,7 @@ def pick(workers: WorkerSnapshot, request: RoutingRequest, config: RoutingConfig
     fitting, last = drafters(verifier.model.target), request.last.drafter if request.last else ""
 
     def drafter_score(drafter: Lease) -> float:
-        score = -config.load_weight * fitting.utilization[drafter.incarnation]
+        score = -config.load_weight * fitting.expected[drafter.incarnation]
         score += config.session_weight * (drafter.incarnation == last)
         return score + config.zone_weight * (drafter.zone == verifier.zone != "")
 
@@ -139,16 +151,21 @@ class WorkerRank(NamedTuple):
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Workers that can serve a request. utilization: requests as a share of the load bound, by incarnation; 1 is full."""
+    """Workers that can serve a request.
+
+    utilization: requests as a share of the load bound, by incarnation; 1 is full. expected: the same if other routers have
+    done since the leases what this one has. All routers see the same leases, and would all take the worker that was idle.
+    """
 
     leases: Sequence[Lease]
     unhealthy: frozenset[str]
     utilization: Mapping[str, float]
+    expected: Mapping[str, float]
 
     @cached_property
     def idleness(self) -> float:
         """1 if a healthy worker is idle, 0 if there is none or all are full."""
-        healthy = [share for name, share in self.utilization.items() if name not in self.unhealthy]
+        healthy = [share for name, share in self.expected.items() if name not in self.unhealthy]
         return 1 - min([*healthy, 1.0])
 
     def best(self, score: Callable[[Lease], float]) -> Lease | None:
@@ -171,12 +188,14 @@ def _candidates(snapshot: WorkerSnapshot, workers: Sequence[Lease], config: Rout
     sizes = [worker.load.max_num_seqs for worker in healthy]
     total_size = sum(sizes) if all(sizes) else 0
     total_requests = sum(map(snapshot.num_requests, healthy)) + 1
-    utilization: dict[str, float] = {}
+    utilization, expected = dict[str, float](), dict[str, float]()
+    num_routers = snapshot.num_routers(workers)
     for worker in workers:
         share = worker.load.max_num_seqs / total_size if total_size else 1 / len(healthy)
         bound = max(config.min_bound, math.ceil(config.load_factor * total_requests * share))
         utilization[worker.incarnation] = snapshot.num_requests(worker) / bound
-    return _Candidates(workers, snapshot.unhealthy, utilization)
+        expected[worker.incarnation] = snapshot.num_requests(worker, num_routers) / bound
+    return _Candidates(workers, snapshot.unhealthy, utilization, expected)
 
 
 def rendezvous_weight(key: str, incarnation: str) -> bytes:

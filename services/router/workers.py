@@ -57,6 +57,7 @@ class WorkerPool:
         self._peers = peers
         self._sent_blocks = SentBlocks()
         self._in_flight: Counter[str] = Counter()
+        self._counted: dict[str, tuple[Lease, int]] = {}  # the last leases, and own requests when they came
         self._cancels: dict[str, list[Callable[[], object]]] = {}
         self._connections: dict[str, _Connection] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -66,12 +67,17 @@ class WorkerPool:
 
     def snapshot(self) -> WorkerSnapshot:
         """Return what is known of the workers now."""
-        verifiers = self._discovery.known("verifier")
+        verifiers, drafters = self._discovery.known("verifier"), self._discovery.known("draft")
         stuck = frozenset(verifier.incarnation for verifier in verifiers if self._is_stuck(verifier))
+        for lease in (*verifiers, *drafters):
+            name, (last, _) = lease.incarnation, self._counted.get(lease.incarnation, (None, 0))
+            if last is not lease:
+                self._counted[name] = lease, self._in_flight[name]
         return WorkerSnapshot(
             verifiers=verifiers,
-            drafters=self._discovery.known("draft"),
+            drafters=drafters,
             in_flight=self._in_flight,
+            counted={name: number for name, (_, number) in self._counted.items()},
             unhealthy=self._outliers.ejected | stuck,
             sent_blocks=self._sent_blocks.by_worker,
             zone=self._config.server.zone,
@@ -146,6 +152,8 @@ class WorkerPool:
         unused = (set(self._connections) - set(verifiers) | self._outdated()) - set(self._in_flight)
         await asyncio.gather(*(self._connections.pop(name).channel.close(None) for name in unused))
         kept = set(verifiers) | set(self._in_flight)
+        live = kept | {drafter.incarnation for drafter in self._discovery.known("draft")}
+        self._counted = {name: counted for name, counted in self._counted.items() if name in live}
         self._outliers.retain(kept)
         self._sent_blocks.retain(kept)
         self._cancels = {name: cancels for name, cancels in self._cancels.items() if name in kept}

@@ -102,7 +102,7 @@ class Member:
         if not self.is_worker:
             self.ready_at = time.monotonic()
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send a signal to the process, if it lives."""
         if self.process is not None and self.process.pid is not None:
             with suppress(ProcessLookupError):
@@ -117,7 +117,7 @@ class Member:
         async with asyncio.timeout(FREEZE_TIMEOUT_S):
             await self._end_by(signal.SIGUSR1)
 
-    async def _end_by(self, number: signal.Signals) -> None:
+    async def _end_by(self, number: int) -> None:
         self.ready_at = None
         self.signal(number)
         process, self.process = self.process, None

@@ -18,7 +18,7 @@ from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, p
 from eyas.services.router.workers import SentBlocks
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
-SMALL = Settings(20, 10, num_sessions=1500, num_running=320, num_open=300, cache_blocks=1024, lease_requests=20)
+SMALL = Settings(20, 10, num_sessions=1500, num_running=324, num_open=300, cache_blocks=1024, lease_requests=20)
 BLOCKS = tuple(range(10))
 DEFAULT = RoutingConfig()
 
