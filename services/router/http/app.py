@@ -52,6 +52,7 @@ from eyas.tokenizer import Tokenizer
 from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 
 MAX_CHOICES = 1024
+MAX_QUOTED_NAME = 80
 MAX_PARSING_THREADS = 2
 DOCS_PAGE = Path(__file__).with_name("docs.html")
 RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
@@ -144,7 +145,7 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
         """Describe one of them."""
         info = next((info for info in service.models() if info.name == name), None)
         if info is None:
-            raise UnknownModel(f"model {name!r} is not served here now", "model")
+            raise UnknownModel(f"model {name[:MAX_QUOTED_NAME]!r} is not served here now", "model")
         return model_object(info)
 
 

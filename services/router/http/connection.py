@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any, Literal
 
 import httptools
@@ -166,7 +167,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         self._drops_input = True
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # a client that has gone
+                self.transport.write_eof()
         self.flow.resume_reading()
         self._start_timer("end", LINGER_S)
 
