@@ -18,6 +18,7 @@ from eyas.rpc.admission import Admission, FairLimit, address_of, check_num_field
 from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.http.connection import READ_BYTES, HttpConnection
 from eyas.services.router.http.errors import error_bytes, error_response
+from eyas.services.router.http.turns import Turns
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
@@ -66,20 +67,17 @@ CONFIG = uvicorn.Config(answer, lifespan="off", ws="none", log_config=None)
 
 def receive(data: bytes, size: int = READ_BYTES) -> None:
     """Let one connection read bytes, a few at a time. Its application never runs, as on a busy event loop."""
-    loop = asyncio.new_event_loop()
-    try:
-        connection = HttpConnection(CONFIG, ServerState(), {}, loop, limits=LIMITS)
+
+    async def read() -> None:
+        connection = HttpConnection(CONFIG, ServerState(), {}, limits=LIMITS, turns=Turns())
         connection.connection_made(Wire())
         for start in range(0, len(data), size):
             part = data[start : start + size]
             connection.get_buffer(-1)[: len(part)] = part
             connection.buffer_updated(len(part))
-        for task in connection.tasks:
-            task.cancel()
         connection.connection_lost(None)
-        loop.run_until_complete(asyncio.sleep(0))
-    finally:
-        loop.close()
+
+    asyncio.run(read())
 
 
 def drip(data: bytes) -> None:

@@ -15,7 +15,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from eyas.config import LimitsConfig
+from eyas.rpc.admission import address_of
 from eyas.services.router.http.errors import error_bytes
+from eyas.services.router.http.turns import Turns
 
 READ_BYTES = 4 * 2**10
 BODY_READ_BYTES = 64 * 2**10
@@ -36,9 +38,10 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     An answer that comes before the end of its request closes the connection: what the client still sends is dropped unread.
     """
 
-    def __init__(self, *arguments: Any, limits: LimitsConfig, **named: Any) -> None:
+    def __init__(self, *arguments: Any, limits: LimitsConfig, turns: Turns, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
+        self._turns = turns
         self._awaits: Literal["headers", "body", ""] = "headers"
         self._drops_input = False
         self._keeps_alive = False
@@ -189,6 +192,11 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         headers = (name + b": " + value for name, value in self.headers if name != b"upgrade")
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(b"\r\n".join((method + b" " + self.url + b" HTTP/1.1", *headers, b"", rest)))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start the application when it is the turn of the client's address."""
+        start = super()._start_asgi_task
+        self._turns.add(address_of(self.client[0]) if self.client else "", lambda: cycle.disconnected or start(cycle, app))
 
     def _should_upgrade(self) -> bool:
         return False  # uvicorn would look through the headers for each chunk

@@ -18,7 +18,7 @@ from eyas.rpc.admission import address_of
 from eyas.services.router.http.errors import error_bytes
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_BACKLOG = 2048
+BACKLOG = 2048
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def listen(host: str, port: int) -> LimitedListener:
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
+        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_ipv6)
     except (OSError, ValueError) as error:  # ValueError: a machine without IPv6
         message = (
             f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port or operations_port"

@@ -23,9 +23,12 @@ from eyas.rpc.channel import Certificates, Pem
 from eyas.services.discovery.base import cancel_task, repeat
 from eyas.services.router.http.connection import HttpConnection
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
-from eyas.services.router.http.listener import listen
+from eyas.services.router.http.listener import BACKLOG, listen
+from eyas.services.router.http.turns import Turns
 
 RELOAD_INTERVAL_S = 5.0
+# Connections that are accepted in one round of the event loop; TLS makes each cost more than 1 ms.
+ACCEPTS_PER_ROUND = 16
 WAITING_COMMENT = b": waiting for a verifier"
 
 ResultT = TypeVar("ResultT")
@@ -42,7 +45,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, limits: LimitsConfig | None = None) -> None:
         limits = limits or LimitsConfig()
-        protocol: Any = partial(HttpConnection, limits=limits)
+        protocol: Any = partial(HttpConnection, limits=limits, turns=Turns())
         self._limits = limits
         self._server = _Server(
             uvicorn.Config(
@@ -114,10 +117,11 @@ class _Server(uvicorn.Server):
         protocol: Any = config.http_protocol_class
         connect = partial(protocol, config=config, server_state=self.server_state, app_state={})
         timeout_s = self.handshake_timeout_s if config.ssl else None
-        self.servers = [
-            await loop.create_server(connect, sock=listener, ssl=config.ssl, ssl_handshake_timeout=timeout_s)
-            for listener in sockets or ()
-        ]
+        options: dict[str, Any] = {"ssl": config.ssl, "ssl_handshake_timeout": timeout_s, "backlog": ACCEPTS_PER_ROUND}
+        self.servers = []
+        for listener in sockets or ():
+            self.servers.append(await loop.create_server(connect, sock=listener, **options))
+            listener.listen(BACKLOG)  # asyncio has set it to the number of accepts
         self.started = True
 
     @contextlib.contextmanager
