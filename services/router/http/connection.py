@@ -42,6 +42,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().__init__(*arguments, **named)
         self._limits = limits
         self._turns = turns
+        self.url = b""
         self._awaits: Literal["headers", "body", ""] = "headers"
         self._drops_input = False
         self._keeps_alive = False
@@ -277,8 +278,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             if has_begun:
                 self.transport.abort()
                 return
-        path = self.url.decode("latin-1") if self._awaits == "body" else ""
-        self.transport.write(error_bytes(status, reason, path))
+        self.transport.write(error_bytes(status, reason, self.url.decode("latin-1")))
         self._drops_input = True
         self.close_after_answer()
 

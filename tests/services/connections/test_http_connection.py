@@ -230,6 +230,12 @@ def test_requests_that_contradict_themselves_are_refused(sent: bytes, status: in
     assert not app.num_requests
 
 
+def test_errors_below_the_messages_api_have_its_shape() -> None:
+    answer = answer_to(CHUNKED.replace(b"/v1/completions", b"/v1/messages") + b"1\r\n \r\n" * 10_000)
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
 @pytest.mark.parametrize("sent", [b"GET /", CHUNKED + b"5\r\na"], ids=["headers", "body"])
 def test_half_a_request_gets_status_408(sent: bytes) -> None:
     answer = answer_to(sent, header_timeout_s=0.3, body_timeout_s=0.3)
