@@ -28,6 +28,7 @@ BODY_BYTES_PER_FRAMING = 64
 LINGER_S = 5.0
 DROP_INTERVAL_S = 0.02
 MAX_QUOTED = 200
+STOPPING = "the router is stopping; send the request again"
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +155,16 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close the connection, or let it end with the request that is running."""
         self._keeps_alive = False
-        super().shutdown()
+        if self._timed == "headers" and self._num_framing:
+            self._respond(503, STOPPING)
+        else:
+            super().shutdown()
 
-    def end_request(self) -> None:
-        """Refuse a request whose body is still missing; the server stops."""
-        if self._awaits == "body" and not self.cycle.response_started:
-            self._respond(503, "the router is stopping; send the request again")
+    def end_request(self, has_body: bool) -> None:
+        """Refuse a request whose answer has not begun, because the server stops. has_body: also one whose body is here."""
+        is_open = self.cycle is not None and not self.cycle.response_started
+        if is_open and (has_body or self._awaits == "body"):
+            self._respond(503, STOPPING)
 
     def close_after_answer(self) -> None:
         """Close the connection once the client has read its answer.

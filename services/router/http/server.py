@@ -27,6 +27,8 @@ from eyas.services.router.http.listener import BACKLOG, listen
 from eyas.services.router.http.turns import Turns
 
 RELOAD_INTERVAL_S = 5.0
+# Seconds in which the last clients of a server that stops read their answers.
+LAST_WORD_S = 0.2
 # Connections that are accepted in one round of the event loop; TLS makes each cost more than 1 ms.
 ACCEPTS_PER_ROUND = 16
 WAITING_COMMENT = b": waiting for a verifier"
@@ -86,19 +88,21 @@ class HttpServer:
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
 
     async def stop(self, grace: float) -> None:
-        """Refuse new connections, give running requests `grace` seconds, then cancel them."""
+        """Refuse new connections, give running requests `grace` seconds, answer them with status 503, and cancel them."""
         if self._serving is None:
             return
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace)
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace + LAST_WORD_S)
         self._server.should_exit = True
+        last_word = asyncio.get_running_loop().call_later(grace, self.end_requests, True)
         await asyncio.gather(self._serving, cancel_task(self._reloading))
+        last_word.cancel()
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
 
-    def end_requests(self) -> None:
-        """Refuse the requests whose bodies are still missing, with status 503."""
+    def end_requests(self, has_body: bool = False) -> None:
+        """Refuse the requests whose bodies are still missing, with status 503. has_body: and all that are not answered."""
         for connection in list(self._server.server_state.connections):
             if isinstance(connection, HttpConnection):
-                connection.end_request()
+                connection.end_request(has_body)
 
     async def _reload(self, certificates: Certificates) -> None:
         """Use the present content of the TLS files for new connections."""

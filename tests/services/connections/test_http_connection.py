@@ -53,7 +53,7 @@ async def server(app: App, **limits: Any) -> AsyncIterator[tuple[str, int]]:
         host, _, port = http_server.address.rpartition(":")
         yield host, int(port)
     finally:
-        await http_server.stop(1)
+        await http_server.stop(0.2)
 
 
 @asynccontextmanager
@@ -242,6 +242,25 @@ def test_half_a_request_gets_status_408(sent: bytes) -> None:
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"retry-after: 1" in answer.lower()
     assert error_of(answer)["code"] == "timeout"
+
+
+@pytest.mark.parametrize("sent", [GET, GET[:-2], CHUNKED], ids=["whole", "headers", "body"])
+def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
+    async def body() -> bytes:
+        app = App()
+        app.gate.clear()
+        http_server = HttpServer(app, HttpConfig(), TlsConfig())
+        await http_server.start()
+        host, _, port = http_server.address.rpartition(":")
+        async with connection((host, int(port)), sent) as (reader, _):
+            await asyncio.sleep(0.1)
+            answer, _ = await asyncio.gather(reader.read(), http_server.stop(0.1))
+            return answer
+
+    answer = asyncio.run(body())
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in answer.lower()
+    assert error_of(answer)["code"] == "unavailable"
 
 
 @pytest.mark.parametrize(
