@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -30,6 +30,9 @@ from eyas.errors import EyasError, InvalidRequest, Overloaded, TimedOut
 
 LARGE_REQUEST_BYTES = 16 * 2**10
 MAX_MESSAGE_FIELDS = 32 * 2**10
+
+# HTTP headers and gRPC metadata that may hold an API key.
+KEY_HEADERS = ("authorization", "x-api-key")
 
 # Health checks need no key, so they may hold little.
 OPEN_METHODS = "/grpc.health.v1.Health/"
@@ -249,13 +252,15 @@ class Admission:
                 )
                 log.warning(reason, num_closed, port, most, extra={"rate_limited": True})
 
-    def callers(self, authorization: str, peer: str, is_open: bool = False) -> Callers:
+    def callers(self, headers: Mapping[str, Any], peer: str, is_open: bool = False) -> Callers:
         """Return the names that a call counts for: its key, if there are keys, and its address.
 
-        authorization: of the headers. peer: IP address, or what gRPC says. is_open: a call that needs no key.
+        headers: or metadata, with a key in one of `KEY_HEADERS`. peer: IP address, or what gRPC says. is_open: a call that
+        needs no key.
         """
         has_key = self._has_keys and not is_open
-        return (*authorization.split()[-1:], address_of(peer)) if has_key else (address_of(peer),)
+        key = next((value for name in KEY_HEADERS if (value := str(headers.get(name, "")))), "") if has_key else ""
+        return (*key.split()[-1:], address_of(peer))
 
     @asynccontextmanager
     async def read(self, method: str, context: Any) -> AsyncIterator[bytes]:
@@ -264,8 +269,7 @@ class Admission:
         Raises InvalidRequest without a message, TimedOut for one that does not arrive in time, Overloaded.
         """
         is_open = method.startswith(OPEN_METHODS)
-        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
-        callers = self.callers(authorization, str(context.peer()), is_open)
+        callers = self.callers(dict(context.invocation_metadata() or ()), str(context.peer()), is_open)
         with self._open_call(callers[0]) if is_open else nullcontext():
             data = await self._read(method, is_open, callers, context)
             with self.memory.reservation(callers[0]) as take:

@@ -28,6 +28,7 @@ from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
 from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
 from eyas.outputs import TextChunk
+from eyas.rpc.admission import KEY_HEADERS
 from eyas.rpc.channel import Reloaded
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.errors import error_response
@@ -42,7 +43,6 @@ KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
 RELOAD_INTERVAL_S = 1.0
 
 _SCHEME = "bearer "
-_KEY_HEADERS = ("authorization", "x-api-key")
 _HASH = "sha256:"
 
 log = logging.getLogger(__name__)
@@ -397,7 +397,7 @@ def _given_key(headers: Iterable[tuple[str, str]]) -> str:
     """Return the key in headers with lower-case names; empty without one. Raises Unauthenticated for two of them."""
     given = dict[str, str]()
     for name, value in headers:
-        if name in _KEY_HEADERS:
+        if name in KEY_HEADERS:
             if name in given:
                 raise Unauthenticated(f"the header or metadata {name!r} is there twice; send one key, once")
             given[name] = value

@@ -178,7 +178,7 @@ READERS = (
     Reader("trace_pairs", trace_pairs, HEADERS, HEADER_BYTES, on_loop=True),
     Reader(
         "Admission.callers",
-        lambda text: Admission(LIMITS, has_keys=True).callers(text, text),
+        lambda text: Admission(LIMITS, has_keys=True).callers({"authorization": text}, text),
         TEXTS,
         HEADER_BYTES,
         on_loop=True,

@@ -153,7 +153,7 @@ class BodyLimit:
         too_long = HTTPException(413, f"the body is longer than {self._max_bytes} bytes; send less at once")
         headers, num_received = Headers(scope=scope), 0
         announced = headers.get("content-length", "")
-        caller, *_ = self._admission.callers(headers.get("authorization", ""), (scope.get("client") or ("",))[0])
+        caller, *_ = self._admission.callers(headers, (scope.get("client") or ("",))[0])
 
         with self._admission.memory.reservation(caller) as take:
             scope.setdefault("state", {})["hold"] = take

@@ -141,9 +141,10 @@ def test_silent_calls_of_one_key_leave_room_for_another() -> None:
 def test_made_up_keys_do_not_make_other_callers() -> None:
     keyed, peer = Admission(LIMITS, has_keys=True), "ipv4:10.0.0.1:5000"
     for spelling in ("Bearer one", "bearer   one ", "BEARER one"):
-        assert keyed.callers(spelling, peer) == ("one", "10.0.0.1")
-    assert keyed.callers("Bearer one", peer, is_open=True) == ("10.0.0.1",)
-    assert Admission(LIMITS).callers("Bearer one", peer) == ("10.0.0.1",)
+        assert keyed.callers({"authorization": spelling}, peer) == ("one", "10.0.0.1")
+    assert keyed.callers({"x-api-key": "one"}, peer) == ("one", "10.0.0.1")
+    assert keyed.callers({"authorization": "Bearer one"}, peer, is_open=True) == ("10.0.0.1",)
+    assert Admission(LIMITS).callers({"authorization": "Bearer one"}, peer) == ("10.0.0.1",)
 
 
 @pytest.mark.parametrize(
