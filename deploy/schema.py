@@ -26,7 +26,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 # Settings that the chart sets itself; `config` must not contain them.
 OWNED = (
-    *("server.host", "server.port", "server.advertise_host", "server.zone", "registry.url"),
+    *("server.host", "server.port", "server.advertise_host", "server.zone", "registry.url", "registry.prefix"),
     *("telemetry.metrics_host", "telemetry.metrics_port"),
     *("peers.token_file", "peers.token_env"),
     *("peers.cert_file", "peers.key_file", "peers.ca_file", "peers.tls_server_name", "peers.require_client_cert"),
@@ -183,7 +183,8 @@ def redis() -> Schema:
     """Return the schema of `redis`."""
     external = strict(url=TEXT, existingSecret=TEXT, urlKey=NAME, port=PORT)
     image, auth = strict(repository=NAME, tag=NAME), strict(existingSecret=TEXT)
-    return strict(**workload(), kind=one_of("bundled", "external", "none"), external=external, image=image, auth=auth)
+    kind = one_of("bundled", "external", "none")
+    return strict(**workload(), kind=kind, prefix=NAME, external=external, image=image, auth=auth)
 
 
 def ray() -> Schema:

@@ -90,17 +90,21 @@ class RegistryConfig:
     """The Redis registry, which holds the leases of workers and the placement of sessions.
 
     Attributes:
-        url: URL of Redis. May be empty if discovery needs none; each router then keeps placements to itself.
+        url: URL of Redis, or redis+sentinel://host:port,host:port/master-name/0 for Sentinels. May be empty if discovery
+            needs none; each router then keeps placements to itself.
         ttl_s: seconds after which a lease without heartbeat expires.
         heartbeat_interval_s: seconds between heartbeats, below ttl_s.
+        prefix: first part of all keys. Deployments with different prefixes share a Redis and do not see each other.
     """
 
     url: str = "redis://127.0.0.1:6379/0"
     ttl_s: float = 5.0
     heartbeat_interval_s: float = 1.0
+    prefix: str = "eyas"
 
     def __post_init__(self) -> None:
         interval = self.heartbeat_interval_s
+        require(bool(self.prefix), "prefix is empty; set the first part of all keys, such as eyas")
         require(
             0 < interval < self.ttl_s, f"heartbeat_interval_s is {interval}; it must lie between 0 and ttl_s {self.ttl_s}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
@@ -169,6 +169,7 @@ class GenerateCall:
         skip_special_tokens: for the router: leave special tokens out of the text; not part of the message.
         include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
         kept_tokens: for the router: special tokens that stay in the text; not part of the message.
+        arrived_at: for the router: when the client's request arrived, by time.perf_counter(); 0 where it is not known.
     """
 
     request: Request
@@ -180,6 +181,7 @@ class GenerateCall:
     skip_special_tokens: bool = True
     include_stop: bool = False
     kept_tokens: frozenset[int] = frozenset()
+    arrived_at: float = field(default=0.0, compare=False)
 
 
 # Drafting

@@ -134,7 +134,7 @@ def to_otlp(families: Iterable[PrometheusMetric], started_ns: int, now_ns: int) 
     for family in families:
         metric = _METRIC_OF_FAMILY.get(family.name)
         name, unit = (metric.name, metric.unit) if metric else (family.name, family.unit)
-        labels = dict(zip(metric.label_names, metric.labels, strict=True)) if metric else {}
+        labels = metric.attribute_names if metric else {}
         data = _data(family, labels, started_ns, now_ns)
         if data is not None:
             yield otlp.Metric(name, family.documentation, unit, data)

@@ -21,7 +21,7 @@ class Metric:
     Args:
         name: OpenTelemetry name; `family` is the Prometheus name.
         unit: "s", "1", or the counted thing in braces, such as "{token}".
-        labels: OpenTelemetry attribute names; Prometheus gets underscores for the dots.
+        labels: names of Prometheus, or OpenTelemetry's with dots, for which Prometheus gets underscores.
         buckets: upper bounds of a histogram.
     """
 
@@ -41,6 +41,13 @@ class Metric:
     def label_names(self) -> list[str]:
         """Prometheus names of the labels."""
         return [label.replace(".", "_") for label in self.labels]
+
+    @property
+    def attribute_names(self) -> dict[str, str]:
+        """OpenTelemetry names of the labels by their Prometheus names; those of Eyas's own metrics begin with `eyas.`."""
+        prefix = "eyas." if self.name.startswith("eyas.") else ""
+        names = (label if "." in label else prefix + label for label in self.labels)
+        return dict(zip(self.label_names, names, strict=True))
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,17 @@ from functools import partial
 from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from eyas.config import DiscoveryConfig, RegistryConfig, masked
-from eyas.errors import ConfigError
 from eyas.rpc.channel import Peers, SharedToken
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
+from eyas.services.discovery.redis_client import redis_client
 
 ResultT = TypeVar("ResultT")
 
 PLACEMENT_TTL_S = 3600
-# Its value names the contents of Redis: it changes when Redis was emptied, however short the outage.
-_CONTENTS_KEY = "eyas:contents"
 # What the client raises for a reply that is no text, or not of the type that the command returns.
 _DAMAGED_REPLY = (ValueError, TypeError)
 
@@ -82,7 +77,7 @@ class Registry:
     def __init__(self, config: RegistryConfig, token: SharedToken | None = None) -> None:
         self._config = config
         self._token = token
-        self._redis = _client(config)
+        self._redis = redis_client(config)
         self._heartbeat: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Lease, ...] = ()
@@ -129,14 +124,14 @@ class Registry:
 
     async def _read_claims(self, role: Role) -> tuple[list[_Claim], int]:
         """The claims of `leases`, and the time of Redis."""
-        incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
+        incarnations = sorted(map(str, await self._redis.smembers(self._index_key(role))))
         async with self._redis.pipeline() as pipe:
             pipe.time()
-            pipe.mget([_lease_key(role, name) for name in (*incarnations, "")])  # at least one key
+            pipe.mget([self._lease_key(role, name) for name in (*incarnations, "")])  # at least one key
             (seconds, _), (*values, _) = await pipe.execute()
         gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
         if gone:
-            await self._redis.srem(_index_key(role), *gone)
+            await self._redis.srem(self._index_key(role), *gone)
         pairs = [(name, str(value)) for name, value in zip(incarnations, values, strict=True) if value is not None]
         read = {(role, name): self._read(role, name, value) for name, value in pairs}
         live = {key: last for key, last in read.items() if last and last[1].expires_at >= seconds}
@@ -171,11 +166,11 @@ class Registry:
         """Remember where a session runs for an hour; does nothing while Redis is away."""
         value = _PLACEMENTS.dump_json(placement)
         if self._reachable:
-            await self._attempt(lambda: self._redis.set(_placement_key(session), value, ex=PLACEMENT_TTL_S))
+            await self._attempt(lambda: self._redis.set(self._placement_key(session), value, ex=PLACEMENT_TTL_S))
 
     async def placement(self, session: str) -> Placement | None:
         """Where the session ran last; None if that is unknown or Redis is away."""
-        value = await self._attempt(lambda: self._redis.get(_placement_key(session))) if self._reachable else None
+        value = await self._attempt(lambda: self._redis.get(self._placement_key(session))) if self._reachable else None
         try:
             return _PLACEMENTS.validate_json(value) if value else None
         except ValidationError as error:
@@ -194,7 +189,7 @@ class Registry:
         if not self._roles:
             await self._attempt(self._redis.ping)
         fresh = {role: await self._attempt(partial(self._read_claims, role)) for role in self._roles}
-        contents = await self._attempt(partial(self._redis.get, _CONTENTS_KEY))
+        contents = await self._attempt(partial(self._redis.get, self._contents_key))
         if self._contents and contents != self._contents:
             self._refilled_at = time.monotonic() + self._config.ttl_s
         self._contents = contents
@@ -226,10 +221,10 @@ class Registry:
         seconds, _ = await self._redis.time()
         async with self._redis.pipeline() as pipe:
             for lease in self._published:
-                key = _lease_key(lease.role, lease.incarnation)
+                key = self._lease_key(lease.role, lease.incarnation)
                 pipe.set(key, self._signed(lease, seconds), px=int(self._config.ttl_s * 1000))
-                pipe.sadd(_index_key(lease.role), lease.incarnation)
-            pipe.set(_CONTENTS_KEY, uuid.uuid4().hex, nx=True)
+                pipe.sadd(self._index_key(lease.role), lease.incarnation)
+            pipe.set(self._contents_key, uuid.uuid4().hex, nx=True)
             await pipe.execute()
 
     def _signed(self, lease: Lease, seconds: int) -> bytes:
@@ -266,9 +261,23 @@ class Registry:
     async def _erase(self, leases: Iterable[Lease]) -> None:
         async with self._redis.pipeline() as pipe:
             for lease in leases:
-                pipe.delete(_lease_key(lease.role, lease.incarnation))
-                pipe.srem(_index_key(lease.role), lease.incarnation)
+                pipe.delete(self._lease_key(lease.role, lease.incarnation))
+                pipe.srem(self._index_key(lease.role), lease.incarnation)
             await pipe.execute()
+
+    @property
+    def _contents_key(self) -> str:
+        """The key whose value names the contents of Redis: it changes when Redis was emptied, however short the outage."""
+        return f"{self._config.prefix}:contents"
+
+    def _lease_key(self, role: Role, incarnation: str) -> str:
+        return f"{self._config.prefix}:lease:{role}:{incarnation}"
+
+    def _index_key(self, role: Role) -> str:
+        return f"{self._config.prefix}:leases:{role}"
+
+    def _placement_key(self, session: str) -> str:
+        return f"{self._config.prefix}:placement:{session}"
 
     async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
         """The result of `call`, or None while Redis is away or its replies are damaged; logs each outage once."""
@@ -287,36 +296,9 @@ class Registry:
         return result
 
 
-def _client(config: RegistryConfig) -> Redis:
-    try:
-        client = Redis.from_url(
-            config.url,
-            socket_timeout=config.ttl_s / 2,
-            socket_connect_timeout=config.ttl_s / 2,
-            retry=Retry(NoBackoff(), 1),
-            decode_responses=True,
-        )
-        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # parses the whole URL, does not dial
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"registry.url is {masked(config.url)}; expected one such as redis://host:6379/0") from error
-    return client
-
-
 _CLAIMS = TypeAdapter(_Claim)
 _SIGNED_CLAIMS = TypeAdapter(_SignedClaim)
 _PLACEMENTS = TypeAdapter(Placement)
-
-
-def _lease_key(role: Role, incarnation: str) -> str:
-    return f"eyas:lease:{role}:{incarnation}"
-
-
-def _index_key(role: Role) -> str:
-    return f"eyas:leases:{role}"
-
-
-def _placement_key(session: str) -> str:
-    return f"eyas:placement:{session}"
 
 
 def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:

@@ -69,12 +69,16 @@ class DraftTelemetry:
     def _trace(self, context: DraftContext, draft: Draft, outcome: str, num_sessions: int, when: tuple[int, int]) -> None:
         """Continue the trace of the session's verify step."""
         attributes: dict[str, str | bool | int] = {
-            "outcome": outcome,
-            "sessions": num_sessions,
-            "new_tokens": len(context.tokens),
+            "eyas.outcome": outcome,
+            "eyas.sessions": num_sessions,
+            "eyas.new_tokens": len(context.tokens),
         }
         if isinstance(draft, DraftTree):
-            attributes |= {"drafted_tokens": draft.num_drafted, "depth": draft.depth, "grown_ahead": draft.grown_ahead}
+            attributes |= {
+                "eyas.drafted_tokens": draft.num_drafted,
+                "eyas.depth": draft.depth,
+                "eyas.grown_ahead": draft.grown_ahead,
+            }
         parent = context_of((("traceparent", context.traceparent),))
         self._tracer.start_span("draft", parent, SpanKind.SERVER, attributes, start_time=when[0]).end(when[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -39,7 +40,8 @@ class RouterServicer(GenerationServicer):
         metadata = context.invocation_metadata() or ()
         access = self._keys.access(metadata)
         check_request_id(request.request_id)
-        received = GenerateCall(Request(request.request_id, ()), trace=trace_pairs(metadata))
+        trace, arrived_at = trace_pairs(metadata), time.perf_counter()
+        received = GenerateCall(Request(request.request_id, ()), trace=trace, arrived_at=arrived_at)
 
         def set_trailers(measurements: Sequence[tuple[str, str]]) -> None:
             context.set_trailing_metadata([*measurements, *access.headers.items()])
@@ -47,7 +49,7 @@ class RouterServicer(GenerationServicer):
         with self._service.record_rejection(received):
             access.begin("generate")
             await self._check_sizes(request)
-            converted = replace(generate_call_from_proto(request), trace=received.trace)
+            converted = replace(generate_call_from_proto(request), trace=trace, arrived_at=arrived_at)
             call = await self._service.prepare(access.authorize(converted))
         return access.meter(
             self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers),

@@ -87,6 +87,10 @@ class RequestSpan:
         totals = [last.totals for last in self.last_chunks if last.totals]
         stats = [total.stats for total in totals if total.stats]
         self.span.update_name(f"{self.operation} {self.model}".rstrip())
+        if request.session:
+            self.span.set_attribute("gen_ai.conversation.id", request.session)
+        if sampling.n > 1:  # the conventions leave out 1
+            self.span.set_attribute("gen_ai.request.choice.count", sampling.n)
         self.span.set_attributes(
             {
                 "gen_ai.operation.name": self.operation,
@@ -96,8 +100,6 @@ class RequestSpan:
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
                 "gen_ai.request.top_k": sampling.top_k,
-                "gen_ai.request.choice.count": sampling.n,
-                "gen_ai.conversation.id": request.session,
                 "gen_ai.usage.input_tokens": len(request.prompt_ids),
                 "gen_ai.usage.output_tokens": self.num_output_tokens,
                 "gen_ai.usage.cache_read.input_tokens": sum(total.num_cached_tokens for total in totals),
@@ -149,9 +151,12 @@ class RouterTelemetry:
     @contextmanager
     def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[RequestSpan]:
         """Trace a request from its arrival to its end, in the trace of the call; an error of the body sets its status."""
-        span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER)
+        now = time.perf_counter()
+        arrived_at = call.arrived_at or now
+        arrived_ns = time.time_ns() - int((now - arrived_at) * 1e9)
+        span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER, start_time=arrived_ns)
         with request_log(call.request.id, span) as context:
-            traced = RequestSpan(call, span, context, operation, time.perf_counter(), prompt_text=call.prompt_text)
+            traced = RequestSpan(call, span, context, operation, arrived_at, prompt_text=call.prompt_text)
             traced.texts = [] if self._telemetry.config.log_prompts else None
             status = grpc.StatusCode.INTERNAL
             self._running.inc()
@@ -169,10 +174,12 @@ class RouterTelemetry:
     def upstream_request(self, call: GenerateCall, pair: Pair, num_failed: int) -> Iterator[GenerateCall]:
         """Trace one verifier's part of a request. num_failed: verifiers that failed it before. Yields the call to send."""
         drafter = pair.drafter.address if pair.drafter else ""
+        host, _, port = pair.verifier.address.rpartition(":")
         attributes: Attributes = {
-            "server.address": pair.verifier.address,
-            "eyas.drafter": drafter,
+            "server.address": host,
+            "server.port": int(port),
             "eyas.retry_count": num_failed,
+            **({"eyas.drafter": drafter} if drafter else {}),
         }
         span = self._tracer.start_span("upstream_request", context_of(call.trace), SpanKind.CLIENT, attributes)
         if num_failed:

@@ -244,7 +244,7 @@ class RequestTrace:
             self._steps.append((now, attributes))
             with self._lock:
                 if self._current is not None:
-                    self._current.set_attributes({**attributes, "drafter": timing.drafter} if timing else attributes)
+                    self._current.set_attributes({**attributes, "eyas.drafter": timing.drafter} if timing else attributes)
                     self._current.end(now)
                 self._current, self._next = self._next, None  # the engine has requested the next tree already
 
@@ -305,11 +305,11 @@ def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None) ->
 def _step_attributes(step: VerifyStep, report: StepReport, timing: DraftTiming | None) -> Attributes:
     """Attributes of a verify step's event or span; times in ms."""
     attributes: dict[str, str | bool | int | float] = {
-        "drafted_tokens": step.drafted,
-        "accepted_tokens": step.accepted,
-        "draft_wait_ms": report.wait * 1e3,
-        "verify_ms": report.verify * 1e3,
+        "eyas.drafted_tokens": step.drafted,
+        "eyas.accepted_tokens": step.accepted,
+        "eyas.draft_wait_ms": report.wait * 1e3,
+        "eyas.verify_ms": report.verify * 1e3,
     }
     if timing is not None:
-        attributes |= {"draft_ms": timing.draft * 1e3, "round_trip_ms": timing.round_trip * 1e3}
+        attributes |= {"eyas.draft_ms": timing.draft * 1e3, "eyas.round_trip_ms": timing.round_trip * 1e3}
     return attributes

@@ -18,9 +18,10 @@ OURS = 'namespace="eyas",release="eyas"'
 STRANGERS = ('namespace="eyas",release="{}"', 'namespace="{}",release="eyas"', 'job="{}"')
 OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
+SERVICES = tuple(f'eyas_service_info{{instance="{kind[0]}",service="{kind}"}}' for kind in ("router", "verifier"))
 # A healthy cluster: 10 requests, 100 verify steps with trees, 300 tokens and more in every minute.
 HEALTHY = {
-    'eyas_service_info{instance="r",service="router"}': "1x60",
+    **dict.fromkeys(SERVICES, "1x60"),
     'eyas_router_workers{instance="r",role="verifier"}': "1x60",
     'eyas_router_workers{instance="r",role="draft"}': "1x60",
     'eyas_router_requests_total{instance="r",model="m",status="OK"}': "0+10x60",
@@ -48,7 +49,8 @@ HEALTHY = {
 
 # What goes wrong, as what differs from a healthy cluster.
 SICK = {
-    "EyasNoMetrics": {'eyas_service_info{instance="r",service="router"}': "_x60"},
+    "EyasNoMetrics": dict.fromkeys(SERVICES, "_x60"),
+    "EyasNoRouter": {SERVICES[0]: "_x60"},
     "EyasNoVerifier": {'eyas_router_workers{instance="r",role="verifier"}': "0x60"},
     "EyasErrorRate": {'eyas_router_requests_total{instance="r",model="m",status="UNAVAILABLE"}': "0+1x60"},
     "EyasVerifiersFailing": {'eyas_router_upstream_retries_total{instance="r"}': "0+2x60"},

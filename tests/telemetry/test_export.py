@@ -153,7 +153,7 @@ def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
     assert isinstance(requests, Sum)
     assert isinstance(queue, Histogram)
     [point] = requests.data_points
-    assert (point.attributes, point.value) == ({"model": "m", "status": "OK"}, 7)
+    assert (point.attributes, point.value) == ({"eyas.model": "m", "eyas.status": "OK"}, 7)
     [spread] = queue.data_points
     assert tuple(spread.explicit_bounds) == metrics.VERIFIER_QUEUE_DURATION.buckets
     assert (spread.count, sum(spread.bucket_counts), spread.bucket_counts[1], spread.bucket_counts[-1]) == (4, 4, 2, 1)

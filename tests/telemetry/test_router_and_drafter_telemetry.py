@@ -1,6 +1,7 @@
 """Metrics, spans and logs of router and draft service."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from eyas.services.router.telemetry import RouterTelemetry
 from eyas.tree import DraftTree
 from tests.telemetry.spans import TRACE, Spans
 
+FINISH_REASONS = "gen_ai.response.finish_reasons"
 REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))
 
 
@@ -73,6 +75,34 @@ def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
     assert spans.value("eyas_router_upstream_requests_total", status="OK") == 2
     assert spans.value("eyas_router_upstream_retries_total") == 1
     assert spans.value("eyas_router_upstream_requests_without_drafter_total") == 1
+
+
+def test_attributes_are_of_the_conventions_or_of_eyas() -> None:
+    spans = Spans()
+    router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10)
+    verifier = Lease("verifier", "10.0.0.1:50051", "i", model)
+    with router.request(GenerateCall(REQUEST, model="m")) as observed:
+        call = observed.set_call(observed.call)
+        with router.upstream_request(call, Pair(verifier, replace(verifier, role="draft")), 0):
+            pass
+        with router.upstream_request(call, Pair(verifier), 1):
+            pass
+    found = [span.attributes or {} for name in ("text_completion m", "upstream_request") for span in spans.named(name)]
+    assert len(found) == 3
+    names = set().union(*found)
+    assert {name.split(".")[0] for name in names} == {"gen_ai", "eyas", "server"}
+    assert all(value not in ("", ()) for attributes in found for name, value in attributes.items() if name != FINISH_REASONS)
+    assert names.isdisjoint({"gen_ai.conversation.id", "gen_ai.request.choice.count"})
+    assert (found[1]["server.address"], found[1]["server.port"]) == ("10.0.0.1", 50051)
+    assert ("eyas.drafter" in found[1], "eyas.drafter" in found[2]) == (True, False)
+
+
+def test_a_session_is_the_conversation_of_its_requests() -> None:
+    spans = Spans()
+    call = GenerateCall(replace(REQUEST, session="s"), model="m")
+    with RouterTelemetry(spans.telemetry).request(call) as observed:
+        observed.set_call(call)
+    assert (spans.named("text_completion m")[0].attributes or {})["gen_ai.conversation.id"] == "s"
 
 
 def test_trace_context_reaches_the_verifier_without_an_exporter() -> None:

@@ -37,7 +37,7 @@ def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
     [decode] = spans.named("decode")
     assert len(decode.events) == 128
     assert decode.events[-1].attributes is not None
-    assert decode.events[-1].attributes["accepted_tokens"] == 0
+    assert decode.events[-1].attributes["eyas.accepted_tokens"] == 0
     assert (decode.attributes or {})["eyas.verify_steps"] == 1001
     assert decode.dropped_events == 0
 
@@ -59,7 +59,7 @@ def test_verify_spans_last_from_draft_request_to_step_end() -> None:
         for accepted in (2, 3):
             assert verifier.traceparent("r")
             verifier.on_step(STEP, [Chunk("r", (1,), (False,), VerifyStep(7, 4, accepted - 1))])
-    assert [(span.attributes or {}).get("accepted_tokens") for span in spans.named("verify_step")] == [2, None]
+    assert [(span.attributes or {}).get("eyas.accepted_tokens") for span in spans.named("verify_step")] == [2, None]
 
 
 def test_an_unsampled_trace_has_no_spans_but_is_counted() -> None:

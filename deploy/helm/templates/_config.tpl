@@ -20,10 +20,11 @@ telemetry:
   metrics_host: 0.0.0.0
   metrics_port: {{ include "eyas.metricsPort" $root }}
   log_format: json
-{{- if eq $root.Values.mode "plain" }}
 registry:
+  prefix: {{ $root.Values.redis.prefix | quote }}
+  {{- if eq $root.Values.mode "plain" }}
   url: ${env:REGISTRY_URL}
-{{- end }}
+  {{- end }}
 {{- $peers := $root.Values.peers }}
 {{- if or $peers.tls.existingSecret $peers.token.enabled }}
 peers:

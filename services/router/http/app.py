@@ -352,7 +352,8 @@ class GenerationEndpoints:
         with _field_names(body):
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
-                call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
+                request = replace(call.request, id=id_)
+                call = replace(call, request=request, trace=received.trace, arrived_at=received.arrived_at)
                 if call.prompt_text and not body.add_special_tokens:
                     info = await self.service.model(call.model)
                     token_ids = await self.service.encode(info, call.prompt_text, is_rendered=True)
@@ -393,7 +394,8 @@ def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateC
     given = escaped(request.headers.get("x-request-id", "") or own_id).encode("ascii", "backslashreplace").decode()
     given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
     id_ = f"{prefix}{given or uuid.uuid4().hex}"
-    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
+    trace = trace_pairs(request.headers.items())
+    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace, arrived_at=time.perf_counter())
 
 
 def _check(body: CompletionBody) -> None:

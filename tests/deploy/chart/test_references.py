@@ -43,6 +43,18 @@ def test_service_ports_exist_in_their_pods(name: str) -> None:
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= names, service["metadata"]["name"]
 
 
+def test_clients_reach_no_metrics_and_prometheus_all() -> None:
+    services = of_kind(rendered("monitored"), "Service")
+    (monitor,) = of_kind(rendered("monitored"), "ServiceMonitor")
+    scraped = [item for item in services if matches(monitor["spec"]["selector"], item["metadata"]["labels"])]
+    scraped_pods = {item["spec"]["selector"]["app.kubernetes.io/component"] for item in scraped}
+    assert scraped_pods == {"router", "verifier", "draft"}
+    assert all("metrics" in {port["name"] for port in item["spec"]["ports"]} for item in scraped)
+    clients = named(services, "Service", "demo-eyas-router")
+    assert [port["name"] for port in clients["spec"]["ports"]] == ["grpc", "http"]
+    assert clients not in scraped
+
+
 def test_http_and_grpc_of_a_ray_service_have_a_service() -> None:
     """KubeRay makes one for the port of the head that is named serve, and none without it."""
     head = next(pod for name, pod in pod_templates(rendered("ray")) if name.endswith("head"))

@@ -116,6 +116,28 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     assert counted == expected
 
 
+def test_a_request_begins_before_it_waits_for_a_verifier(url: str) -> None:
+    spans, waited_s = Spans(), 0.3
+
+    async def run() -> None:
+        async with http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
+            answer = asyncio.create_task(post(base, "/v1/completions", ALL))
+            await asyncio.sleep(waited_s)
+            async with worker(url, Script(TOKENS)):
+                assert (await answer).status_code == 200
+
+    asyncio.run(run())
+    labels = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "eyas", "gen_ai_request_model": "demo"}
+    first_s = spans.value("gen_ai_server_time_to_first_token_seconds_sum", **labels)
+    whole_s = spans.value("gen_ai_server_request_duration_seconds_sum", **labels, error_type="")
+    [span] = spans.named("text_completion demo")
+    assert span.end_time is not None
+    assert span.start_time is not None
+    assert first_s is not None
+    assert whole_s is not None
+    assert min(first_s, whole_s, (span.end_time - span.start_time) / 1e9) > 0.9 * waited_s
+
+
 @pytest.fixture
 def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """Capture the log of this process as JSON."""

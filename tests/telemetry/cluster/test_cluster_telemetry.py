@@ -69,13 +69,13 @@ def test_verify_steps_are_events_of_the_decode_span(run: Watched) -> None:
     decode = named(run.collector.trace(TRACE_ID), "decode")
     rounds = [plain(event.attributes) for event in decode.span.events if event.name == "verify_step"]
     assert len(rounds) == decode.attributes["eyas.verify_steps"]
-    assert sum(step["accepted_tokens"] + 1 for step in rounds) + 1 == len(run.speculative)
-    drafted = [step for step in rounds if step["drafted_tokens"]]
+    assert sum(step["eyas.accepted_tokens"] + 1 for step in rounds) + 1 == len(run.speculative)
+    drafted = [step for step in rounds if step["eyas.drafted_tokens"]]
     assert drafted
     for step in drafted:
-        assert step["verify_ms"] > 0
-        assert 0 < step["draft_ms"] <= step["round_trip_ms"]
-        assert step["draft_wait_ms"] <= step["round_trip_ms"] + step["verify_ms"]
+        assert step["eyas.verify_ms"] > 0
+        assert 0 < step["eyas.draft_ms"] <= step["eyas.round_trip_ms"]
+        assert step["eyas.draft_wait_ms"] <= step["eyas.round_trip_ms"] + step["eyas.verify_ms"]
 
 
 def test_the_request_span_has_parameters_and_results(run: Watched) -> None:
