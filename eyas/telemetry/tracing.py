@@ -74,9 +74,16 @@ def resource(service: str) -> Resource:
 
 
 def trace_pairs(headers: Iterable[tuple[str, str | bytes]]) -> Trace:
-    """Return the trace context among HTTP headers or gRPC metadata, without values that gRPC refuses to send on."""
-    found = ((key.lower(), str(value)) for key, value in headers if key.lower() in TRACE_HEADERS)
-    return tuple((key, value) for key, value in found if len(value) <= MAX_TRACE_LENGTH and _PRINTABLE(value))
+    """Return the trace context among HTTP headers or gRPC metadata, without values that gRPC refuses to send on.
+
+    Of a header that comes again only the first counts: a client could fill the metadata of the calls to verifiers.
+    """
+    found = dict[str, str]()
+    for key, value in headers:
+        name, text = key.lower(), str(value)
+        if name in TRACE_HEADERS and len(text) <= MAX_TRACE_LENGTH and _PRINTABLE(text):
+            found.setdefault(name, text)
+    return tuple(found.items())
 
 
 def trace_of(span: Span) -> Trace:
