@@ -36,7 +36,7 @@ WIRING_KEY = "eyas"
 # Key under which P-EAGLE heads of ours state the depths that they were trained for.
 DEPTH_KEY = "eyas_num_depths"
 # Most tensors that an error message names.
-MAX_NAMED = 12
+MAX_NAMED = 6
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 EMBEDDING_NAMES = (

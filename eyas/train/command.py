@@ -27,7 +27,7 @@ Model = Annotated[str, typer.Option(help="Folder or hub id of the target.")]
 Out = Annotated[Path, typer.Option(help="What to write.")]
 Files = Annotated[
     list[Path],
-    typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; plain text; folders of such files."),
+    typer.Argument(help="JSON with messages, conversations, prompt and completion, text or token_ids; plain text; folders."),
 ]
 Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out.")]
 TemplateKwargs = Annotated[
@@ -67,11 +67,20 @@ def prepare(
 
     at_least(0, draft_vocab_size=draft_vocab_size)
     found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
-    info = run(model, found, out, heldout, max_length, min_loss_tokens, seed, variables)
+    columns = (TextColumn("{task.completed} rows"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        info = run(
+            model, found, out, heldout, max_length, min_loss_tokens, seed, variables,
+            lambda rows: progress.update(task, completed=rows),
+        )  # fmt: skip
     print(
         f"{out}: {info.num_documents} documents, {info.num_heldout} held out; {info.num_tokens} tokens, "
         f"{info.num_supervised} supervised; {info.num_skipped} documents left out"
     )
+    if info.rejected:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in info.rejected.items())
+        print(f"{sum(info.rejected.values())} rows cannot be used and are left out: {reasons}")
     if info.num_separate:
         print(
             f"{info.num_separate} turns are documents of their own: the chat template shows them differently in longer chats"

@@ -1,17 +1,21 @@
 """Training text: `prepare` makes token ids and loss masks of files; `Windows` packs them for training, in a seeded order.
 
-Files are JSON Lines with `messages` (role, content), `conversations` (from, value: ShareGPT), `text` or `token_ids`, or
-plain text. In conversations only the assistant's words count in the loss. A prepared folder holds the splits `train` and
-`heldout` of the `datasets` library, `token_freq.safetensors` and `prepared.json`.
+Files are JSON Lines, or a JSON list, with `messages` or `conversations` (role and content, or from and value), `prompt`
+and `completion`, `text` or `token_ids`; or plain text. In conversations only the assistant's words count in the loss. A row
+that cannot be used is counted by its reason. A prepared folder holds the splits `train` and `heldout` of the `datasets`
+library, `token_freq.safetensors` and `prepared.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +39,14 @@ FOLDER_SUFFIXES = {".jsonl", ".txt", ".md", ".py", ".rst"}
 # Marks of entries that `eyas train regenerate` did not answer; each has the reason.
 FAILED, SKIPPED = "error", "skipped"
 UNANSWERED = {FAILED, SKIPPED}
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+FIELDS = "messages, conversations, prompt and completion, text or token_ids"
+# Documents that are held out at least, unless that is more than half of them.
+MIN_HELDOUT = 8
+# Rows that the log names for each reason to leave them out.
+MAX_NAMED_ROWS = 3
 
+log = logging.getLogger(__name__)
 
 # What is in memory at a time: entries, characters of their texts, and parts on their way to disk.
 BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
@@ -49,11 +59,30 @@ class Document(NamedTuple):
     loss_mask: NDArray[np.bool_]
 
 
+class Entry(NamedTuple):
+    """The documents of a row. are_together: whether all belong in one split, as turns of a conversation do."""
+
+    documents: list[Document]
+    are_together: bool
+
+
+class BadRow(ValueError):
+    """A row that cannot be used. Its text is the reason, and what is particular to the row after a colon."""
+
+    @property
+    def reason(self) -> str:
+        return str(self).partition(": ")[0]
+
+
 class RenderedText(NamedTuple):
-    """A text to encode. spans: the characters that count in the loss; None marks plain text, which counts whole."""
+    """A text to encode. spans: the characters that count in the loss; None marks plain text, which counts whole.
+
+    is_chat: whether a chat template made it, with its special tokens.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...] | None = None
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +91,7 @@ class Prepared:
 
     num_refused: turns of assistants that cannot be found in the rendered chat, and so do not count in the loss.
     num_separate: turns that are documents of their own, because the template shows them differently in a longer chat.
-    chat_template_kwargs: variables that the chats were rendered with.
+    chat_template_kwargs: variables that the chats were rendered with. rejected: rows that cannot be used, by reason.
     """
 
     model: str
@@ -77,14 +106,16 @@ class Prepared:
     seed: int
     num_separate: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 def prepare(
     model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = lambda rows: None,
 ) -> Prepared:  # fmt: skip
-    """Write a prepared folder. heldout: share of entries kept out of training.
+    """Write a prepared folder. heldout: share of documents kept out of training; at least MIN_HELDOUT, see `Splitter`.
 
+    show: called with the number of rows read so far.
     Longer documents are cut into parts of max_length; parts without a supervised token are left out, and so are documents
     with fewer than min_loss_tokens. Documents go to disk in batches. chat_template_kwargs: as `LLM.chat` takes them. Raises
     ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
@@ -93,6 +124,7 @@ def prepare(
     from safetensors.torch import save_file
 
     from eyas.models.checkpoint import read_target_config, resolve
+    from eyas.models.file_values import get_setting
     from eyas.train.features import keeping_saved
 
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")
@@ -100,28 +132,30 @@ def prepare(
     at_least(1, min_loss_tokens=min_loss_tokens)
     if not sys.stderr.isatty():
         disable_progress_bars()
-    vocab_size = int(read_target_config(resolve(model))["vocab_size"])
+    vocab_size = get_setting(int, read_target_config(resolve(model)), "vocab_size", model)
     reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
-    heldout_draws, num_skipped = np.random.default_rng(seed), 0
+    num_skipped = 0
     with keeping_saved(out):
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out) as name:
             folder = Path(name)
             parts = {split: folder / f"{split}.arrow" for split in (TRAIN, HELDOUT)}
             with SplitWriter(parts[TRAIN], vocab_size) as train, SplitWriter(parts[HELDOUT], vocab_size) as kept_out:
-                for documents in reader.read(files):
+                splitter = Splitter(train, kept_out, heldout, seed)
+                for number, (documents, are_together) in enumerate(reader.read(files), 1):
                     used = [document for document in documents if document.loss_mask.sum() >= min_loss_tokens]
                     num_skipped += len(documents) - len(used)
-                    if used:  # all turns of a conversation go to one split
-                        writer = kept_out if heldout_draws.random() < heldout else train
-                        for document in used:
-                            writer.add(document, max_length)
+                    parts_of = [part for document in used for part in _cut(document, max_length)]
+                    for group in [parts_of] if are_together else ([part] for part in parts_of):
+                        splitter.add(group)
+                    show(number)
+                splitter.finish()
             if not train.num_documents:
                 raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader, kept_out.num_documents))
             info = Prepared(
                 model, vocab_size, tuple(map(str, files)), train.num_documents, kept_out.num_documents, train.num_tokens,
                 train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
-                dict(chat_template_kwargs or {}),
+                dict(chat_template_kwargs or {}), dict(reader.rejected),
             )  # fmt: skip
             for split, part in parts.items():
                 Dataset.from_file(str(part)).save_to_disk(str(folder / split))
@@ -147,7 +181,7 @@ def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: Docu
         )
     if reader.num_unanswered:
         return f"none of the {reader.num_unanswered} entries of {names} was answered; they hold the reasons"
-    return f"{names}: no text to train on; give JSON Lines with messages, conversations, text or token_ids, or plain text"
+    return f"{names}: no text to train on; give JSON Lines with {FIELDS}; or plain text"
 
 
 class SplitWriter:
@@ -171,64 +205,141 @@ class SplitWriter:
         else:
             self._writer.close()
 
-    def add(self, document: Document, max_length: int) -> None:
-        """Add the parts of a document that have supervised tokens."""
-        for start in range(0, len(document.input_ids), max_length):
-            ids, mask = (column[start : start + max_length] for column in document)
-            if not mask.any():
-                continue
-            self._writer.write({"input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int8)})
-            self.num_documents += 1
-            self.num_tokens += len(ids)
-            self.num_supervised += int(mask.sum())
-            np.add.at(self.token_freq, ids[mask], 1)
+    def add(self, document: Document) -> None:
+        """Add a document."""
+        ids, mask = document
+        self._writer.write({"input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int8)})
+        self.num_documents += 1
+        self.num_tokens += len(ids)
+        self.num_supervised += int(mask.sum())
+        np.add.at(self.token_freq, ids[mask], 1)
+
+
+def _cut(document: Document, max_length: int) -> Iterator[Document]:
+    """The parts of a document that have supervised tokens."""
+    for start in range(0, len(document.input_ids), max_length):
+        mask = document.loss_mask[start : start + max_length]
+        if mask.any():
+            yield Document(document.input_ids[start : start + max_length], mask)
+
+
+class Splitter:
+    """Holds a seeded share of the documents out; of few ones at least MIN_HELDOUT, but at most half.
+
+    A seeded sample of the others stays in memory to the end, for the case that the draws hold out too few.
+    """
+
+    def __init__(self, train: SplitWriter, heldout: SplitWriter, share: float, seed: int) -> None:
+        self._train, self._heldout, self._share = train, heldout, share
+        self._draws, self._places = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+        self._kept: list[Sequence[Document]] = []
+        self._num_seen = 0
+
+    def add(self, group: Sequence[Document]) -> None:
+        """Add documents that belong in one split."""
+        if self._draws.random() < self._share:
+            self._write(self._heldout, group)
+            return
+        if not self._share:
+            self._write(self._train, group)
+            return
+        self._num_seen += 1
+        group = [Document(ids.copy(), mask.copy()) for ids, mask in group]  # not with all of the text that they are parts of
+        if len(self._kept) < MIN_HELDOUT:
+            self._kept.append(group)
+            return
+        place = int(self._places.integers(self._num_seen))  # reservoir sampling
+        if place < MIN_HELDOUT:
+            self._kept[place], group = group, self._kept[place]
+        self._write(self._train, group)
+
+    def finish(self) -> None:
+        """Hold out as many of the kept documents as are needed."""
+        half = (self._train.num_documents + self._heldout.num_documents + sum(map(len, self._kept))) // 2
+        for group in self._kept:
+            held = self._heldout.num_documents
+            is_needed = held < MIN_HELDOUT and held + len(group) <= half
+            self._write(self._heldout if is_needed else self._train, group)
+
+    @staticmethod
+    def _write(writer: SplitWriter, group: Sequence[Document]) -> None:
+        for document in group:
+            writer.add(document)
 
 
 class DocumentReader:
     """Reads files into documents. num_refused, num_separate: see Prepared.
 
     chat_template_kwargs: variables of the chat template, such as enable_thinking. num_unanswered: entries that `regenerate`
-    could not answer.
+    could not answer. rejected: rows that cannot be used, by reason; the log names the first of each.
     """
 
     def __init__(self, model: str, vocab_size: int, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.num_refused = self.num_separate = self.num_unanswered = 0
         self._model, self._vocab_size, self._variables = model, vocab_size, dict(chat_template_kwargs or {})
+        self.rejected: Counter[str] = Counter()
         self._tokenizer: Tokenizer = load_tokenizer(model)
-        self._template: ChatTemplate | None = None
 
-    def read(self, files: Iterable[Path]) -> Iterator[list[Document]]:
-        """Yield the documents of each entry; a conversation may have several. Raises ConfigError with file and line."""
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return load_template(ServedModel(self._model, self._model))
+
+    def read(self, files: Iterable[Path]) -> Iterator[Entry]:
+        """Yield the documents of each row; a conversation may have several. Raises ConfigError for a file without any."""
         entries: list[list[RenderedText | Document]] = []
         num_characters = 0
         for file in files:
-            for number, entry in read_entries(file):
-                if UNANSWERED & entry.keys():
-                    self.num_unanswered += 1
-                    continue
-                try:
-                    entries.append(self._texts(entry))
-                except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise ConfigError(f"{file}, line {number}: {error}") from error
-                num_characters += sum(len(text[0]) for text in entries[-1])
+            for entry in self._usable(file):
+                entries.append(entry)
+                num_characters += sum(len(text[0]) for text in entry)
                 if len(entries) >= BATCH_ENTRIES or num_characters >= BATCH_CHARACTERS:
                     yield from self._encoded(entries)
                     entries, num_characters = [], 0
         yield from self._encoded(entries)
 
+    def _usable(self, file: Path) -> Iterator[list[RenderedText | Document]]:
+        """The texts of the rows that can be used. Raises ConfigError if there are rows, and none can be."""
+        first, num_good = "", 0
+        for number, row in read_entries(file):
+            if not isinstance(row, BadRow) and UNANSWERED & row.keys():
+                self.num_unanswered += 1
+                continue
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                texts = self._texts(row)
+                num_good += 1
+            except BadRow as error:
+                self.rejected[error.reason] += 1
+                first = first or f"line {number}: {error}"
+                if self.rejected[error.reason] <= MAX_NAMED_ROWS:
+                    log.warning("%s, line %d is left out: %s", file, number, error)
+                continue
+            yield texts
+        if first and not num_good:
+            raise ConfigError(f"no row of {file} can be used; {first}")
+
     def _texts(self, entry: Mapping[str, Any]) -> list[RenderedText | Document]:
+        texts: list[RenderedText | Document] = []
         if messages := messages_of(entry):
-            return [*self._conversation(messages)]
-        if "token_ids" in entry:
-            ids = np.array([int(token) for token in entry["token_ids"]], np.int64)
-            if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
-                raise ValueError(f"token_ids holds {wrong[0]}, but {self._model} has a vocabulary of {self._vocab_size}")
-            return [Document(ids, np.arange(len(ids)) >= int(entry.get("num_prompt_tokens", 1)))]
-        if "text" not in entry:
-            raise ValueError(f"no messages, conversations, text or token_ids, but {', '.join(entry) or 'nothing'}")
-        text = str(entry["text"])
-        text.encode()  # half a surrogate pair is an error of this line
-        return [RenderedText(text)]
+            texts += self._conversation(messages)
+        elif "token_ids" in entry:
+            texts.append(self._given_ids(entry))
+        elif (prompt := prompt_of(entry)) is not None:
+            text = prompt + entry["completion"]
+            texts.append(RenderedText(text, ((len(prompt), len(text)),)))
+        else:
+            texts.append(RenderedText(text_of(entry)))
+        for text in texts:
+            if isinstance(text, RenderedText):
+                _check_text(text.text)
+        return texts
+
+    def _given_ids(self, entry: Mapping[str, Any]) -> Document:
+        ids, start = token_ids_of(entry, self._vocab_size), entry.get("num_prompt_tokens", 1)
+        if type(start) is not int or start < 0:
+            raise BadRow(f"wrong num_prompt_tokens: {start!r} is no whole number from 0")
+        return Document(ids, np.arange(len(ids)) >= start)
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[RenderedText]:
         """The rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it.
@@ -237,32 +348,39 @@ class DocumentReader:
         turn behind its own prefix, so that such a turn is a text of its own.
         """
         if self._template is None:
-            self._template = load_template(ServedModel(self._model, self._model))
-        if self._template is None:
-            raise ConfigError(f"{self._model} has no chat template, but the data are conversations; give plain text instead")
+            raise BadRow(f"no chat template: {self._model} has none, and the row is a conversation; give plain text instead")
+        try:
+            return self._rendered(self._template, messages)
+        except InvalidRequest as error:
+            raise BadRow(f"the chat template refuses the conversation: {error}") from error
+
+    def _rendered(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> list[RenderedText]:
         closed = self._variables | {"add_generation_prompt": False}
-        text = self._template.render(messages, closed)
+        text = template.render(messages, closed)
         spans, separate = [], []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._template.render(messages[:index], self._variables) if index else None
-            after = self._template.render(messages[: index + 1], closed)
+            before = template.render(messages[:index], self._variables) if index else None
+            after = template.render(messages[: index + 1], closed)
             if before is None or not after.startswith(before):
                 self.num_refused += 1
             elif text.startswith(after):
                 spans.append((len(before), len(after)))
             else:
-                separate.append(RenderedText(after, ((len(before), len(after)),)))
+                separate.append(RenderedText(after, ((len(before), len(after)),), is_chat=True))
         self.num_separate += len(separate)
-        return ([RenderedText(text, tuple(spans))] if spans or not separate else []) + separate
+        return ([RenderedText(text, tuple(spans), is_chat=True)] if spans or not separate else []) + separate
 
-    def _encoded(self, entries: Sequence[Sequence[RenderedText | Document]]) -> Iterator[list[Document]]:
-        """Encode the texts of these entries, on all cores."""
+    def _encoded(self, entries: Sequence[Sequence[RenderedText | Document]]) -> Iterator[Entry]:
+        """Encode the texts of these rows, on all cores."""
         texts = [text for entry in entries for text in entry if isinstance(text, RenderedText)]
         plain = iter(self._tokenizer.encode_batch([text.text for text in texts if text.spans is None]))
-        chats = [text.text for text in texts if text.spans is not None]
-        rendered = iter(self._tokenizer.tokenizer.encode_batch(chats, add_special_tokens=False) if chats else ())
+        rendered = {
+            is_chat: iter(self._tokenizer.tokenizer.encode_batch(marked, add_special_tokens=not is_chat) if marked else ())
+            for is_chat in (False, True)
+            for marked in [[text.text for text in texts if text.spans is not None and text.is_chat == is_chat]]
+        }
         for entry in entries:
             documents = []
             for text in entry:
@@ -272,40 +390,111 @@ class DocumentReader:
                     ids = np.array(next(plain), np.int64)
                     documents.append(Document(ids, np.arange(len(ids)) > 0))
                 else:
-                    encoded = next(rendered)
-                    begins = np.array([begin for begin, _ in encoded.offsets], np.int64)
-                    inside = [(start <= begins) & (begins < end) for start, end in text.spans]
+                    encoded = next(rendered[text.is_chat])
+                    begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T  # those of a BOS token are equal
+                    inside = [(start <= begins) & (begins < end) & (begins < ends) for start, end in text.spans]
                     mask = np.any(inside, axis=0) if inside else np.zeros(len(begins), bool)
                     documents.append(Document(np.array(encoded.ids, np.int64), mask))
-            yield documents
+            yield Entry(documents, any(isinstance(text, RenderedText) and text.is_chat for text in entry))
 
 
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation, as chat templates take them; empty if the entry is none."""
-    if "messages" in entry:
-        return [dict(message) for message in entry["messages"]]
-    turns = entry.get("conversations") or ()
-    return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    """The messages of a conversation, as chat templates take them; empty if the row is none.
+
+    Each turn has role and content, or from and value as ShareGPT has them. Raises BadRow.
+    """
+    name = next((name for name in ("messages", "conversations") if entry.get(name) is not None), "")
+    turns = entry[name] if name else []
+    if not name and isinstance(entry.get("prompt"), list):
+        name, completion = "prompt", entry.get("completion")
+        turns = [*entry["prompt"], *(completion if isinstance(completion, list) else [])]
+    if not isinstance(turns, list):
+        raise BadRow(f"wrong {name}: expected a list of messages, found a {type(turns).__name__}")
+    return [_message(name, number, turn) for number, turn in enumerate(turns, 1)]
 
 
-def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON Lines file with their line numbers, or one with the text of any other file."""
-    number = 0
+def _message(name: str, number: int, turn: object) -> dict[str, Any]:
+    """A turn as a chat template takes it; raises BadRow."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"wrong {name}: message {number} is a {type(turn).__name__}; expected an object")
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or not role:
+        raise BadRow(f"wrong {name}: message {number} has no role (or from)")
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(content, str | list) and not (content is None and turn.get("tool_calls")):
+        raise BadRow(f"wrong {name}: message {number} has no content (or value)")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return rest | {"role": SHAREGPT_ROLES.get(role, role), "content": content}
+
+
+def prompt_of(entry: Mapping[str, Any]) -> str | None:
+    """The prompt of a row of prompt and completion in plain text; None if it is none. Raises BadRow."""
+    if "prompt" not in entry or "completion" not in entry:
+        return None
+    for name in ("prompt", "completion"):
+        if not isinstance(entry[name], str):
+            raise BadRow(f"wrong {name}: expected a text, found a {type(entry[name]).__name__}")
+    return str(entry["prompt"])
+
+
+def token_ids_of(entry: Mapping[str, Any], vocab_size: int = 2**31) -> NDArray[np.int64]:
+    """The token ids of a row, int64 [n]. Raises BadRow, also for one beyond the vocabulary."""
+    ids = entry["token_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise BadRow("wrong token_ids: expected a list of whole numbers")
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise BadRow(f"wrong token_ids: {wrong[0]} is not in the vocabulary of {vocab_size}")
+    return np.array(ids, np.int64)
+
+
+def text_of(entry: Mapping[str, Any]) -> str:
+    """The plain text of a row. Raises BadRow."""
+    if "text" not in entry:
+        raise BadRow(f"no known field: expected {FIELDS}, found {', '.join(entry)[:80] or 'nothing'}")
+    if not isinstance(entry["text"], str):
+        raise BadRow(f"wrong text: expected a text, found a {type(entry['text']).__name__}")
+    return str(entry["text"])
+
+
+def _check_text(text: str) -> None:
+    """Raises BadRow for half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise BadRow(f"wrong text: {error}") from error
+
+
+def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """The objects of a JSON Lines file, or of a JSON list, with their numbers; or one with the text of any other file.
+
+    A row that holds none is a BadRow in its place. Raises ConfigError for a file that cannot be read at all.
+    """
     try:
         if file.suffix not in (".jsonl", ".json"):
             yield 1, {"text": file.read_text(encoding="utf-8", errors="replace")}
             return
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
+            if lines.peek(1)[:1] == b"[" and file.suffix == ".json":
+                yield from enumerate(map(_object, json.load(lines)), 1)
+                return
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    entry = json.loads(line)
-                    if not isinstance(entry, dict):
-                        raise ValueError(f"expected an object, found a {type(entry).__name__}")
-                    yield number, entry
-    except (OSError, ValueError) as error:
-        is_known = number and not isinstance(error, UnicodeError)  # text is decoded ahead of the lines
-        place, fault = f"{file}, line {number}" if is_known else file, getattr(error, "msg", error)
-        raise ConfigError(f"cannot read {place}: {fault}; give JSON Lines, one object on each line") from error
+                    yield number, _parsed(line)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; give JSON Lines, an object on each line, or a JSON list") from error
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        return _object(json.loads(line.decode("utf-8-sig")))
+    except UnicodeError as error:
+        return BadRow(f"no UTF-8: {error}")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"no JSON object: {error}")
+
+
+def _object(entry: object) -> dict[str, Any] | BadRow:
+    return entry if isinstance(entry, dict) else BadRow(f"no JSON object: found a {type(entry).__name__}")
 
 
 @dataclass(frozen=True)
@@ -437,15 +626,21 @@ def _pack(lengths: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
             elif length - start > 1:
                 rests.append((length - start, document, start))
     free: dict[int, list[int]] = {}
+    rooms: list[int] = []  # those that some pack has, ascending
     for length, document, start in sorted(rests, key=lambda rest: (-rest[0], rest[1])):
-        room = min((room for room, open_packs in free.items() if room >= length and open_packs), default=None)
-        if room is None:
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
             packs.append([])
             pack, room = len(packs) - 1, size
         else:
+            room = rooms[place]
             pack = free[room].pop()
+            if not free[room]:
+                del rooms[place]
         packs[pack].append((document, start))
-        free.setdefault(room - length, []).append(pack)
+        if not free.setdefault(room - length, []):
+            insort(rooms, room - length)
+        free[room - length].append(pack)
     return packs
 
 
@@ -453,16 +648,23 @@ def read_prepared(folder: Path) -> Prepared:
     """What was prepared. Raises ConfigError."""
     try:
         settings = json.loads((folder / INFO_FILE).read_text())
-        return Prepared(**{**settings, "sources": tuple(settings["sources"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = Prepared(**{**settings, "sources": tuple(settings["sources"])})
+        if not all(type(value) is int for name, value in vars(found).items() if name.startswith("num_")):
+            raise ValueError(f"{INFO_FILE} holds counts that are no whole numbers")
+        return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(folder)!r} holds no prepared data ({error}); run `eyas train prepare` first") from error
 
 
 def token_frequencies(folder: Path) -> Tensor:
     """How often each token is supervised in the training split, int64 [V]."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(folder / FREQUENCY_FILE)["token_freq"]
+    try:
+        return load_file(folder / FREQUENCY_FILE)["token_freq"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(f"cannot read {folder / FREQUENCY_FILE}: {error}; run `eyas train prepare` again") from error
 
 
 def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:

@@ -1,26 +1,35 @@
-"""Evaluation of a head through the serving path: draft trees of the engine on held-out prompts."""
+"""Evaluation of a head: the draft trees that serving would grow, along what the target writes for held-out prompts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
+from eyas.models.heads.layers import FeatureFuser
+from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
+from eyas.tree import DraftTree
 
 Prompt = tuple[int, ...]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,21 @@ class Evaluation:
         return tau | depths
 
 
+@dataclass(frozen=True)
+class KnownOutput:
+    """What the target writes for a prompt. tokens: prompt and output. states [T, m * C]: those that heads read."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    states: Tensor
+
+
 class Evaluator:
-    """Measures heads of a method on the same prompts. The target is loaded once."""
+    """Measures heads of a method on the same prompts.
+
+    Speculation changes no token, so that the target decodes each prompt once, at the first measurement, and is let go. Every
+    head then drafts along these outputs: a tree is accepted as far as it holds the next tokens.
+    """
 
     def __init__(
         self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto",
@@ -54,46 +76,111 @@ class Evaluator:
         self._given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
-
-    @cached_property
-    def _target(self) -> TargetModel:
-        return self._given or load_target(self._model, self._dtype, self._device)
+        # By temperature; of heads that read these layers.
+        self._outputs: dict[tuple[int, ...], dict[float, list[KnownOutput]]] = {}
 
     def measure(self, head: Path) -> Evaluation:
-        """Decode all prompts at all temperatures with trees of the head. Raises CheckpointError for a broken head."""
+        """Draft along the outputs of all prompts at all temperatures. Raises CheckpointError for a broken head."""
         c = self._config
         tree = resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k), self._method, str(head))
-        tau, depths = {}, {}
         rng = torch.random.get_rng_state()
-        for temperature in c.temperatures:
-            fuser = build_fuser(self._method, str(head), self._model, self._dtype, self._device)
+        fuser = build_fuser(self._method, str(head), self._model, self._dtype, self._device)
+        layers = fuser.aux_hidden_state_layers if fuser else ()
+        if layers not in self._outputs:
+            self._outputs[layers] = self._decode(layers)
+        tau, depths = {}, {}
+        for temperature, outputs in self._outputs[layers].items():
             drafter = build_drafter(
                 self._method, self._model, str(head), self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False)
             )
-            target = self._target.with_features(fuser.aux_hidden_state_layers if fuser else ())
-            longest = max(map(len, self._prompts)) + c.max_tokens + 2 * c.num_draft_tokens
-            num_slots = longest * len(self._prompts)
-            engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False, draft_budget="fixed")
-            engine = assemble_engine(target, fuser, engine_config, tree, drafter)
-            stats = GenerationStats()
-            for index, prompt in enumerate(self._prompts):
-                sampling = SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=index)
-                engine.submit(Request(f"{index}", prompt, sampling))
-            while engine.has_work:
-                for chunk in engine.step():
-                    stats.add(chunk)
-            target.set_aux_hidden_state_layers(())
+            stats = _draft_along(drafter, fuser, outputs, TreeBudget(c.num_draft_tokens, tree.num_steps))
             tau[temperature], depths[temperature] = stats.acceptance_length, tuple(stats.acceptance_by_depth)
         torch.random.set_rng_state(rng)
         return Evaluation(tau, depths)
+
+    def _decode(self, layers: tuple[int, ...]) -> dict[float, list[KnownOutput]]:
+        """The target's outputs for all prompts, by temperature."""
+        c = self._config
+        target = self._given or load_target(self._model, self._dtype, self._device)
+        num_slots = (max(map(len, self._prompts)) + c.max_tokens + 2) * len(self._prompts)
+        engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False)
+        found = {}
+        for temperature in c.temperatures:
+            engine = assemble_engine(target.with_features(), None, engine_config, TreeConfig(), None)
+            tokens = [list(prompt) for prompt in self._prompts]
+            sampling = [SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=n) for n in range(len(tokens))]
+            requests = [Request(f"{n}", prompt, sampling[n]) for n, prompt in enumerate(self._prompts)]
+            for request in requests:
+                engine.submit(request)
+            while engine.has_work:
+                for chunk in engine.step():
+                    tokens[int(chunk.request_id)] += chunk.token_ids
+            reader = target.with_features(layers)
+            found[temperature] = [
+                KnownOutput(request, tuple(own), _states(reader, own[:-1]))
+                for request, own in zip(requests, tokens, strict=True)
+            ]
+            reader.set_aux_hidden_state_layers(())
+        return found
+
+
+def _states(target: TargetModel, tokens: Sequence[int]) -> Tensor:
+    """The collected hidden states of a text, [T, m * C]; of width 0 if none are collected."""
+    ids, rows, none = np.array(tokens, dtype=np.int64), np.arange(len(tokens)), np.zeros(0, dtype=np.int64)
+    packed = target.pack([Segment(ids, rows, rows, none, None, rows[-1:])])
+    states = target.forward(packed, target.new_kv_cache(len(ids))).aux_hidden_states
+    return torch.empty(len(ids), 0) if states is None else states
+
+
+@torch.inference_mode()
+def _draft_along(
+    drafter: Drafter, fuser: FeatureFuser | None, outputs: Sequence[KnownOutput], budget: TreeBudget
+) -> GenerationStats:
+    """Verify steps whose trees are accepted as far as they hold the outputs' next tokens."""
+    stats = GenerationStats()
+    features = [None if fuser is None else fuser(output.states) for output in outputs]
+    # by output: tokens that the drafter has, and those that are committed, the last of which is the root
+    drafted, lengths = [0] * len(outputs), [len(output.request.prompt_ids) + 1 for output in outputs]
+    while active := [n for n, output in enumerate(outputs) if lengths[n] < len(output.tokens)]:
+        contexts = []
+        for n in active:
+            own, start = features[n], drafted[n]
+            new = None if own is None else own[max(start - 1, 0) : lengths[n] - 1]
+            request, tokens = outputs[n].request, outputs[n].tokens[start : lengths[n]]
+            contexts.append(Commit(request.id, 0, start, tokens, new, request.noise_key, budget))
+            drafted[n] = lengths[n]
+        for n, draft in zip(active, drafter.request(contexts)(), strict=True):
+            if isinstance(draft, ResyncRequired):
+                drafted[n] = max(draft.committed_length, 0)
+            following = outputs[n].tokens[lengths[n] :]
+            accepted = _num_accepted(draft, following) if isinstance(draft, DraftTree) else 0
+            emitted = min(accepted + 1, len(following))
+            num_drafted, depth = (draft.num_drafted, draft.depth) if isinstance(draft, DraftTree) else (0, 0)
+            stats.merge(GenerationStats(1, num_drafted, accepted, emitted, [1] * depth, [1] * accepted))
+            lengths[n] += emitted
+    drafter.release([output.request.id for output in outputs])
+    return stats
+
+
+def _num_accepted(tree: DraftTree, following: Sequence[int]) -> int:
+    """How many of the next tokens the tree holds one below the other."""
+    node = 0
+    for number, token in enumerate(following):
+        child = tree.child(node, token)
+        if child is None:
+            return number
+        node = child
+    return len(following)
 
 
 def heldout_prompts(folder: Path, config: EvalConfig) -> list[Prompt]:
     """Beginnings of held-out documents: up to the first supervised token, or prompt_tokens where all of it is.
 
-    Without a held-out split, those of training documents.
+    Without a held-out split, those of training documents, with a warning.
     """
     split = HELDOUT if read_prepared(folder).num_heldout else TRAIN
+    if split == TRAIN:
+        log.warning("%s holds no document out: evaluations take training documents, and flatter the head", folder)
     documents, prompts = StoredDocuments(folder, split), []
     for number in range(0, len(documents), max(1, len(documents) // config.num_prompts))[: config.num_prompts]:
         ids, mask = documents[number]

@@ -18,7 +18,7 @@ from eyas.config.loader import at_least, require
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
 from eyas.request import Prompt, SamplingParams
-from eyas.train.data import FAILED, SKIPPED, messages_of, read_entries
+from eyas.train.data import FAILED, SKIPPED, BadRow, messages_of, prompt_of, read_entries, text_of, token_ids_of
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,11 @@ def _done(out: Path) -> dict[int, str]:
         for raw in lines:
             if raw.endswith(b"\n"):
                 end += len(raw)
-                line = json.loads(raw)
-                done[line["index"]] = _outcome(line)
+                try:
+                    line = json.loads(raw)
+                    done[line["index"]] = _outcome(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"{out} holds a line that is no answer: {raw[:80]!r}; name another output") from error
     if end < out.stat().st_size:
         os.truncate(out, end)
     return done
@@ -158,16 +161,36 @@ def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
 
 
 def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
-    """Conversations with their messages, and beginnings of plain text as token ids."""
+    """Conversations with their messages, and beginnings of plain text as token ids. An unusable row has its reason.
+
+    Raises ConfigError for a file with rows none of which can be used.
+    """
     for file in files:
-        for number, entry in read_entries(file):
-            if messages := messages_of(entry):
-                yield {"messages": messages}
-                continue
-            if "text" not in entry and "token_ids" not in entry:
-                raise ConfigError(f"{file}, line {number}: no messages, conversations, text or token_ids")
-            ids = entry["token_ids"] if "token_ids" in entry else llm.get_tokenizer().encode(str(entry["text"]))
-            yield from _beginnings(list(ids), settings)
+        first, num_good = "", 0
+        for number, row in read_entries(file):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                entries = list(_prompts(llm, row, settings))
+                num_good += 1
+            except BadRow as error:
+                first = first or f"line {number}: {error}"
+                entries = [{FAILED: f"{file}, line {number}: {error}"}]
+            yield from entries
+        if first and not num_good:
+            raise ConfigError(f"no row of {file} can be used; {first}")
+
+
+def _prompts(llm: LLM, row: Mapping[str, Any], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
+    """What a row asks. Raises BadRow."""
+    if messages := messages_of(row):
+        yield {"messages": messages}
+    elif (prompt := prompt_of(row)) is not None:
+        yield {"token_ids": list(llm.get_tokenizer().encode(prompt))}
+    elif "token_ids" in row:
+        yield from _beginnings(token_ids_of(row).tolist(), settings)
+    else:
+        yield from _beginnings(list(llm.get_tokenizer().encode(text_of(row))), settings)
 
 
 def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
@@ -216,6 +239,7 @@ def _answer(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: Reg
     lines: list[dict[str, Any]] = [
         {"index": index, SKIPPED: "no text"} for index, entry in batch if entry.get("token_ids") == []
     ]
+    lines += [{"index": index, FAILED: entry[FAILED]} for index, entry in batch if FAILED in entry]
     prompts: list[Prompt] = [{"prompt_token_ids": ids} for _, ids in texts]
     outputs = llm.generate(prompts, [_sampling(settings, index) for index, _ in texts], use_tqdm=False) if texts else []
     for (index, ids), output in zip(texts, outputs, strict=True):

@@ -51,7 +51,7 @@ def write(file: Path, *entries: dict[str, Any]) -> Path:
 
 def supervised(file: Path) -> str:
     reader = DocumentReader(TARGET, 4096)
-    ((document,),) = reader.read([file])
+    (((document,), _),) = reader.read([file])
     ids = [token for token, counts in zip(*document, strict=True) if counts]
     return reader._tokenizer.decode(ids)
 
@@ -72,8 +72,8 @@ def test_only_the_assistants_words_count_in_both_layouts(tmp_path: Path) -> None
     [
         ([], "no text to train on"),
         ([{"messages": CHAT[:1]}], "conversations need one"),
-        ([{"prompt": "a"}], "line 1: no messages, conversations, text or token_ids, but prompt"),
-        ([{"token_ids": [5000]}], "line 1: token_ids holds 5000"),
+        ([{"prompt": "a"}], r"no row of .*data.jsonl can be used; line 1: no known field: .*, found prompt"),
+        ([{"token_ids": [5000]}], "line 1: wrong token_ids: 5000 is not in the vocabulary of 4096"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(entries: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
@@ -81,11 +81,87 @@ def test_data_that_cannot_be_used_are_refused(entries: list[dict[str, Any]], mes
         prepare(TARGET, [write(tmp_path / "data.jsonl", *entries)], tmp_path / "out", 0.0, 64, 2, 0)
 
 
-@pytest.mark.parametrize(("line", "fault"), [('{"text": ', "Expecting value"), ("[]", "expected an object, found a list")])
-def test_a_line_that_is_no_object_is_named(line: str, fault: str, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text(f'{{"text": "a"}}\n\n{line}\n')
-    with pytest.raises(ConfigError, match=f"data.jsonl, line 3: {fault}; give JSON Lines"):
-        prepare(TARGET, [tmp_path / "data.jsonl"], tmp_path / "out", 0.0, 64, 2, 0)
+TURN = {"from": "human", "value": "a"}
+BAD_ROWS = {
+    "no JSON object": ['{"text": ', "[]", "7", '{"a":' * 5000],
+    "no UTF-8": [b'{"text": "\xe4"}'],
+    "no known field": ["{}", '{"txt": "a b"}', '{"prompt": "a"}'],
+    "wrong conversations": [json.dumps({"conversations": turns}) for turns in ("a", ["a"], [{}], [TURN, {"from": "gpt"}])],
+    "wrong messages": ['{"messages": [{"role": 5, "content": "a"}]}', '{"messages": [{"role": "user", "content": null}]}'],
+    "wrong text": ['{"text": 5}', '{"text": null}', '{"text": "\\ud800"}'],
+    "wrong token_ids": ['{"token_ids": [5000]}', '{"token_ids": "5 6"}', '{"token_ids": [1.5]}', '{"token_ids": [true]}'],
+    "wrong num_prompt_tokens": ['{"token_ids": [5, 6], "num_prompt_tokens": "x"}'],
+    "wrong completion": ['{"prompt": "a", "completion": 5}'],
+}
+
+
+def write_rows(file: Path, *rows: str | bytes) -> Path:
+    file.write_bytes(b"".join((row.encode() if isinstance(row, str) else row) + b"\n" for row in rows))
+    return file
+
+
+def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = '{"text": "def one(): return 1"}'
+    file = write_rows(tmp_path / "data.jsonl", good, "", *(row for rows in BAD_ROWS.values() for row in rows), good)
+    info = prepare(TARGET, [file], tmp_path / "out", 0.0, 64, 2, 0)
+    assert info.rejected == {reason: len(rows) for reason, rows in BAD_ROWS.items()}
+    assert info.num_documents == 2
+    assert read_prepared(tmp_path / "out") == info
+    named = [record.getMessage() for record in caplog.records]
+    assert named[0].startswith(f"{file}, line 3 is left out: no JSON object: ")
+    assert sum("no JSON object" in line for line in named) == 3  # the first ones only
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_a_file_without_a_good_row_is_an_error(reason: str, tmp_path: Path) -> None:
+    bad = write_rows(tmp_path / "bad.jsonl", "", *BAD_ROWS[reason])
+    good = write(tmp_path / "good.jsonl", {"text": "def one(): return 1"})
+    with pytest.raises(ConfigError, match=f"no row of {bad} can be used; line 2: {reason}"):
+        prepare(TARGET, [good, bad], tmp_path / "out", 0.0, 64, 2, 0)
+
+
+def test_a_refusing_chat_template_costs_its_rows_only(tmp_path: Path) -> None:
+    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('no user') }}{% endif %}" + DROPS_REASONING
+    target, good = target_with_template(tmp_path / "target", refuses), {"messages": reasoning_chat("f")}
+    file = write(tmp_path / "chats.jsonl", good, {"messages": CHAT[1:]}, good)
+    info = prepare(target, [file], tmp_path / "out", 0.0, 64, 1, 0)
+    assert (info.num_documents, info.rejected) == (6, {"the chat template refuses the conversation": 1})
+
+
+USER, ASSISTANT = {"role": "user", "content": "a = 1"}, {"role": "assistant", "content": "b = 2"}
+HUMAN, GPT = {"from": "human", "value": "a = 1"}, {"from": "gpt", "value": "b = 2"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "from and value": {"conversations": [HUMAN, GPT]},
+    "role and content": {"id": "7", "conversations": [USER, ASSISTANT]},
+    "mixed turns": {"conversations": [HUMAN, ASSISTANT]},
+    "messages": {"messages": [USER, ASSISTANT]},
+    "prompt and completion": {"prompt": [USER], "completion": [ASSISTANT]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_all_layouts_of_conversations_give_one_document(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    rows = list(map(json.dumps, LAYOUTS.values()))
+    file.write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
+    found = [documents for documents, _ in DocumentReader(TARGET, 4096).read([file])]
+    assert len(found) == len(LAYOUTS)
+    for (ids, mask), *_ in found:
+        assert np.array_equal(ids, found[0][0].input_ids)
+        assert np.array_equal(mask, found[0][0].loss_mask)
+
+
+def test_of_prompt_and_completion_the_completion_counts(tmp_path: Path) -> None:
+    assert supervised(write(tmp_path / "rows.jsonl", {"prompt": "a = 1\n", "completion": "b = 2"})) == "b = 2"
+
+
+@pytest.mark.parametrize(("share", "num_lines", "least", "most"), [(0.02, 2000, 8, 8), (0.02, 60, 1, 3), (0.0, 60, 0, 0)])
+def test_plain_text_is_held_out_by_document(share: float, num_lines: int, least: int, most: int, tmp_path: Path) -> None:
+    """At least eight of the parts of one text, but at most half of them; a share of 0 holds nothing out."""
+    (tmp_path / "book.txt").write_text("".join(f"value_{number} = {number}\n" for number in range(num_lines)))
+    info = prepare(TARGET, [tmp_path / "book.txt"], tmp_path / "out", share, 128, 2, 0)
+    assert least <= info.num_heldout <= min(most, info.num_documents) or (info.num_heldout > 8 and least == 8)
+    assert not info.num_heldout or len(Windows(tmp_path / "out", 128, HELDOUT).documents) == info.num_heldout
 
 
 @pytest.mark.parametrize(
@@ -150,7 +226,7 @@ def test_a_turn_that_a_template_changes_later_is_kept(thinks: bool, tmp_path: Pa
     variables = {} if thinks else {"enable_thinking": False}
     reader = DocumentReader(target, 4096, variables)
     messages = reasoning_chat("f")
-    (documents,) = reader.read([write(tmp_path / "chat.jsonl", {"messages": messages})])
+    ((documents, _),) = reader.read([write(tmp_path / "chat.jsonl", {"messages": messages})])
     template = load_template(ServedModel(target, target))
     assert template is not None
     assert (len(documents), reader.num_separate, reader.num_refused) == (3, 2, 0)
@@ -165,7 +241,7 @@ def test_a_turn_that_a_template_changes_later_is_kept(thinks: bool, tmp_path: Pa
 
 def test_turns_that_cannot_be_found_are_counted(tmp_path: Path) -> None:
     reader = DocumentReader(target_with_template(tmp_path / "target", COUNTS_TURNS), 4096)
-    (documents,) = reader.read([write(tmp_path / "chat.jsonl", {"messages": reasoning_chat("f")})])
+    ((documents, _),) = reader.read([write(tmp_path / "chat.jsonl", {"messages": reasoning_chat("f")})])
     assert (reader.num_refused, reader.num_separate) == (3, 0)
     assert not any(document.loss_mask.any() for document in documents)
 
@@ -225,7 +301,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="line 1: no chat template"):
         prepare(tiny_target(tmp_path), [write(tmp_path / "chat.jsonl", {"messages": CHAT})], tmp_path / "out", 0.0, 64, 2, 0)
 
 

@@ -1,0 +1,152 @@
+"""Damages every value, every tensor and every file of a checkpoint, one at a time, and says what Eyas may do with each."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from eyas.models.file_values import CONFIG_VALUES
+
+LEFT_OUT = object()
+VALUES: dict[str, Any] = {
+    "a text": "many", "negative": -1, "zero": 0, "huge": 10**12, "NaN": math.nan, "null": None, "left out": LEFT_OUT,
+    "an empty text": "", "an empty list": [], "an empty object": {}, "a list": [1], "true": True, "a fraction": 1.5,
+    "lists in lists": [[1], {"a": 1}],
+}  # fmt: skip
+# Tensors of a head that the target's replace, or that say nothing which another does not say.
+REPLACEABLE = ("lm_head.weight", "embed_tokens.weight", "t2d", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damage to a copy of a checkpoint. key: of the value or tensor. may_differ: whether another result is right too."""
+
+    label: str
+    key: str
+    apply: Callable[[Path], None]
+    may_differ: bool = False
+
+
+def damages(folder: Path) -> list[Damage]:
+    """All damages to the files of a checkpoint."""
+    found: list[Damage] = []
+    for file in sorted(folder.glob("*.json")):
+        found += [*_damaged_file(file.name), *_damaged_text(file.name)]
+        if file.name != "tokenizer.json":  # its reader is a library's
+            found += _damaged_values(file)
+    for file in sorted(folder.glob("*.safetensors")):
+        found += [*_damaged_file(file.name), *_damaged_tensors(file)]
+    return found
+
+
+def damaged(folder: Path, damage: Damage, into: Path) -> Path:
+    """A damaged copy."""
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.copytree(folder, into)
+    damage.apply(into)
+    return into
+
+
+def _damaged_file(name: str) -> Iterator[Damage]:
+    yield Damage(f"{name} is empty", name, lambda folder: write(folder / name, b""))
+    yield Damage(f"{name} is cut", name, lambda folder: write(folder / name, (folder / name).read_bytes()[:-40]))
+    yield Damage(f"{name} is garbage", name, lambda folder: write(folder / name, b"\x93garbage\x00" * 20))
+
+
+def _damaged_text(name: str) -> Iterator[Damage]:
+    for label, content in {
+        "a list": b"[1, 2]", "a number": b"7", "no JSON": b"{'a': 1}", "nested too deeply": b'{"a":' * 99_999 + b"1",
+        "in another encoding": '{"model_type": "llama", "vocab_size": 48}'.encode("utf-16"),
+        "in Latin-1": '{"model_type": "lläma"}'.encode("latin-1"),
+    }.items():  # fmt: skip
+        yield Damage(f"{name} is {label}", name, partial(_write, name, content))
+    yield Damage(f"{name} says vocab_size twice", "vocab_size", partial(_twice, name), may_differ=name != "config.json")
+
+
+def _write(name: str, content: bytes, folder: Path) -> None:
+    write(folder / name, content)
+
+
+def _twice(name: str, folder: Path) -> None:
+    text = (folder / name).read_text()
+    write(folder / name, text.replace("{", '{"vocab_size": 7, "vocab_size": 8,', 1).encode())
+
+
+def write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+
+def _damaged_values(file: Path) -> Iterator[Damage]:
+    for path, value in _paths(json.loads(file.read_text())):
+        for label, wrong in VALUES.items():
+            if wrong is not LEFT_OUT and type(wrong) is type(value) and wrong == value:
+                continue
+            known = CONFIG_VALUES.get(path[-1])
+            is_left_out = wrong is None or wrong is LEFT_OUT
+            may_differ = is_left_out or (known is not None and known.holds(wrong))
+            name = f"{file.name}: {'.'.join(path)} is {label}"
+            yield Damage(name, path[-1], partial(_change, file.name, path, wrong), may_differ)
+
+
+def _paths(config: dict[str, Any], within: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in config.items():
+        yield (*within, key), value
+        if isinstance(value, dict):
+            yield from _paths(value, (*within, key))
+
+
+def _change(name: str, path: tuple[str, ...], value: Any, folder: Path) -> None:
+    config = json.loads((folder / name).read_text())
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner.pop(path[-1])
+    if value is not LEFT_OUT:
+        inner[path[-1]] = value
+    (folder / name).write_text(json.dumps(config))
+
+
+def _damaged_tensors(file: Path) -> Iterator[Damage]:
+    for name in load_file(file):
+        changes: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+            "left out": lambda tensor: None,
+            "whole numbers": lambda tensor: tensor.to(torch.int32),
+            "floating-point numbers": lambda tensor: tensor.to(torch.float32),
+            "a row longer": lambda tensor: torch.cat([tensor, tensor[:1]]),
+            "a row shorter": lambda tensor: tensor[:-1],
+            "without rows": lambda tensor: tensor[:0],
+            "one number": lambda tensor: tensor.flatten()[0].clone(),
+            "NaN": lambda tensor: tensor.float() * math.nan,
+            "huge": lambda tensor: torch.full_like(
+                tensor, torch.iinfo(torch.int64).max if tensor.dtype == torch.int64 else 1
+            ),
+        }
+        for label, change in changes.items():
+            may_differ = label == "huge" or (label == "left out" and name.endswith(REPLACEABLE))
+            yield Damage(f"{name} is {label}", name, partial(_replace, file.name, name, change), may_differ)
+    for extra in (
+        "extra.weight",
+        "layers.99999999.self_attn.q_proj.weight",
+        "99999999.0.linear.weight",
+        "rotary_emb.inv_freq",
+    ):
+        yield Damage(f"{extra} is there too", extra, partial(_add, file.name, extra))
+
+
+def _replace(file: str, name: str, change: Callable[[torch.Tensor], torch.Tensor | None], folder: Path) -> None:
+    tensors = load_file(folder / file)
+    new = change(tensors.pop(name))
+    if new is not None:
+        tensors[name] = new
+    save_file(tensors, folder / file, {"format": "pt"})
+
+
+def _add(file: str, name: str, folder: Path) -> None:
+    save_file({**load_file(folder / file), name: torch.ones(4, 4)}, folder / file, {"format": "pt"})

@@ -1,0 +1,153 @@
+"""Whatever is wrong in a checkpoint's files ends in an error of Eyas in one line, in a warning, or changes nothing."""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.chat_template import load_template
+from eyas.config import DraftingConfig, ServedModel, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.errors import EyasError
+from eyas.models.inputs import Segment
+from eyas.models.target import load_target
+from eyas.request import NoiseKey
+from eyas.tokenizer import load_tokenizer
+from eyas.tree import DraftTree
+from tests.models.damage import Damage, damaged, damages
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.tiny_block import tiny_block_head, tiny_peagle_head
+from tests.tiny_medusa_hydra import tiny_heads
+
+# Damages of each checkpoint that a test of every day tries; the slow test tries all.
+SAMPLE = 25
+MAX_MESSAGE = 700
+TREE = TreeConfig(num_draft_tokens=10, num_steps=2, top_k=3)
+HEADS = ("eagle2", "eagle3", "peagle", "dspark", "dflash2", "medusa", "hydra")
+TARGETS = ("llama", "gemma-3", "phi-3", "mixtral")
+
+Result = list[Any]
+
+
+def target_result(folder: Path) -> Result:
+    """End tokens, and the logits of a short text."""
+    target = load_target(str(folder))
+    rows, none = np.arange(5), np.zeros(0, dtype=np.int64)
+    packed = target.pack([Segment(rows + 3, rows, rows, none, None, rows)])
+    return [sorted(target.eos_ids), target.forward(packed, target.new_kv_cache(5)).logits.tolist()]
+
+
+def tokenizer_result(folder: Path) -> Result:
+    """Ids, text, and what a chat template makes of a chat."""
+    tokenizer = load_tokenizer(str(folder))
+    ids = tokenizer.encode("abc true")
+    template = load_template(ServedModel(str(folder), str(folder)))
+    return [list(ids), tokenizer.decode(ids), template.render([{"role": "user", "content": "ab"}]) if template else None]
+
+
+def head_result(method: str, target: str, folder: Path) -> Result:
+    """The tree of a head on features that its fuser makes of even states."""
+    fuser = build_fuser(method, str(folder), target, "float32", "cpu")
+    assert fuser is not None
+    states = torch.linspace(-1, 1, 2 * fuser.state_width).view(2, -1)
+    drafter = build_drafter(method, target, str(folder), "float32", "cpu", TREE, DraftingConfig(64))
+    with torch.inference_mode():
+        commit = Commit("a", 0, 0, (5, 6, 7), fuser(states), NoiseKey(0), TreeBudget(10, 2))
+        (tree,) = drafter.propose([commit])
+    assert isinstance(tree, DraftTree)
+    return [list(tree.tokens), list(tree.parents), [round(score, 4) for score in tree.log_probs]]
+
+
+def write_checkpoint(name: str, folder: Path) -> tuple[Path, Callable[[Path], Result]]:
+    """A checkpoint, and what reads it."""
+    if name == "tokenizer":
+        write_spelling_tokenizer(folder)
+        (folder / "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
+        return folder, tokenizer_result
+    if name in TARGETS:
+        kind, settings = FAMILIES.get(name, ("llama", {}))
+        return Path(
+            write_model(
+                folder / name,
+                config_of(kind, **settings, num_hidden_layers=2) if name == "llama" else config_of(kind, **settings),
+            )
+        ), target_result
+    target = str(write_target(folder / "target"))
+    eagle3 = str(write_head(folder / "eagle3"))
+    path = {
+        "eagle2": lambda: write_eagle1_head(folder / "eagle2"),
+        "eagle3": lambda: eagle3,
+        "peagle": lambda: tiny_peagle_head(eagle3),
+        "medusa": lambda: tiny_heads("medusa", target),
+        "hydra": lambda: tiny_heads("hydra-prefix", target),
+    }.get(name, lambda: tiny_block_head(name, target))()
+    return Path(path), lambda folder: head_result(name, target, folder)
+
+
+TOKENIZER_CONFIG = """{"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "add_bos_token": true,
+    "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}"""
+
+
+def fault(
+    result: Callable[[], Result], expected: Result, damage: Damage, folder: Path, log: pytest.LogCaptureFixture
+) -> str:
+    """What is wrong with what happens to a damaged checkpoint; empty if nothing is."""
+    log.clear()
+    try:
+        found = result()
+    except EyasError as error:
+        text = str(error)
+        own = [record.getMessage() for record in log.records if record.levelno >= logging.ERROR]
+        if "\n" in text or len(text) > MAX_MESSAGE:
+            return f"an error of several lines, or of {len(text)} characters: {text}"
+        if own:
+            return f"code of Eyas fails on it: {text}"
+        return "" if folder.name in text else f"names no file: {text}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    warned = any(record.levelno == logging.WARNING and record.name.startswith("eyas") for record in log.records)
+    if damage.may_differ or warned or same(found, expected):
+        return ""
+    return "another result without a word"
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list) and isinstance(found, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == pytest.approx(expected, abs=1e-4)) if isinstance(expected, float) else found == expected
+
+
+def faults(
+    name: str, choose: Callable[[list[Damage]], Sequence[Damage]], folder: Path, log: pytest.LogCaptureFixture
+) -> dict[str, str]:
+    """All that goes wrong with damages of a checkpoint."""
+    (folder / "whole").mkdir()
+    whole, read = write_checkpoint(name, folder / "whole")
+    expected, found = read(whole), {}
+    for damage in choose(damages(whole)):
+        broken = damaged(whole, damage, folder / f"broken-{name}")
+        if wrong := fault(lambda broken=broken: read(broken), expected, damage, broken, log):  # type: ignore[misc]
+            found[damage.label] = wrong
+    return found
+
+
+@pytest.mark.parametrize("name", [*TARGETS, "tokenizer", *HEADS])
+def test_a_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def some(all_damages: list[Damage]) -> list[Damage]:
+        return random.Random(name).sample(all_damages, SAMPLE)
+
+    assert not faults(name, some, tmp_path, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*TARGETS, "tokenizer", *HEADS])
+def test_every_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not faults(name, lambda all_damages: all_damages, tmp_path, caplog)
