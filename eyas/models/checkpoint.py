@@ -264,12 +264,14 @@ def _own_name(name: str) -> str:
     return "" if TABLE.search(name) else WRAPPER_PREFIX.sub("", name)
 
 
-def check_layers(names: Iterable[str], num_layers: int, num_mtp_layers: int, source: object) -> None:
+def check_layers(names: Iterable[str], config: Any, source: object) -> None:
     """Raises CheckpointError for weights with more or fewer layers than the config asks for.
 
-    Layers for multi-token prediction may follow, as DeepSeek and GLM write them. names: of all tensors. Towers for images
-    and sound have names of their own, and are not looked at.
+    Layers for multi-token prediction may follow, as DeepSeek and GLM write them. names: of all tensors. config:
+    transformers'. Towers for images and sound have names of their own, and are not looked at.
     """
+    num_layers: int = config.get_text_config().num_hidden_layers
+    num_mtp_layers: int = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
     found = [(int(match[1]), match[2]) for name in names if (match := TEXT_LAYER.fullmatch(name))]
     extra = {layer for layer, rest in found if rest.startswith(MTP_TENSORS)}
     extra |= set(range(num_layers, num_layers + num_mtp_layers))

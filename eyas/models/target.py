@@ -247,8 +247,7 @@ def load_target(
     check_quantisation(read_config(folder), path_or_id, device)
     config = read_model_config(folder)
     if any((folder / name).exists() for name in WEIGHT_FILES):
-        num_mtp_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
-        check_layers(weight_map(folder), config.get_text_config().num_hidden_layers, num_mtp_layers, folder / "config.json")
+        check_layers(weight_map(folder), config, folder / "config.json")
     architecture = _inspect(config, folder)
     shapes = architecture.kv_shapes
     longest = context_length(config, max_model_len, path_or_id)

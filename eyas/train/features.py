@@ -20,7 +20,17 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.attention import import_transformers
-from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, WeightFiles, read_target_config, read_tensor, resolve
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    LM_HEAD_NAMES,
+    WeightFiles,
+    check_layers,
+    explained,
+    read_target_config,
+    read_tensor,
+    resolve,
+    weight_map,
+)
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
 from eyas.models.target import TargetModel, read_model_config, target_of
@@ -162,10 +172,11 @@ def _load_whole(model: str, dtype: torch.dtype) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
+    folder = resolve(model)
+    config = read_model_config(folder)
+    check_layers(weight_map(folder), config, folder / "config.json")
+    with explained(f"transformers cannot load a causal LM from {model!r}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
     return loaded.eval().requires_grad_(False)
 
 
@@ -258,8 +269,9 @@ class StoredFeatures:
 
         rows = []
         for number in batch.index:
-            with safe_open(self.folder / _shard(number // self.shard_windows), framework="pt") as shard:
-                place = number % self.shard_windows
+            file, place = self.folder / _shard(number // self.shard_windows), number % self.shard_windows
+            problem = f"cannot read features {file}; remove it, and run `eyas train features` again"
+            with explained(problem), safe_open(file, framework="pt") as shard:
                 rows.append([shard.get_slice(name)[place : place + 1] for name in ("aux", "final")])
         aux, final = (torch.cat(parts).to(batch.tokens.device, self.dtype) for parts in zip(*rows, strict=True))
         return TargetStates(aux, final)
@@ -337,7 +349,9 @@ def _read_index(folder: Path, windows: Windows, layers: Sequence[int]) -> dict[s
         return None
     try:
         index: dict[str, Any] = json.loads((folder / INDEX_FILE).read_text())
-    except (OSError, ValueError) as error:
+        if type(index["shard_windows"]) is not int or index["shard_windows"] < 1:
+            raise ValueError(f"shard_windows is {index['shard_windows']!r}")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"cannot read {folder / INDEX_FILE}: {error}; remove the folder and store them again") from error
     expected = _features_index(windows, layers)
     wrong = [f"{key} {index.get(key)!r}, not {value!r}" for key, value in expected.items() if index.get(key) != value]

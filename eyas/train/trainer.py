@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
+from eyas.models.checkpoint import explained
 from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
@@ -225,7 +226,11 @@ class Trainer:
             write_whole(log, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
 
     def _restore(self, newest: Path) -> None:
-        state = torch.load(newest, map_location="cpu", weights_only=True)
+        with explained(f"cannot continue from {newest}; remove it, and the run continues from the one before"):
+            state = torch.load(newest, map_location="cpu", weights_only=True)
+            missing = {"fingerprint", "progress", "parameters", "optimizers", "schedulers"} - state.keys()
+        if missing:
+            raise ConfigError(f"{newest} is no checkpoint of `eyas train run`: it lacks {min(missing)}; remove it")
         if state["fingerprint"] != self.config.fingerprint:
             raise ConfigError(
                 f"{newest} is of a run with other settings, or of another version of Eyas; give the same settings to "

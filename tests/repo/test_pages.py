@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
 from eyas.models.cuda.backend import WORKSPACES, PassSizes, graph_bytes, launched_bytes
 from eyas.models.cuda.metadata import FIXED_PART, Tiling
+from eyas.models.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, FileValue
 from tests.repo.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"
@@ -220,3 +221,12 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     for free, kept, tokens in rows:
         assert float(kept) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
         assert int(tokens.replace(",", "")) == pytest.approx(float(kept) * 2**30 / slot, rel=0.02)
+
+
+@pytest.mark.parametrize("values", [MODEL_VALUES, ROPE_VALUES, HEAD_VALUES], ids=["models", "RoPE", "heads"])
+def test_the_page_of_checkpoints_has_the_table_of_the_code(values: Mapping[str, FileValue]) -> None:
+    by_range: dict[str, list[str]] = {}
+    for key, known in values.items():
+        by_range.setdefault(str(known), []).append(f"`{key}`")
+    rows = [f"| {', '.join(names)} | {known} |" for known, names in by_range.items()]
+    assert "\n".join(["| key | must be |", "|---|---|", *rows]) in (DOCS / "checkpoints.md").read_text()
