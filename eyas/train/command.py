@@ -68,7 +68,7 @@ def prepare(
     at_least(0, draft_vocab_size=draft_vocab_size)
     found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
     columns = (TextColumn("{task.completed} rows"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=None)
         info = run(
             model, found, out, heldout, max_length, min_loss_tokens, seed, variables,

@@ -20,8 +20,8 @@ VALUES: dict[str, Any] = {
     "an empty text": "", "an empty list": [], "an empty object": {}, "a list": [1], "true": True, "a fraction": 1.5,
     "lists in lists": [[1], {"a": 1}],
 }  # fmt: skip
-# Tensors of a head that the target's replace, or that say nothing which another does not say.
-REPLACEABLE = ("lm_head.weight", "embed_tokens.weight", "t2d", "k_scale", "v_scale")
+# Tensors of a head that the target's replace, or that are one instance with others (the later blocks of a Medusa head).
+REPLACEABLE = ("lm_head.weight", "embed_tokens.weight", "t2d", ".1.linear.weight", ".1.linear.bias")
 
 
 @dataclass(frozen=True)
