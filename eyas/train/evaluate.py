@@ -139,7 +139,7 @@ def _draft_along(
     """Verify steps whose trees are accepted as far as they hold the outputs' next tokens."""
     stats = GenerationStats()
     features = [None if fuser is None else fuser(output.states) for output in outputs]
-    # by output: tokens that the drafter has, and those that are committed, the last of which is the root
+    # By output: tokens that the drafter has, and committed tokens. The last committed one is the root.
     drafted, lengths = [0] * len(outputs), [len(output.request.prompt_ids) + 1 for output in outputs]
     while active := [n for n, output in enumerate(outputs) if lengths[n] < len(output.tokens)]:
         contexts = []

@@ -163,7 +163,7 @@ def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
 def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
     """Conversations with their messages, and beginnings of plain text as token ids. An unusable row has its reason.
 
-    Raises ConfigError for a file with rows none of which can be used.
+    Raises ConfigError for a file whose rows are all unusable.
     """
     for file in files:
         first, num_good = "", 0
