@@ -15,12 +15,14 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, InvalidRequest
 
 _INCOMPLETE = "\ufffd"
 # An incomplete character is at most 3 bytes long, and so are at most 3 tokens; more than this many are not all one.
 _MAX_TAIL = 3
 _MAX_PENDING = 8
+# Characters of a token above which a text is unusual.
+_PLENTY = 8
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -55,9 +57,24 @@ class Tokenizer:
         self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
 
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens, without encoding the text."""
-        return len(text.encode()) // self._longest
+    def check_length(self, num_characters: int, max_tokens: int) -> None:
+        """Raises InvalidRequest for a text that has more characters than `max_tokens` tokens can have."""
+        if (least := num_characters // self._longest) > max_tokens:
+            raise _too_long(least, max_tokens)
+
+    def encode_within(self, text: str, max_tokens: int, is_rendered: bool = False) -> tuple[int, ...]:
+        """Encode as `encode` does, or as `encode_rendered`. Raises InvalidRequest for a text that cannot fit.
+
+        Of a text that is far too long only a beginning is encoded. That one has more tokens than allowed by a quarter, since
+        the tokens at its end may be others in the whole text.
+        """
+        self.check_length(len(text), max_tokens)
+        length, enough = _PLENTY * max_tokens, max_tokens + max_tokens // 4 + 64
+        while 2 * length < len(text):
+            if (least := len(self._encode(text[:length], add_special_tokens=False))) > enough:
+                raise _too_long(least, max_tokens)
+            length *= 2
+        return self.encode_rendered(text) if is_rendered else self.encode(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens added."""
@@ -235,6 +252,12 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def _too_long(least: int, max_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"prompt of at least {least} tokens exceeds the context of {max_tokens} tokens; shorten it", "prompt"
+    )
+
+
 def _parsed(file: Path) -> HuggingFaceTokenizer:
     try:
         return HuggingFaceTokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -244,7 +267,12 @@ def _parsed(file: Path) -> HuggingFaceTokenizer:
 
 def tokenizer_settings(source: str) -> dict[str, Any]:
     """The content of tokenizer_config.json, empty without one. Raises CheckpointError for a damaged file."""
-    file = fetch_file(source, "tokenizer_config.json")
+    return json_settings(source, "tokenizer_config.json")
+
+
+def json_settings(source: str, name: str) -> dict[str, Any]:
+    """The content of a file of settings, empty without one. Raises CheckpointError for a damaged file."""
+    file = fetch_file(source, name)
     if file is None:
         return {}
     try:

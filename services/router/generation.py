@@ -13,6 +13,7 @@ from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, Unknow
 from eyas.outputs import TextChunk, TextDecoder
 from eyas.request import Chunk, SamplingParams
 from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
@@ -24,7 +25,10 @@ MAX_CONCURRENT_COMPLETIONS = 128
 
 
 class GenerationService:
-    """Serves the models that have a tokenizer here. request_timeout_s: the longest duration of a request."""
+    """Serves the models that have a tokenizer here.
+
+    request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class GenerationService:
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
         self._has_ended = asyncio.Event()
+        self.threads = ClientThreads()
         self._encoded = SamplingParams(), SamplingParams()  # the last with bad words, and what they became
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -79,44 +84,43 @@ class GenerationService:
             with self._telemetry.request(call, operation):
                 raise
 
-    async def prepare(self, call: GenerateCall) -> GenerateCall:
-        """Return the call with its model, id and token ids.
+    async def prepare(self, call: GenerateCall, caller: str) -> GenerateCall:
+        """Return the call with its model, id and token ids. caller: see ClientThreads.
 
-        Raises InvalidRequest, UnknownModel, Unavailable, and PoisonRequest for a request that has just ended verifiers.
+        Raises InvalidRequest, UnknownModel, Unavailable, Overloaded, and PoisonRequest for a request that has just ended
+        verifiers.
         """
         name = self._resolve(call.model)
         info = await self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
-            prompt_ids = await self.encode(info, call.prompt_text)
+            prompt_ids = await self.encode(info, call.prompt_text, caller)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
-        request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name))
+        request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name, caller))
         prepared = replace(call, request=request, prompt_text=None, model=name)
         self._dispatcher.check(prepared)
         return prepared
 
-    async def _with_bad_token_ids(self, sampling: SamplingParams, model: str) -> SamplingParams:
+    async def _with_bad_token_ids(self, sampling: SamplingParams, model: str, caller: str) -> SamplingParams:
         """Return the parameters with their bad words as token ids, encoded in a thread, once for all prompts of a body."""
         if not sampling.bad_words:
             return sampling
         last, encoded = self._encoded
         if last is not sampling:
-            bad_token_ids = await asyncio.to_thread(self._tokenizers[model].bad_token_ids, sampling.bad_words)
+            bad_token_ids = await self.threads.run(caller, self._tokenizers[model].bad_token_ids, sampling.bad_words)
             encoded = replace(sampling, bad_words=(), bad_token_ids=(*sampling.bad_token_ids, *bad_token_ids))
             self._encoded = sampling, encoded
         return encoded
 
-    async def encode(self, info: ModelInfo, text: str, is_rendered: bool = False) -> tuple[int, ...]:
+    async def encode(self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
 
-        Raises InvalidRequest, without encoding it, for a text that cannot fit.
+        Raises InvalidRequest, without a thread or early, for a text that cannot fit.
         """
         tokenizer = self._tokenizers[info.name]
-        if (least := tokenizer.least_tokens(text)) > info.max_model_len:
-            message = f"prompt of at least {least} tokens exceeds the context of {info.max_model_len} tokens"
-            raise InvalidRequest(message, "prompt")
-        return await asyncio.to_thread(tokenizer.encode_rendered if is_rendered else tokenizer.encode, text)
+        tokenizer.check_length(len(text), info.max_model_len)
+        return await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered)
 
     async def stream(
         self,
@@ -146,7 +150,9 @@ class GenerationService:
             with self._telemetry.request(call, operation) as traced:
                 call = traced.set_call(call)
                 if traced.texts is not None:
-                    traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
+                    traced.prompt_text = await asyncio.to_thread(
+                        self._tokenizers[call.model].decode, call.request.prompt_ids
+                    )
                 completions = self._completions(call, context)
                 async with aclosing(merge(completions, slots, self._has_ended)) as chunks:
                     async for chunk in chunks:

@@ -50,7 +50,7 @@ class RouterServicer(GenerationServicer):
             access.begin("generate")
             await self._check_sizes(request)
             converted = replace(generate_call_from_proto(request), trace=trace, arrived_at=arrived_at)
-            call = await self._service.prepare(access.authorize(converted))
+            call = await self._service.prepare(access.authorize(converted), access.caller(str(context.peer())))
         return access.meter(
             self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers),
             [call],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, InvalidRequest
 from eyas.outputs import TextDecoder
 from eyas.request import Chunk
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -187,10 +187,15 @@ def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> N
     assert load_tokenizer(folder).encode(TEXT) == whole
 
 
-def test_least_tokens_is_never_more_than_there_are(demo: Tokenizer) -> None:
-    for text in (TEXT, " " * 500, "return " * 90, ""):
-        assert demo.least_tokens(text) <= len(demo.encode(text))
-    assert demo.least_tokens("x" * 100_000) > 1000
+def test_texts_that_cannot_fit_are_refused_early(demo: Tokenizer) -> None:
+    for text in (TEXT * 9, " " * 500, "return " * 90, "x"):
+        ids = demo.encode(text)
+        assert demo.encode_within(text, len(ids)) == ids
+        assert demo.encode_within(text, len(ids), is_rendered=True) == demo.encode_rendered(text)
+    for text, least in (("x" * 10_000, "at least 121 tokens"), ("\u2603 " * 1000, "at least 1600 tokens")):
+        with pytest.raises(InvalidRequest, match=least):
+            demo.encode_within(text, 100)
+    assert len(demo.encode_within(" " * 2000, 100)) < 100, "eight characters in a token are not the most"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
