@@ -1,4 +1,4 @@
-"""Threads that clients share: nobody has all of them, queues take turns, and what runs on counts."""
+"""Threads that clients share: no caller has all of them, queues take turns, and what runs on counts."""
 
 import asyncio
 import threading
