@@ -222,10 +222,12 @@ class LLM:
         request_id = f"{next(self._names)}" if request_id is None else request_id
         output = OutputBuilder(request_id, text, ids, sampling_params.n, self._tokenizer)
         completions = []
-        words = sampling_params.bad_words
+        words, stop = sampling_params.bad_words, sampling_params.stop
+        context = self._tokenizer.left_context(ids, sampling_params.structured_outputs is not None)
+        specials = self._tokenizer.specials_in(stop)
         split = sampling_params.completions(self._tokenizer.bad_token_ids(words) if words else ())
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
-            stream = TextStream(self._tokenizer, sampling_params.stop, sampling_params.min_tokens)
+            stream = TextStream(self._tokenizer, stop, sampling_params.min_tokens, context=context, stop_specials=specials)
             decoder = TextDecoder(stream, sampling_params.stop_token_ids, len(ids), own.seed, index)
             request = Request(f"{request_id}#{next(self._numbers)}", ids, own, num_draft_tokens=0 if draft else 1)
             completions.append(_Completion(request, decoder, output))

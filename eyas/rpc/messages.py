@@ -170,6 +170,7 @@ class GenerateCall:
         include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
         kept_tokens: for the router: special tokens that stay in the text; not part of the message.
         arrived_at: for the router: when the client's request arrived, by time.perf_counter(); 0 where it is not known.
+        stop_specials: for the router: special tokens whose names stop strings hold; not part of the message.
     """
 
     request: Request
@@ -182,6 +183,7 @@ class GenerateCall:
     include_stop: bool = False
     kept_tokens: frozenset[int] = frozenset()
     arrived_at: float = field(default=0.0, compare=False)
+    stop_specials: frozenset[int] = frozenset()
 
 
 # Drafting

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from typing import TypeAlias
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
@@ -22,6 +23,10 @@ from eyas.validation import check_request
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
 MAX_CONCURRENT_COMPLETIONS = 128
+
+
+# Bad words as token ids, and the special tokens that stop strings hold.
+Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
 
 
 class GenerationService:
@@ -45,7 +50,7 @@ class GenerationService:
         self._request_timeout_s = request_timeout_s
         self._has_ended = asyncio.Event()
         self.threads = ClientThreads()
-        self._encoded = SamplingParams(), SamplingParams()  # the last with bad words, and what they became
+        self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves."""
@@ -97,21 +102,24 @@ class GenerationService:
             prompt_ids = await self.encode(info, call.prompt_text, caller)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
-        request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name, caller))
-        prepared = replace(call, request=request, prompt_text=None, model=name)
+        bad_token_ids, stop_specials = await self._words_as_ids(request.sampling, name, caller)
+        if bad_token_ids:
+            sampling = request.sampling
+            ids = (*sampling.bad_token_ids, *bad_token_ids)
+            request = replace(request, sampling=replace(sampling, bad_words=(), bad_token_ids=ids))
+        prepared = replace(call, request=request, prompt_text=None, model=name, stop_specials=stop_specials)
         self._dispatcher.check(prepared)
         return prepared
 
-    async def _with_bad_token_ids(self, sampling: SamplingParams, model: str, caller: str) -> SamplingParams:
-        """Return the parameters with their bad words as token ids, encoded in a thread, once for all prompts of a body."""
-        if not sampling.bad_words:
-            return sampling
-        last, encoded = self._encoded
+    async def _words_as_ids(self, sampling: SamplingParams, model: str, caller: str) -> Words:
+        """Return what bad words and stop strings are as tokens, encoded in a thread, once for all prompts of a body."""
+        if not sampling.bad_words and not sampling.stop:
+            return (), frozenset()
+        last, words = self._last_words
         if last is not sampling:
-            bad_token_ids = await self.threads.run(caller, self._tokenizers[model].bad_token_ids, sampling.bad_words)
-            encoded = replace(sampling, bad_words=(), bad_token_ids=(*sampling.bad_token_ids, *bad_token_ids))
-            self._encoded = sampling, encoded
-        return encoded
+            words = await self.threads.run(caller, _words_as_ids, self._tokenizers[model], sampling)
+            self._last_words = sampling, words
+        return words
 
     async def encode(self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
@@ -164,6 +172,7 @@ class GenerationService:
     def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
         """Yield a stream of chunks for each completion of a call."""
         tokenizer, request = self._tokenizers[call.model], call.request
+        context_ids = tokenizer.left_context(request.prompt_ids, request.sampling.structured_outputs is not None)
         for index, sampling in enumerate(request.sampling.completions()):
             completion = replace(request, sampling=sampling)
             text = TextStream(
@@ -173,6 +182,8 @@ class GenerationService:
                 skip_special_tokens=call.skip_special_tokens,
                 include_stop=call.include_stop,
                 kept_tokens=call.kept_tokens,
+                context=context_ids,
+                stop_specials=call.stop_specials,
             )
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
@@ -194,6 +205,10 @@ class GenerationService:
         if len(names) > 1:
             raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
         return names[0]
+
+
+def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
+    return tokenizer.bad_token_ids(sampling.bad_words), tokenizer.specials_in(sampling.stop)
 
 
 async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> AsyncGenerator[TextChunk, None]:

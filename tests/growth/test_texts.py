@@ -12,11 +12,12 @@ from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies import MAX_OBJECTS, parse_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody, invalid_body
-from eyas.tokenizer import load_tokenizer
+from eyas.tokenizer import TextStream, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 LIMITS = LimitsConfig()
 TOKENIZER = load_tokenizer("models/demo/target")
+A = TOKENIZER.encode_rendered("a")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}{% for c in m.tool_calls %}"
     "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -78,7 +79,26 @@ def read(model: type[BaseModel], data: bytes) -> object:
 
 
 MESSAGES = {"many": many, "calls": calling, "instructions": instructions}
+STOPS = ["a" * size + "b" + "a" * (1023 - size) for size in range(0, 1024, 8)]
+
+
+def push_all(stops: list[str], num_tokens: int) -> None:
+    """Push one letter at a time, which every stop string may begin with."""
+    stream, letter = TextStream(TOKENIZER, stops), TOKENIZER.encode_rendered("a")
+    for _ in range(num_tokens):
+        stream.push(letter)
+
+
+def stream_of(n: int) -> TextStream:
+    return TextStream(TOKENIZER, ["a" * (n - 1) + "b"] * 128)
+
+
 READERS = (
+    Reader("TextStream.push", partial(push_all, STOPS), {"a": lambda n: n}, 2**11),
+    Reader("TextStream.push, one token", lambda stream: stream.push(A), {"long stop": stream_of}, 1024, on_loop=True),
+    Reader("Tokenizer.specials_in", TOKENIZER.specials_in, {"long": lambda n: ["<|bos|>a" * 128] * (n // 1024)}, 2**17),
+    Reader("Tokenizer.decode", TOKENIZER.decode, {"byte": lambda n: [130] * n, "special": lambda n: [0] * n}, 2**18),
+    Reader("Tokenizer.left_context", TOKENIZER.left_context, {"special": lambda n: [0] * n}, 2**18, on_loop=True),
     Reader("Tokenizer.encode", TOKENIZER.encode, TEXTS, 2**17),
     Reader("Tokenizer.encode_within", partial(TOKENIZER.encode_within, max_tokens=2048), TEXTS, LIMITS.max_request_bytes),
     Reader("Tokenizer.bad_token_ids", TOKENIZER.bad_token_ids, {"long": lambda n: ["a b" * 341] * (n // 1024)}, 2**18),
