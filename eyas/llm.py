@@ -9,13 +9,23 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import Progress
 
 from eyas.chat_template import ChatTemplate, load_template, special_tokens
-from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, ServedModel, TreeConfig
+from eyas.config import (
+    DraftingConfig,
+    EngineConfig,
+    GenerationDefaults,
+    HeadValidation,
+    MethodsConfig,
+    ServedModel,
+    TreeConfig,
+)
+from eyas.config.loader import one_of
 from eyas.config.vllm import Speculation, engine_config, speculation
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
@@ -23,6 +33,7 @@ from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import resolve, resolve_placement
+from eyas.models.generation_config import sampling_defaults
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
@@ -59,6 +70,8 @@ class LLM:
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
         chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
+        generation_config: where parameters come from if `sampling_params` is None: "auto" takes those of the model's
+            generation_config.json, "vllm" and "none" the defaults of SamplingParams.
         seed: makes the seeds of requests without one; None draws them.
         threads: of torch in this process; 0 takes what `eyas.tensors.use_threads` says.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
@@ -84,12 +97,15 @@ class LLM:
         tokenizer: str | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         chat_template: str = "",
+        generation_config: GenerationDefaults = "auto",
         seed: int | None = None,
         threads: int = 0,
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
         resolve(model)  # a missing target is not the head's fault
+        one_of(GenerationDefaults, generation_config=generation_config)
+        self._default_params = SamplingParams(**sampling_defaults(model, generation_config))  # type: ignore[arg-type]
         self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
@@ -130,6 +146,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The target's tokenizer."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters with what the model recommends; those of calls without `sampling_params`."""
+        return self._default_params
 
     def generate(
         self,
@@ -223,8 +243,8 @@ class LLM:
         output = OutputBuilder(request_id, text, ids, sampling_params.n, self._tokenizer)
         completions = []
         words, stop = sampling_params.bad_words, sampling_params.stop
-        context = self._tokenizer.left_context(ids, sampling_params.structured_outputs is not None)
-        specials = self._tokenizer.specials_in(stop)
+        context = partial(self._tokenizer.left_context, ids, sampling_params.structured_outputs is not None)
+        specials = self._tokenizer.specials_in(stop) if stop else ()
         split = sampling_params.completions(self._tokenizer.bad_token_ids(words) if words else ())
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
             stream = TextStream(self._tokenizer, stop, sampling_params.min_tokens, context=context, stop_specials=specials)
@@ -242,7 +262,7 @@ class LLM:
         """Submit the completions of all prompts, or of none."""
         outputs: list[OutputBuilder] = []
         try:
-            for index, (prompt, own) in enumerate(paired(prompts, sampling_params)):
+            for index, (prompt, own) in enumerate(paired(prompts, sampling_params, self._default_params)):
                 try:
                     completions = self.begin(prompt, own, draft=draft)
                     outputs.append(completions[0].output)
@@ -348,7 +368,7 @@ class AsyncLLM:
 
         Raises InvalidRequest, and RequestFailed when the target gives no usable logits or the engine fails.
         """
-        begun = self._llm.begin(prompt, sampling_params or SamplingParams(), request_id)
+        begun = self._llm.begin(prompt, sampling_params or self._llm.get_default_sampling_params(), request_id)
         completions = {one.request.id: one for one in begun}
         output = begun[0].output
         if output.request_id in self._running:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -278,7 +278,7 @@ class TextStream:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         kept_tokens: Collection[int] = (),
-        context: Sequence[int] = (),
+        context: Callable[[], Sequence[int]] = tuple,
         stop_specials: Collection[int] = (),
     ) -> None:
         """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens.
@@ -286,14 +286,11 @@ class TextStream:
         kept_tokens: special tokens that stay in the text, unless they end the output.
         include_stop: keep the stop string that ends the text; and, if special tokens are not skipped, the one that ends
             the output.
-        context: what `Tokenizer.left_context` returns. stop_specials: what `Tokenizer.specials_in` returns.
+        context: calls `Tokenizer.left_context`, before the first text. stop_specials: what `Tokenizer.specials_in` returns.
         """
         self._tokenizer = tokenizer
-        self._names = {token: tokenizer.name_of(token) for token in stop_specials}
-        self._stops = [
-            _StopString(text, frozenset(token for token, name in self._names.items() if name in text))
-            for text in dict.fromkeys(stop)
-        ]
+        self._names = dict(zip(stop_specials, map(tokenizer.name_of, stop_specials), strict=True))
+        self._stops = list(map(self._stop, dict.fromkeys(stop)))
         self.stop_string: str | None = None
         self._skips_special = skip_special_tokens
         self._includes_stop = include_stop
@@ -301,7 +298,8 @@ class TextStream:
         self._num_unsearched = min_tokens
         self._held = ""
         self._hidden: list[_HiddenName] = []
-        self._context = list(context)
+        self._left_context: Callable[[], Sequence[int]] | None = context
+        self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int], ends: bool = False) -> TextPiece:
@@ -310,6 +308,8 @@ class TextStream:
         ends: whether the last of the tokens ended the output.
         """
         texts: list[str] = []
+        if self._left_context:
+            self._context, self._left_context = list(self._left_context()), None
         for number, token in enumerate(token_ids, 1):
             is_end = ends and number == len(token_ids)
             is_hidden = self._is_hidden(token, is_end)
@@ -331,6 +331,9 @@ class TextStream:
         """The text still held back when the tokens have ended; cut at a stop string that it completes."""
         found = self._release(self._text() if self._pending else "")
         return self._take(len(self._held)) if found is None else found
+
+    def _stop(self, text: str) -> _StopString:
+        return _StopString(text, frozenset(token for token, name in self._names.items() if name in text))
 
     def _release(self, text: str, hidden: int | None = None) -> str | None:
         """Append `text`; return what is held up to the first stop string, or None if there is none.

@@ -39,6 +39,7 @@ from eyas.config.serving import DraftClientConfig as DraftClientConfig
 from eyas.config.serving import DraftConfig as DraftConfig
 from eyas.config.serving import DraftedModel as DraftedModel
 from eyas.config.serving import DraftQueueConfig as DraftQueueConfig
+from eyas.config.serving import GenerationDefaults as GenerationDefaults
 from eyas.config.serving import KubernetesConfig as KubernetesConfig
 from eyas.config.serving import LogFormat as LogFormat
 from eyas.config.serving import PeersConfig as PeersConfig

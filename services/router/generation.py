@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
@@ -172,7 +173,8 @@ class GenerationService:
     def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
         """Yield a stream of chunks for each completion of a call."""
         tokenizer, request = self._tokenizers[call.model], call.request
-        context_ids = tokenizer.left_context(request.prompt_ids, request.sampling.structured_outputs is not None)
+        is_constrained = request.sampling.structured_outputs is not None
+        left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
         for index, sampling in enumerate(request.sampling.completions()):
             completion = replace(request, sampling=sampling)
             text = TextStream(
@@ -182,7 +184,7 @@ class GenerationService:
                 skip_special_tokens=call.skip_special_tokens,
                 include_stop=call.include_stop,
                 kept_tokens=call.kept_tokens,
-                context=context_ids,
+                context=left_context,
                 stop_specials=call.stop_specials,
             )
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,16 +293,16 @@ def test_text_goes_on_where_the_prompt_ends(tokenizer: Tokenizer, data: st.DataO
     text = data.draw(st.text("aisPr \u00e9\u65e5", min_size=1, max_size=12))
     prompt = data.draw(st.sampled_from([(1, *tokenizer.encode_rendered(text)), (1,), ()]))
     output = data.draw(st.lists(st.sampled_from([*range(259, 268), 1, 2]), max_size=12))
-    stream = TextStream(tokenizer, context=tokenizer.left_context(prompt))
+    stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
     assert tokenizer.decode(prompt) + stream.push(output).text + stream.flush() == tokenizer.decode([*prompt, *output])
 
 
 def test_the_first_word_of_an_output_keeps_its_space() -> None:
     tokenizer, paris = LIKE_LLAMA2["prepend"], 262
     prompt = (1, *tokenizer.encode_rendered("a is"))
-    assert TextStream(tokenizer, [" Paris"], context=tokenizer.left_context(prompt)).push([paris]).stopped
+    assert TextStream(tokenizer, [" Paris"], context=partial(tokenizer.left_context, prompt)).push([paris]).stopped
     for ids, constrained, text in ((prompt, False, " Paris"), ((1,), False, "Paris"), ((1,), True, " Paris")):
-        context = tokenizer.left_context(ids, constrained)
+        context = partial(tokenizer.left_context, ids, constrained)
         assert TextStream(tokenizer, context=context).push([paris]).text == text
     assert (tokenizer.token_text(paris), tokenizer.num_characters(paris)) == (" Paris", 6)
     assert tokenizer.num_characters(paris, is_first=True) == 5
@@ -312,7 +313,7 @@ def test_characters_of_bytes_go_on_where_the_prompt_ends(cut: int) -> None:
     tokenizer, text = LIKE_LLAMA2["prepend"], "\u65e5\u672c\u8a9e"
     ids = [3 + byte for byte in text.encode()]
     prompt = [1, 260, *ids * 3, *ids[: 3 * cut]]
-    stream = TextStream(tokenizer, context=tokenizer.left_context(prompt))
+    stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
     assert stream.push(ids[3 * cut :]).text == text[cut:]
 
 

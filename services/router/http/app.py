@@ -39,7 +39,13 @@ from eyas.services.router.http.call_constraints import ChatOutput
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground, cluster_state
-from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from eyas.services.router.http.requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from eyas.services.router.http.response_json import json_blocks, num_values, run
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, HeadAsGet, cancel_on_disconnect
@@ -232,7 +238,7 @@ class GenerationEndpoints:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
             with _field_names(body):
-                requested = _completion_calls(body)
+                requested = _completion_calls(body, info)
             calls = await self._prepare(body, received, request, requested)
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
@@ -338,12 +344,11 @@ class GenerationEndpoints:
 
     async def _chat_call(self, body: ChatBody, info: ModelInfo, request: Request) -> GenerateCall:
         token_ids = await self._encode_chat(body, info, request)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = max(info.max_model_len - len(token_ids), 1)
+        defaults = info.defaults(max(info.max_model_len - len(token_ids), 1))
+        max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with _field_names(body):
-            sampling = body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+            sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
             sampling = replace(sampling, structured_outputs=output.constraint(sampling.structured_outputs))
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
@@ -420,10 +425,12 @@ def _check(body: CompletionBody) -> None:
             raise InvalidRequest(reason, "prompt_logprobs")
 
 
-def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
+def _completion_calls(body: CompletionBody, info: ModelInfo) -> list[GenerateCall]:
     """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
-    max_tokens = 1 if body.scores_prompt_only else body.num_tokens
-    sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
+    defaults = info.defaults(DEFAULT_COMPLETION_TOKENS)
+    max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
+    max_tokens = 1 if body.scores_prompt_only else max_tokens
+    sampling = body.sampling(defaults, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
     return [body.call(prompt, sampling) for prompt in body.prompt]
 
 
