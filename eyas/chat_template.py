@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import islice, takewhile
@@ -72,12 +72,20 @@ class ChatTemplate:
         self._part_roles = frozenset[str]()
         self._find_part_roles()
 
-    def render(self, messages: Messages, extra: Mapping[str, Any], continues_last: bool = False) -> str:
+    def render(
+        self,
+        messages: Messages,
+        extra: Mapping[str, Any],
+        continues_last: bool = False,
+        marked: Callable[[Any], Any] = lambda value: value,
+    ) -> str:
         """Return the prompt for the assistant's next message.
 
         messages: in OpenAI's form. They are rewritten where the template cannot show them as they are.
         extra: more variables, such as enable_thinking. continues_last: end with the content of the last message, which the
-        assistant is to continue. Raises InvalidRequest if the template rejects the messages.
+        assistant is to continue. marked: changes the values that the template gets, see `ContentText.mark`.
+
+        Raises InvalidRequest if the template rejects the messages.
         """
         if extra.get("documents") and not self._has_documents:
             raise InvalidRequest("the model's chat template shows no documents; put them into a message", "documents")
@@ -87,6 +95,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages must have OpenAI's form; reading them fails with {error!r}", "messages"
             ) from error
+        normal, extra = marked(normal), marked(extra)
         if not continues_last:
             return self._text(self._fitting(normal), extra)
         content, mark = normal[-1]["content"], secrets.token_hex(16)

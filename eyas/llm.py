@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from rich.console import Console
@@ -23,10 +23,12 @@ from eyas.config import (
     HeadValidation,
     MethodsConfig,
     ServedModel,
+    SpecialTokensInContent,
     TreeConfig,
 )
 from eyas.config.loader import one_of
 from eyas.config.vllm import Speculation, engine_config, speculation
+from eyas.content_text import ContentText
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
@@ -183,14 +185,16 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
     ) -> list[RequestOutput]:
         """Generate the assistant's next message of a conversation, or of each of several.
 
-        chat_template: text of a Jinja template instead of the model's. Raises ConfigError for a model without a template,
+        chat_template: text of a Jinja template instead of the model's. special_tokens_in_content: "text" keeps names of
+        special tokens in messages from becoming such tokens. Raises ConfigError for a model without a template,
         InvalidRequest for messages that the template refuses, and what `generate` raises.
         """
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | dict(chat_template_kwargs or {})
-        prompts = self.chat_prompts(messages, chat_template, **variables)
+        prompts = self.chat_prompts(messages, chat_template, special_tokens_in_content, **variables)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -211,12 +215,20 @@ class LLM:
         for chunks in self._run(self._submit([prompt], sampling_params, draft=True), OutputBuilder.take):
             yield from chunks
 
+    @cached_property
+    def _content_text(self) -> ContentText:
+        return ContentText(self._tokenizer)
+
     def chat_prompts(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], chat_template: str | None = None, **variables: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
+        **variables: Any,
     ) -> list[Prompt]:
         """Render conversations with the chat template, as prompts for `generate` and `stream`.
 
-        variables: for the template, such as enable_thinking. Raises as `chat`.
+        special_tokens_in_content: as of `chat`. variables: for the template, such as enable_thinking. Raises as `chat`.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
@@ -226,6 +238,13 @@ class LLM:
             template = ChatTemplate(chat_template, special_tokens(self._served.tokenizer), self._served.name)
         if template is None:
             raise ConfigError(f"{self._served.name} has no chat template; give LLM a file with one as chat_template")
+        one_of(SpecialTokensInContent, special_tokens_in_content=special_tokens_in_content)
+        if special_tokens_in_content == "text":
+            contents = self._content_text
+            texts = [template.render(conversation, variables, False, contents.mark) for conversation in conversations]
+            return [
+                {"prompt": contents.plain(text), "prompt_token_ids": contents.encode(text, sys.maxsize)} for text in texts
+            ]
         texts = [template.render(conversation, variables) for conversation in conversations]
         return [{"prompt": text, "prompt_token_ids": self._tokenizer.encode_rendered(text)} for text in texts]
 

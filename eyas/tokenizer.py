@@ -57,7 +57,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, bos: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self._bos = bos
+        self.bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._alphabet = _byte_alphabet()
@@ -93,7 +93,7 @@ class Tokenizer:
         return [self._with_bos(text, tuple(encoding.ids)) for text, encoding in zip(texts, encoded, strict=True)]
 
     def _with_bos(self, text: str, ids: tuple[int, ...]) -> tuple[int, ...]:
-        return ids if self._bos is None or not text or ids[:1] == (self._bos,) else (self._bos, *ids)
+        return ids if self.bos is None or not text or ids[:1] == (self.bos,) else (self.bos, *ids)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that holds its special tokens already, as chat templates write them."""

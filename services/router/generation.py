@@ -9,8 +9,10 @@ from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TypeAlias
 
+from eyas.content_text import ContentText
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
 from eyas.request import Chunk, SamplingParams
@@ -43,7 +45,10 @@ class GenerationService:
         dispatcher: Dispatcher,
         request_timeout_s: float,
         telemetry: RouterTelemetry,
+        contents: Mapping[str, ContentText] = MappingProxyType({}),
     ) -> None:
+        """contents: of the models in whose chats names of special tokens are text."""
+        self.contents = contents
         self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._workers = workers
