@@ -44,12 +44,10 @@ def test_contents_are_encoded_as_text(name: str, data: st.DataObject) -> None:
     text = data.draw(st.text("aisPr<|>/", max_size=8)) + data.draw(st.sampled_from([*own, own[0][:2], "", "<" + own[1]]))
     text += data.draw(st.text("aisPr <s>", max_size=5))
     template = own[0] + "{% for m in messages %}" + own[1] + "{{ m.content }}" + own[1] + "{% endfor %}"
-    found = content.encode(rendered(content, {"role": "user", "content": text}, template=template), 2**20)
+    shown = rendered(content, {"role": "user", "content": text}, template=template)
+    found = content.encode(shown, 2**20)
     first, last = (tokenizer.tokenizer.token_to_id(one) for one in own)
-    assert (
-        content.plain(rendered(content, {"role": "user", "content": text}, template=template))
-        == own[0] + own[1] + text + own[1]
-    )
+    assert content.plain(shown) == own[0] + own[1] + text + own[1]
     assert (found[:2], found[-1]) == ((first, last), last)
     if name != "first":  # which puts no space before a text that does not come first
         assert list(found[2:-1]) == as_text(tokenizer).encode(text, add_special_tokens=False).ids
