@@ -372,8 +372,8 @@ class GenerationEndpoints:
         with _field_names(body):
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
-                request = replace(call.request, id=id_)
-                call = replace(call, request=request, trace=received.trace, arrived_at=received.arrived_at)
+                own = replace(call.request, id=id_)
+                call = replace(call, request=own, trace=received.trace, arrived_at=received.arrived_at)
                 if call.prompt_text and not body.add_special_tokens:
                     info = await self.service.model(call.model)
                     token_ids = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
