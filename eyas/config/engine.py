@@ -11,7 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
 # "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
-DraftBudgetPolicy = Literal["auto", "fixed", "pruned", "adaptive"]
+DraftBudgetPolicy = Literal["auto", "fixed", "adaptive"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
@@ -36,11 +36,10 @@ class EngineConfig:
         acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
             for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It
             needs a drafter that samples its drafts.
-        draft_budget: size of draft trees. "adaptive" takes the size with the most tokens per second in measured steps,
-            possibly none. "fixed" takes the largest tree that max_verify_tokens allows. "pruned" drafts it too, and verifies
-            the nodes that yield more than their rows cost. `tree` limits all of them. "auto" is "adaptive" on a GPU, also an
-            emulated one, under "match", otherwise "fixed". The output is the same; under "rejection" its distribution is,
-            and a seed repeats the tokens only with "fixed".
+        draft_budget: size of draft trees. "adaptive", which "auto" means, takes the size with the most tokens per second by
+            measured costs and acceptance, possibly none, so that drafting is not slower than plain decoding. "fixed" takes
+            the largest tree that max_verify_tokens allows. `tree` limits both. The output is the same; under "rejection"
+            its distribution is, and a seed repeats the tokens only with "fixed".
         prefix_cache: keep the KV cache of finished requests for later requests with the same prefix.
         session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
         priority_aging_s: seconds of waiting that count as one step of priority.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext, suppress
@@ -23,7 +24,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget, PrunedDraftBudget
+from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
@@ -138,32 +139,35 @@ def assemble_engine(
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
-    budget = _draft_budget(drafter, runner, engine, tree, clock)
-    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock)
+    cost_clock = _cost_clock(drafter, runner, engine, clock)
+    budget = _draft_budget(drafter, runner, engine, tree, cost_clock)
+    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock, cost_clock)
+
+
+def _cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:
+    """The clock that a draft budget measures costs with.
+
+    It is the processor time of this process where one thread does all work of a step: the wall would count other
+    processes' work too. A GPU, other threads or a drafter in another process work while this thread waits, which only
+    the wall shows.
+    """
+    num_threads = max(torch.get_num_threads(), engine.layer_threads, engine.tensor_parallel_size)
+    is_alone = isinstance(drafter, LocalDrafter) and num_threads == 1 and not has_gpu(engine, runner.target.device)
+    return time.process_time if is_alone and type(clock) is Clock else clock
 
 
 def _draft_budget(
-    drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock
+    drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
 ) -> DraftBudget:
     """The budget that `engine.draft_budget` names, and what it has to know of costs."""
-    prunes = engine.draft_budget == "pruned"
-    if drafter is None or not (prunes or is_adaptive(engine, runner.target.device)):
+    if drafter is None or engine.draft_budget == "fixed":
         return FixedDraftBudget()
     verify = measure_verify(runner, engine, tree, clock)
-    if prunes:
-        return PrunedDraftBudget(verify)
     context_token_s = measure_context(runner, engine, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
     return AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
-
-
-def is_adaptive(engine: EngineConfig, device: torch.device) -> bool:
-    """Whether the size of trees follows costs and acceptance: see `EngineConfig.draft_budget`."""
-    if engine.draft_budget == "auto":
-        return has_gpu(engine, device) and engine.acceptance == "match"
-    return engine.draft_budget == "adaptive"
 
 
 def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
@@ -226,7 +230,7 @@ def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KV
     return kv_cache
 
 
-def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock) -> CostModel:
+def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]) -> CostModel:
     """Seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that none leaks."""
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
     prefix = np.arange(max(min(PREFIX_TOKENS, num_slots, runner.target.max_model_len - nodes), 0))
@@ -241,10 +245,10 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws)
 
-    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock)
+    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock, needed=nodes)
 
 
-def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Clock) -> float:
+def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[], float]) -> float:
     """Seconds of a verify pass for each cached token that its rows attend to, from short and from long prefixes.
 
     A GPU reads the context of a sequence once for all of its rows. On a CPU it is a cost of each row: 0 here, as for passes
@@ -273,7 +277,7 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Clock) -> 
 
 
 def measure_drafting(
-    drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Clock
+    drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
 ) -> DraftCosts:
     """Seconds of draft rounds; empty tables for a drafter in another process."""
     if not isinstance(drafter, LocalDrafter):
@@ -306,18 +310,26 @@ def measure_drafting(
     return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level, rate=0.5), tree.top_k)
 
 
-def _measure(rounds: Callable[[int], Iterator[Callable[[], object]]], largest: int, rate: float, clock: Clock) -> CostModel:
+def _measure(
+    rounds: Callable[[int], Iterator[Callable[[], object]]],
+    largest: int,
+    rate: float,
+    clock: Callable[[], float],
+    needed: int = 1,
+) -> CostModel:
     """Time sizes 1, 4, 16, 32 and so on up to `largest`, and then where the slope may change between two of them.
 
     A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S.
+    Sizes up to `needed` are timed however long it takes.
     """
     table: dict[int, float] = {}
     began, size = clock(), 1
 
     def time_size(size: int) -> bool:
-        """Time a size if there is time, or if there are no two yet, and memory. Returns whether it was timed."""
+        """Time a size if it is needed or there is time, and memory. Returns whether it was timed."""
         passed, last = clock() - began, max(table.values(), default=0.0)
-        if len(table) >= 2 and passed + 2 * last * max(size / max(table), 1) > TIME_LIMIT_S:
+        is_needed = len(table) < 2 or max(table) < needed
+        if not is_needed and passed + 2 * last * max(size / max(table), 1) > TIME_LIMIT_S:
             return False
         works = rounds(size)
         with suppress(torch.OutOfMemoryError) if table else nullcontext():
@@ -360,7 +372,7 @@ def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:
     return found
 
 
-def _median_seconds(works: Iterator[Callable[[], object]], clock: Clock, least: int) -> float:
+def _median_seconds(works: Iterator[Callable[[], object]], clock: Callable[[], float], least: int) -> float:
     """Of as many works as take about LONG_ENOUGH_S, up to 7: the fastest one were too good for steps between other work."""
     seconds: list[float] = []
     while len(seconds) < least or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):

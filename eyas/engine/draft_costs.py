@@ -9,9 +9,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -22,7 +20,7 @@ import numpy.typing as npt
 from eyas.engine.sequence import ScheduledSequence
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.packed_trees import PackedTrees, pack_trees
-from eyas.tree import DraftTree, cut_trees
+from eyas.tree import DraftTree
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -51,28 +49,15 @@ class StepTimes(NamedTuple):
     host: float = 0.0
 
 
-class Candidate(NamedTuple):
-    """A sequence that can have a tree.
-
-    length: of its tokens. num_left: tokens that it may still get. num_missed: tokens that the drafter has not got.
-    """
-
-    length: int
-    num_left: int
-    num_missed: int
-
-
 class NextStep(NamedTuple):
     """What else is known of the next step.
 
     num_prefilling: sequences inside their prompts. num_prompt_rows: that the step computes of these.
-    candidates: by request id; made only when it is called. None if unknown.
     num_context_tokens: cached tokens that its rows attend to, of all sequences together.
     """
 
     num_prefilling: int = 0
     num_prompt_rows: int = 0
-    candidates: Callable[[], Mapping[str, Candidate]] | None = None
     num_context_tokens: int = 0
 
 
@@ -88,6 +73,11 @@ class DraftBudget(Protocol):
 
     num_nodes: int
     tokens_per_s: float
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether prompts are worth sending to a drafter, as trees may follow soon."""
+        ...
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
         """Largest next tree of each request, of at most `most` nodes.
@@ -109,7 +99,7 @@ class DraftBudget(Protocol):
 class FixedDraftBudget:
     """Always the largest trees."""
 
-    num_nodes, tokens_per_s = 1, 0.0
+    num_nodes, tokens_per_s, takes_prompts = 1, 0.0, True
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
         self.num_nodes = most
@@ -119,31 +109,6 @@ class FixedDraftBudget:
         return list(trees)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
-
-
-class Plan(NamedTuple):
-    """A choice of AdaptiveDraftBudget.
-
-    known_size: most nodes it could have. cuts: whether nodes are left out.
-    scout_interval: steps from scouts to scouts. made_at: number of the step that it was made after.
-    num_prompt_rows: see NextStep. all_rows: of the step without trees. pauses: whether it has none as its prompts fill it.
-    rate: tokens per second in steps without prompts. saved_s: seconds that trees save with each token.
-    tree_rows, tree_tokens: drafted nodes of a tree that are verified, and that are accepted.
-    """
-
-    size: TreeSize
-    known_size: int
-    num_rows: int
-    cuts: bool
-    scout_interval: int = 1
-    made_at: int = 0
-    num_prompt_rows: int = 0
-    all_rows: int = 1
-    pauses: bool = False
-    rate: float = 0.0
-    saved_s: float = 0.0
-    tree_rows: float = 0.0
-    tree_tokens: float = 0.0
 
 
 class CostModel:
@@ -240,7 +205,6 @@ class DraftCosts:
     as much as the first one for EAGLE, next to nothing for one-pass heads.
     """
 
-    RELAXING = 0.95  # what a retry multiplies all seconds by: a drafter that was slow may be fast again
     # Relative errors: of tables that were measured before, of those that were not, what rounds add, and of a measurement.
     MEASURED, UNKNOWN, DRIFT, NOISE = 0.3, 1.0, 0.02, 0.2
     FIRST_SHARE = 2 / 3  # with less, shallow trees seem to pay before a round has shown what its levels cost
@@ -251,7 +215,6 @@ class DraftCosts:
         self._num_first, self._first_size = 0 if first.sizes else self.NUM_FIRST, NO_TREE
         error = (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
         self._spread = error, 0.0, error  # covariance of both errors: of the first table, of both, of the other
-        self._relaxed: tuple[CostModel, CostModel] | None = None  # both tables, relaxed
 
     def at(self, num_trees: int, size: TreeSize) -> float:
         """Expected seconds."""
@@ -259,7 +222,6 @@ class DraftCosts:
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
         """Correct the tables by a measurement. Into empty ones it goes in parts, FIRST_SHARE of it for the first level."""
-        self._relaxed = None
         rows, further = self._rows(num_trees, size), size.depth - 1
         if not self._first.sizes:
             self._first.observe(num_trees, self.FIRST_SHARE * seconds if further else seconds)
@@ -288,24 +250,11 @@ class DraftCosts:
                 self._first.scale(num_trees, (one + more) / (1 + further) / one)
                 self._level.scale(rows, (one + more) / (1 + further) / (more / further))
 
-    def relax(self) -> None:
-        """Expect a little less until the next measurement, and believe that one.
-
-        The tables stay: a retry with few trees says less of many.
-        """
-        self._relaxed = self._relaxed or (copy(self._first), copy(self._level))
-        for table in self._relaxed:
-            table.relax(self.RELAXING)
-        a, b, c = self._spread
-        least = self.MEASURED**2
-        self._spread = max(a, least), b, max(c, least)
-
     def _parts(self, num_trees: int, size: TreeSize) -> tuple[float, float]:
         """Seconds of the first level, and of all further ones."""
         if not size.depth:
             return 0.0, 0.0
-        first, level = self._relaxed or (self._first, self._level)
-        return first.seconds(num_trees), (size.depth - 1) * level.seconds(self._rows(num_trees, size))
+        return self._first.seconds(num_trees), (size.depth - 1) * self._level.seconds(self._rows(num_trees, size))
 
     def _rows(self, num_trees: int, size: TreeSize) -> int:
         return num_trees * max(min(size.nodes - 1, self._top_k), 1)
@@ -415,7 +364,7 @@ class DraftedNodes(NamedTuple):
 class RecentTrees:
     """The whole trees drafted last, as a sample of what sequences would draft next. The last ones weigh most."""
 
-    NUM_TREES, MIN_TREES = 32, 8
+    NUM_TREES, MIN_TREES = 32, 4
     FORGETTING = 0.94  # weight of a tree after the next one
 
     def __init__(self) -> None:
@@ -426,17 +375,13 @@ class RecentTrees:
         self._trees.append((replace(tree), most))  # without the arrays of the trees that it came with
 
     @property
-    def num_missing(self) -> int:
-        """Trees without which they are too few."""
-        return max(self.MIN_TREES - len(self._trees), 0)
-
-    @property
     def known_size(self) -> int:
-        """Nodes that enough of the trees could have had."""
-        return sorted((nodes for _, nodes in self._trees), reverse=True)[self.MIN_TREES - 1]
+        """Nodes that enough of the trees could have had; 0 while there are too few."""
+        sizes = sorted((nodes for _, nodes in self._trees), reverse=True)
+        return sizes[self.MIN_TREES - 1] if len(sizes) >= self.MIN_TREES else 0
 
     def nodes(self, survival: SurvivalModel, most: int) -> DraftedNodes:
-        """The nodes of the trees that could have had `most` nodes."""
+        """The nodes of the trees that could have had `most` nodes; at least one tree could."""
         trees = [tree for tree, nodes in self._trees if nodes >= most]
         weights = self.FORGETTING ** np.arange(len(trees) - 1, -1, -1)
         chances = survival.survival(trees)
@@ -447,53 +392,3 @@ class RecentTrees:
         order = order[depths[order] > 0]
         places_of: Ints = np.concatenate(places)[order]
         return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)
-
-
-class PrunedDraftBudget(FixedDraftBudget):
-    """Trees of the largest size, without the nodes that cost more than they yield.
-
-    For a drafter whose round takes as long for a small tree as for a large one, on a CPU, where each row costs compute.
-
-    Let B sequences have trees and P have none. Of all nodes, the m likeliest are verified for which
-    a(m) - rate * verify(P + B + m) is largest. a is the expected number of accepted nodes, verify a table of seconds by
-    rows, and rate the tokens per second of steps with trees. So the ratio of tokens and seconds becomes the largest
-    (Dinkelbach's method).
-    """
-
-    FORGETTING = 0.97  # weight of a step in the rate after the next one
-    VERIFY_STEPS = 4  # from one step whose pass corrects the table to the next: they are short
-
-    def __init__(self, verify: CostModel) -> None:
-        """verify: seconds by rows."""
-        self._verify, self._survival = verify, SurvivalModel()
-        self._num_tokens = self._seconds = 0.0  # of recent steps with trees
-        self._num_steps, self._has_trees = 0, False
-
-    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        self._has_trees = bool(trees)
-        if not trees or not self._seconds:
-            return list(trees)
-        nodes = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
-        order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
-        seconds = self._verify.at(num_plain + len(trees) + np.arange(len(nodes) + 1))
-        gained = np.cumsum(np.append(0.0, nodes[order])) - self._num_tokens / self._seconds * seconds
-        is_kept = np.zeros(len(nodes), np.bool_)
-        is_kept[order[: int(np.argmax(gained))]] = True
-        return cut_trees(trees, is_kept)
-
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
-        wait_s, verify_s, between_s, host_s = times
-        has_trees, self._has_trees = self._has_trees, False
-        if not batch or any(scheduled.tree is None for scheduled in batch):  # with rows of prompts
-            return
-        self._num_steps += 1
-        if self._num_steps % self.VERIFY_STEPS == 0:
-            self._verify.observe(sum([len(scheduled.slots) for scheduled in batch]), verify_s)
-        if not has_trees:
-            return
-        done = [(s.tree, o.accepted) for s, o in zip(batch, outputs, strict=True) if s.tree and o.accepted]
-        self._survival.forget()
-        self._survival.observe([tree for tree, _ in done], [accepted.path for _, accepted in done])
-        seconds, num_tokens = wait_s + verify_s + (between_s or 0.0) + host_s, sum(len(a.tokens) for _, a in done)
-        self._num_tokens = self.FORGETTING * self._num_tokens + num_tokens
-        self._seconds = self.FORGETTING * self._seconds + seconds

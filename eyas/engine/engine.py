@@ -8,16 +8,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from eyas.engine.draft_costs import Candidate, DraftBudget, FixedDraftBudget, NextStep, StepTimes
+from eyas.engine.draft_costs import DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence, Sequence
+from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar import GrammarCompiler, OutputMatchers
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
@@ -90,11 +89,12 @@ class Engine:
         max_model_len: int,
         budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cost_clock: Callable[[], float] | None = None,
     ) -> None:
         """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by
-        default. clock: the present time in seconds."""
+        default. clock: the present time in seconds. cost_clock: what the budget measures costs with, `clock` by default."""
         kernels()  # loaded before the first step
-        self._clock = clock
+        self._clock, self._cost_clock = clock, cost_clock or clock
         self._budget = budget or FixedDraftBudget()
         self._scheduler = scheduler
         self._draft_manager = draft_manager
@@ -123,21 +123,21 @@ class Engine:
         if cancelled:
             self._release([chunk.request_id for chunk in cancelled])
 
-        started = self._clock()
+        started, cost_started = self._clock(), self._cost_clock()
         drafts = self._draft_manager.collect()
         if self._grammars.outputs:
             drafts = self._grammars.prune(drafts, self._tree_sizes)
         if drafts:
             drafts = self._pruned(drafts)
-        collected = self._clock()
+        collected, cost_collected = self._clock(), self._cost_clock()
 
         batch = self._scheduler.schedule(drafts)
         outputs: Seq[VerifyOutput] = ()
         pass_s = 0.0
         if batch:
-            began = self._clock()
+            began = self._cost_clock()
             outputs = self._verified(batch, meanwhile)
-            pass_s = self._clock() - began
+            pass_s = self._cost_clock() - began
             if self._draft_manager.needs_samples:
                 outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
@@ -148,15 +148,16 @@ class Engine:
             chunks = Chunks(cancelled)
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        between = None if self._ended is None else started - self._ended
-        self._budget.observe(batch, outputs, StepTimes(wait + self._request_s, pass_s, between, verified - pass_s))
+        between = None if self._ended is None else cost_started - self._ended
+        draft_s, host_s = cost_collected - cost_started + self._request_s, self._cost_clock() - cost_collected - pass_s
+        self._budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
-        began = self._clock()
+        began = self._cost_clock()
         self._request_drafts()
-        ended = self._clock()
+        ended = self._cost_clock()
         self._request_s, self._ended = ended - began, ended if self.has_work else None
         return chunks
 
@@ -284,9 +285,10 @@ class Engine:
         prefilling = [len(s.tokens) - s.computed for s in running if s.prefilling]
         num_prompt_rows = min(sum(prefilling), self._scheduler.config.max_prefill_tokens)
         num_context_tokens = sum([sequence.computed for sequence in running])
-        step = NextStep(len(prefilling), num_prompt_rows, partial(_candidates, ready), num_context_tokens)
+        step = NextStep(len(prefilling), num_prompt_rows, num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
-        if self._budget.num_nodes == 1 and not (prefilling and self._draft_manager.takes_prompts):
+        takes_prompts = self._draft_manager.takes_prompts and self._budget.takes_prompts
+        if self._budget.num_nodes == 1 and not (prefilling and takes_prompts):
             return  # no request drafts
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         pairs = list(zip(ready, budgets, strict=True))
@@ -319,14 +321,6 @@ class Engine:
         self._rules.release(request_ids)
         self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
-
-
-def _candidates(ready: Seq[Sequence]) -> dict[str, Candidate]:
-    return {
-        s.request.id: Candidate(len(s.tokens), s.num_remaining, s.num_draftable - s.drafted)
-        for s in ready
-        if not s.prefilling
-    }
 
 
 def _want_tokens_alone(batch: Seq[ScheduledSequence]) -> bool:

@@ -216,8 +216,7 @@ class DraftWorker:
             return more
         except Exception:
             names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]
-            message = "the drafter failed while drafting ahead; %d sessions start again"
-            log.exception(message, len(names), extra={"rate_limited": True})
+            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(names))
             self._drafter.release(names)
             return False
 

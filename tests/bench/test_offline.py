@@ -103,7 +103,7 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
         (["--batch", "0"], "batch, rows and groups"),
         (["--num-prompts", "-1"], "num_prompts is -1"),
         (["--dtype", "float8"], "dtype is 'float8'; it must be one of auto, float32"),
-        (["--draft-budget", "on"], "draft_budget is 'on'; it must be one of auto, fixed, pruned, adaptive"),
+        (["--draft-budget", "on"], "draft_budget is 'on'; it must be one of auto, fixed, adaptive"),
         pytest.param(["--device", "cuda"], "device 'cuda' cannot be used here", marks=NO_CUDA),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),

@@ -72,7 +72,7 @@ class Simulation:
         chosen = [budget.choose(names, most, self.others, step)]
         for _ in range(steps):
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
-            batch, outputs = self._step(chosen[-1] | without, rng)
+            batch, outputs = self._step(budget, chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
             budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap))
             self.now += wait_s + verify_s + (self.gap or 0.0)
@@ -110,23 +110,29 @@ class Simulation:
     def _context_s(self) -> float:
         return self.context_token * self.context * self.batch
 
-    def _step(self, sizes: dict[str, TreeSize], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
+    def _step(
+        self, budget: AdaptiveDraftBudget, sizes: dict[str, TreeSize], rng: random.Random
+    ) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
+        trees = {name: self._tree(number, size) for number, (name, size) in enumerate(sizes.items())}
+        came = [name for name, tree in trees.items() if sizes[name].depth and tree.sampled is None]
+        trees |= zip(came, budget.prune([trees[name] for name in came], len(sizes) - len(came)), strict=True)
         batch, outputs = [], list[VerifyOutput]()
-        for number, (name, size) in enumerate(sizes.items()):
-            is_small, is_ending, is_sampled = number < self.small, number < self.ending, number < self.sampled
-            most = 1 if not self.available else 2 if is_small or is_ending else NODES
-            tree = DraftTree.chain(range(min(size.nodes, size.depth + 1, most)))
-            if is_sampled:
-                tree = replace(tree, sampled=SampledProposal({}))
-            right = self.sampled_right if is_sampled else self.right
+        for number, (name, tree) in enumerate(trees.items()):
+            right = self.sampled_right if number < self.sampled else self.right
             length = next((n for n in range(tree.num_drafted) if rng.random() >= right), tree.num_drafted)
             path = tuple(range(length + 1))
-            request = Request(name, (1,), DEFAULTS, num_draft_tokens=2 if is_small else 0)
-            sequence = Sequence(request, QueueKey(0.0, 0), [1], SLOTS[:4] if is_ending else SLOTS)
+            request = Request(name, (1,), DEFAULTS, num_draft_tokens=2 if number < self.small else 0)
+            sequence = Sequence(request, QueueKey(0.0, 0), [1], SLOTS[:4] if number < self.ending else SLOTS)
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), self.context, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
         return batch, outputs
+
+    def _tree(self, number: int, size: TreeSize) -> DraftTree:
+        """The drafted tree of a request."""
+        most = 1 if not self.available else 2 if number < max(self.small, self.ending) else NODES
+        tree = DraftTree.chain(range(min(size.nodes, size.depth + 1, most)))
+        return replace(tree, sampled=SampledProposal({})) if number < self.sampled else tree
 
     def _wait(self, sizes: dict[str, TreeSize]) -> float:
         """A drafter gets only sequences that have trees."""

@@ -68,19 +68,6 @@ def test_rounds_cost_by_their_levels_and_the_rows_of_these() -> None:
     assert table.at(4, NO_TREE) == 0
 
 
-def test_lowered_costs_last_until_a_retry() -> None:
-    """A retry of one tree that takes as long as ever says that rounds of many do, too."""
-    sizes, times = (1, 64), ((0.01, 0.2), (0.005, 0.1))
-    table = DraftCosts(*(CostModel(sizes, seconds, rate=0.5) for seconds in times), top_k=1)
-    one, many, size = table.at(1, TreeSize(6, 5)), table.at(64, TreeSize(6, 5)), TreeSize(6, 5)
-    for _ in range(5):
-        for _ in range(64):
-            table.relax()
-        assert table.at(64, size) == pytest.approx(many / CostModel.MAX_SURPRISE)
-        table.observe(1, size, one)
-        assert table.at(64, size) == pytest.approx(many)
-
-
 def test_what_a_round_takes_changes_the_costs_of_others() -> None:
     table = costs((1.0, 1.0), (1.0, 1.0))
     for _ in range(20):
@@ -112,7 +99,7 @@ def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
     recent.observe(DraftTree.chain((0, 5)), 2)
     recent.observe(tree, 4)
     recent.observe(tree, 4)
-    assert recent.num_missing == 5
+    assert recent.known_size == 0, "too few"
     chances, weights, depths, places = recent.nodes(survival, 4)
     own = survival.survival([tree])[0]
     assert chances.tolist() == [own[2], own[2], own[3], own[3], own[1], own[1]]

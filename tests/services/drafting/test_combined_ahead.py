@@ -27,7 +27,7 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
 @pytest.mark.parametrize(
     ("mode", "method", "budget"),
     [
-        ("never", "dspark", "fixed"), ("never", "eagle3", "pruned"), ("always", "dspark", "pruned"),
+        ("never", "dspark", "fixed"), ("never", "eagle3", "adaptive"), ("always", "dspark", "adaptive"),
         ("always", "eagle3", "fixed"), ("never", "lookahead", "fixed"),
     ],
 )  # fmt: skip
