@@ -9,12 +9,15 @@ import hashlib
 import json
 import logging
 import re
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -23,10 +26,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from eyas.chat_output import ChatFormat, detect_format
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.tokenizer import fetch_file, tokenizer_settings
+from eyas.tokenizer import fetch_file, json_settings, tokenizer_settings
 
-_FILE = "chat_template.jinja"
-_TOOL_FILE = "additional_chat_templates/tool_use.jinja"
+# Where checkpoints keep templates, besides tokenizer_config.json.
+_FILES = ("chat_template.jinja", "chat_templates/default.jinja")
+_TOOL_FILES = ("additional_chat_templates/tool_use.jinja", "chat_templates/tool_use.jinja")
+_JSON_FILE = "chat_template.json"
+
+# Processor time of one rendering, and characters of its text. A body of 16 MiB, shown whole, is far below both.
+MAX_RENDER_SECONDS = 5.0
+MAX_RENDERED_LENGTH = 2**26
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,6 +60,7 @@ class ChatTemplate:
         self.format = detect_format(source + tool_source) if form is None else form
         self._special_tokens = dict(special_tokens)
         self._has_thinking_parts = bool(_THINKING_PART.search(source + tool_source))
+        self._has_documents = bool(re.search(r"\bdocuments\b", source + tool_source))
         try:
             self._template = _environment().from_string(source)
             self._tool_template = _environment().from_string(tool_source) if tool_source else self._template
@@ -59,45 +69,75 @@ class ChatTemplate:
                 f"the chat template of {model} does not compile: {error}; set another chat_template"
             ) from error
 
-    def render(self, messages: Messages, extra: Mapping[str, Any], continues_last: bool = False) -> str:
+        self._part_roles = frozenset[str]()
+        self._find_part_roles()
+
+    def render(
+        self,
+        messages: Messages,
+        extra: Mapping[str, Any],
+        continues_last: bool = False,
+        marked: Callable[[Any], Any] = lambda value: value,
+    ) -> str:
         """Return the prompt for the assistant's next message.
 
         messages: in OpenAI's form. They are rewritten where the template cannot show them as they are.
         extra: more variables, such as enable_thinking. continues_last: end with the content of the last message, which the
-        assistant is to continue. Raises InvalidRequest if the template rejects the messages.
+        assistant is to continue. marked: changes the values that the template gets, see `ContentText.mark`.
+
+        Raises InvalidRequest if the template rejects the messages.
         """
+        if extra.get("documents") and not self._has_documents:
+            raise InvalidRequest("the model's chat template shows no documents; put them into a message", "documents")
         try:
             normal = _normal(messages)
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidRequest(
                 f"messages must have OpenAI's form; reading them fails with {error!r}", "messages"
             ) from error
-        text = self._text(self._fitting(normal), extra)
-        return _cut_after(text, str(messages[-1].get("content", ""))) if continues_last else text
+        normal, extra = marked(normal), marked(extra)
+        if not continues_last:
+            return self._text(self._fitting(normal), extra)
+        content, mark = normal[-1]["content"], secrets.token_hex(16)
+        normal[-1]["content"] = content + mark + _AFTER_MARK
+        return _cut_at(self._text(self._fitting(normal), extra), mark, content)
 
     def _text(self, messages: Messages, extra: Mapping[str, Any]) -> str:
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
+        messages = [self._with_parts(message) for message in messages]
         try:
             template = self._tool_template if variables["tools"] else self._template
-            text = template.render(variables | {"messages": list(messages)})
+            text = "".join(_within_limits(template.generate(variables | {"messages": messages})))
             text.encode()
+        except InvalidRequest:
+            raise
         except Exception as error:  # a template can raise whatever Python can
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
         return text
 
+    def _with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its text as a list of one part, where the template reads no other form."""
+        content = message["content"]
+        if not isinstance(content, str) or message["role"] not in self._part_roles:
+            return message
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
     def _fitting(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in a form that this template shows whole. Many leave out what their authors did not expect.
 
-        Raises InvalidRequest for system messages that have no place.
+        Raises InvalidRequest for system messages and results of tools that have no place.
         """
+        self._check_tools_shown(messages)
         if any(message["role"] == "developer" for message in messages) and not self._shows_developer:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         first = [*takewhile(_is_instruction, messages)]
         if any(map(_is_instruction, messages[len(first) :])) and self._hides_later_instructions:
             reason = "the model's chat template shows system messages at the beginning only; put them there"
             raise InvalidRequest(reason, "messages")
-        if first and messages[-1]["role"] != "user" and self._hides_instructions_after_users:
-            messages = _with_instructions_in_user(messages[len(first) :], first)
+        if first and self._hides_instructions:
+            messages = _with_instructions_in_user(messages[len(first) :], first, at=0)
+        elif first and messages[-1]["role"] != "user" and self._hides_instructions_after_users:
+            messages = _with_instructions_in_user(messages[len(first) :], first, at=-1)
         elif len(first) > 1 and not self._shows_two_instructions:
             messages = [first[0] | {"content": _joined_contents(first)}, *messages[len(first) :]]
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._shows_two_calls:
@@ -109,6 +149,34 @@ class ChatTemplate:
         if self._has_thinking_parts:
             return [*map(_with_thinking_part, messages)]
         return [*map(_with_analysis, messages)] if self.format.tool_call_parser == "openai" else messages
+
+    def _check_tools_shown(self, messages: list[dict[str, Any]]) -> None:
+        if any(message["role"] == "tool" for message in messages) and self._hides_results:
+            reason = "the model's chat template shows no results of tools; put them into a user's message"
+            raise InvalidRequest(reason, "messages")
+        if any("tool_calls" in message for message in messages) and self._hides_calls:
+            reason = "the model's chat template shows no calls of tools; put them into the content"
+            raise InvalidRequest(reason, "messages")
+
+    def _find_part_roles(self) -> None:
+        """Find the roles whose text is shown only as a list of parts, as in templates of many models that see images."""
+        for role, messages in _ROLE_PROBES.items():
+            if not self._shows(*messages):
+                before, self._part_roles = self._part_roles, self._part_roles | {role}
+                if not self._shows(*messages):
+                    self._part_roles = before
+
+    @cached_property
+    def _hides_results(self) -> bool:
+        return self._is_hidden(*_ROLE_PROBES["tool"])
+
+    @cached_property
+    def _hides_calls(self) -> bool:
+        return self._is_hidden(_USER, _calls(_PROBE)[0])
+
+    @cached_property
+    def _hides_instructions(self) -> bool:
+        return not self._shows(*_ROLE_PROBES["system"]) and bool(self._shows(*_ROLE_PROBES["user"]))
 
     @cached_property
     def _shows_developer(self) -> bool:
@@ -133,19 +201,27 @@ class ChatTemplate:
     def _shows_two_calls(self) -> bool:
         return bool(self._shows(_USER, *_calls("first", _PROBE)))
 
+    def _is_hidden(self, *messages: dict[str, Any]) -> bool:
+        """Whether the text of these messages is the same without the last one. Not if the template refuses them."""
+        with suppress(InvalidRequest):
+            variables = {"tools": [_PROBE_TOOL]}
+            return self._text(messages, variables) == self._text(messages[:-1], variables)
+        return False
+
     def _shows(self, *messages: dict[str, Any]) -> bool | None:
         """Whether _PROBE is in the text of these messages; None if the template refuses them."""
-        function = {"name": "first", "description": "", "parameters": {"type": "object", "properties": {}}}
         has_calls = any("tool_calls" in message for message in messages)
         try:
-            return _PROBE in self._text(
-                messages, {"tools": [{"type": "function", "function": function}] if has_calls else None}
-            )
+            return _PROBE in self._text(messages, {"tools": [_PROBE_TOOL] if has_calls else None})
         except InvalidRequest:
             return None
 
 
 _PROBE = "eyasprobe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "first", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 _USER: dict[str, Any] = {"role": "user", "content": "Hello"}
 # Templates of Mistral's reasoning models take reasoning as a part of the content.
 _THINKING_PART = re.compile(r"""\[['"]thinking['"]\]""")
@@ -161,6 +237,15 @@ def _calls(*names: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
+# Messages whose text should be shown, by their role; that of the user comes first, because the others hold one.
+_ROLE_PROBES: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "user": ({"role": "user", "content": _PROBE},),
+    "system": ({"role": "system", "content": _PROBE}, _USER),
+    "assistant": (_USER, {"role": "assistant", "content": _PROBE}, _USER),
+    "tool": (_USER, *_calls("first")[:-1], {**_calls("first")[-1], "content": _PROBE}),
+}
+
+
 def _is_instruction(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("system", "developer")
 
@@ -169,13 +254,20 @@ def _joined_contents(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(str(message["content"]) for message in messages)
 
 
-def _with_instructions_in_user(messages: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put instructions before the text of the last user, where the template of Mistral Nemo has them."""
-    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
-    if last is None:
-        return [*first, *messages]
-    user = messages[last] | {"content": _joined_contents([*first, messages[last]])}
-    return [*messages[:last], user, *messages[last + 1 :]]
+def _with_instructions_in_user(
+    messages: list[dict[str, Any]], first: list[dict[str, Any]], at: Literal[0, -1]
+) -> list[dict[str, Any]]:
+    """Put instructions before the text of a user.
+
+    at: 0 for the first user, where the template shows none; -1 for the last, where that of Mistral Nemo has them.
+    """
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not places:
+        alone = {"role": "user", "content": _joined_contents(first)}
+        return [alone, *messages] if at == 0 else [*first, *messages]
+    place = places[at]
+    user = messages[place] | {"content": _joined_contents([*first, messages[place]])}
+    return [*messages[:place], user, *messages[place + 1 :]]
 
 
 def _normal(messages: Messages) -> list[dict[str, Any]]:
@@ -185,6 +277,8 @@ def _normal(messages: Messages) -> list[dict[str, Any]]:
     has all of the names that templates use.
     """
     normal = [{"role": "", **message, "content": _joined(message.get("content"))} for message in messages]
+    if not normal:
+        raise InvalidRequest("messages is empty; give at least one", "messages")
     names: dict[str, str] = {}
     for message in normal:
         if calls := message.pop("tool_calls", None):
@@ -197,10 +291,13 @@ def _normal(messages: Messages) -> list[dict[str, Any]]:
     return normal
 
 
-def _joined(content: Any) -> Any:
-    """Return the text of a content; its parts joined if all are text."""
+def _joined(content: Any) -> str:
+    """Return the text of a content: its parts, joined. Raises InvalidRequest for what is no text."""
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
         return "\n".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        reason = "a message's content must be text, or parts of the type 'text'; images, audio and files are not supported"
+        raise InvalidRequest(reason, "messages")
     return content or ""
 
 
@@ -217,21 +314,22 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield messages with one call each. The results of a call follow it."""
-    rest = [*messages]
-    while rest:
-        message = rest.pop(0)
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
             yield message
             continue
-        results = [*takewhile(lambda following: following["role"] == "tool", rest)]
-        del rest[: len(results)]
+        results = [*takewhile(lambda following: following["role"] == "tool", islice(messages, at, None))]
+        at += len(results)
         places = {call.get("id"): place for place, call in enumerate(calls)}
+        results_of = defaultdict[int, list[dict[str, Any]]](list)
+        for number, result in enumerate(results):
+            results_of[places.get(result.get("tool_call_id"), min(number, len(calls) - 1))].append(result)
         for place, call in enumerate(calls):
             yield (message if place == 0 else {"role": "assistant", "content": ""}) | {"tool_calls": [call]}
-            for number, result in enumerate(results):
-                if places.get(result.get("tool_call_id"), min(number, len(calls) - 1)) == place:
-                    yield result
+            yield from results_of[place]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -302,13 +400,35 @@ def _format(model: ServedModel, template: str) -> ChatFormat:
     )
 
 
-def _cut_after(text: str, content: str) -> str:
-    """Return a rendered chat up to its last message's content. Templates may strip white space around it."""
-    for form in (content, content.rstrip(), content.lstrip(), content.strip()):
-        if form and (at := text.rfind(form)) >= 0:
-            return text[: at + len(form)]
-    reason = "the chat template does not show the last message, so that it cannot be continued; end with a user's message"
-    raise InvalidRequest(reason, "messages")
+# White space after the mark that ends a content; a template that strips contents takes it away.
+_AFTER_MARK = "\t \t"
+
+
+def _cut_at(text: str, mark: str, content: str) -> str:
+    """Return a rendered chat up to the mark at the end of its last message's content.
+
+    The mark keeps white space before it, which a template that strips contents would have taken away.
+    """
+    *before, after = text.split(mark)
+    if not before:
+        reason = "the chat template does not show the last message, so it cannot be continued; end with a user's message"
+        raise InvalidRequest(reason, "messages")
+    cut = "".join(part.removeprefix(_AFTER_MARK) for part in before)
+    own = content.rstrip()
+    return cut if after.startswith(_AFTER_MARK) or not own else cut.removesuffix(content[len(own) :])
+
+
+def _within_limits(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield the pieces of a text that is rendered. Raises InvalidRequest for too long a text, or too much work."""
+    until, length = time.thread_time() + MAX_RENDER_SECONDS, 0
+    for piece in pieces:
+        length += len(piece)
+        if length > MAX_RENDERED_LENGTH:
+            reason = f"the chat is rendered to more than {MAX_RENDERED_LENGTH} characters; shorten it"
+            raise InvalidRequest(reason, "messages")
+        if time.thread_time() > until:
+            raise InvalidRequest(f"the chat takes more than {MAX_RENDER_SECONDS:g} s to render; shorten it", "messages")
+        yield piece
 
 
 def _read(path: str) -> str:
@@ -319,19 +439,31 @@ def _read(path: str) -> str:
 
 
 def _find(tokenizer: str) -> dict[str, str]:
-    """Return the tokenizer's templates by name: from chat_template.jinja, else from its settings."""
+    """Return the tokenizer's templates by name: of files of their own, else of its settings, else of chat_template.json."""
     try:
-        file = fetch_file(tokenizer, _FILE)
+        file = _first_file(tokenizer, _FILES)
     except CheckpointError as error:
         log.warning("cannot look for a chat template: %s", error)
         file = None
     if file is not None:
-        tool_file = fetch_file(tokenizer, _TOOL_FILE)
+        tool_file = _first_file(tokenizer, _TOOL_FILES)
         return {"default": _read(str(file))} | ({"tool_use": _read(str(tool_file))} if tool_file else {})
-    template = tokenizer_settings(tokenizer).get("chat_template") or ""
-    if isinstance(template, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in template}
-    return {"default": str(template)}
+    found = _named(tokenizer, tokenizer_settings(tokenizer).get("chat_template"))
+    return found or _named(tokenizer, json_settings(tokenizer, _JSON_FILE).get("chat_template"))
+
+
+def _first_file(tokenizer: str, names: Sequence[str]) -> Path | None:
+    return next((file for name in names if (file := fetch_file(tokenizer, name)) is not None), None)
+
+
+def _named(tokenizer: str, value: object) -> dict[str, str]:
+    """Return templates by name, of one text, a mapping, or a list of objects. Raises CheckpointError for another form."""
+    if isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value):
+        value = {str(one["name"]): one.get("template") for one in value}
+    named: dict[str, Any] = value if isinstance(value, dict) else {"default": value} if value else {}
+    if wrong := [name for name, text in named.items() if not isinstance(text, str)]:
+        raise CheckpointError(f"chat_template of {tokenizer} has no text for {wrong[0]!r}; give a Jinja template")
+    return named if "default" in named or len(named) != 1 else {"default": next(iter(named.values()))}
 
 
 def _token_text(token: object) -> str:

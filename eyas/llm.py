@@ -9,20 +9,33 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import Progress
 
 from eyas.chat_template import ChatTemplate, load_template, special_tokens
-from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, ServedModel, TreeConfig
+from eyas.config import (
+    DraftingConfig,
+    EngineConfig,
+    GenerationDefaults,
+    HeadValidation,
+    MethodsConfig,
+    ServedModel,
+    SpecialTokensInContent,
+    TreeConfig,
+)
+from eyas.config.loader import one_of
 from eyas.config.vllm import Speculation, engine_config, speculation
+from eyas.content_text import ContentText
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import resolve, resolve_placement
+from eyas.models.generation_config import sampling_defaults
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
@@ -59,6 +72,8 @@ class LLM:
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
         chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
+        generation_config: where parameters come from if `sampling_params` is None: "auto" takes those of the model's
+            generation_config.json, "vllm" and "none" the defaults of SamplingParams.
         seed: makes the seeds of requests without one; None draws them.
         threads: of torch in this process; 0 takes what `eyas.tensors.use_threads` says.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
@@ -84,12 +99,15 @@ class LLM:
         tokenizer: str | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         chat_template: str = "",
+        generation_config: GenerationDefaults = "auto",
         seed: int | None = None,
         threads: int = 0,
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
         resolve(model)  # a missing target is not the head's fault
+        one_of(GenerationDefaults, generation_config=generation_config)
+        self._default_params = SamplingParams(**sampling_defaults(model, generation_config))  # type: ignore[arg-type]
         self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
@@ -131,6 +149,10 @@ class LLM:
         """The target's tokenizer."""
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters with what the model recommends; those of calls without `sampling_params`."""
+        return self._default_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -163,14 +185,16 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
     ) -> list[RequestOutput]:
         """Generate the assistant's next message of a conversation, or of each of several.
 
-        chat_template: text of a Jinja template instead of the model's. Raises ConfigError for a model without a template,
+        chat_template: text of a Jinja template instead of the model's. special_tokens_in_content: "text" keeps names of
+        special tokens in messages from becoming such tokens. Raises ConfigError for a model without a template,
         InvalidRequest for messages that the template refuses, and what `generate` raises.
         """
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | dict(chat_template_kwargs or {})
-        prompts = self.chat_prompts(messages, chat_template, **variables)
+        prompts = self.chat_prompts(messages, chat_template, special_tokens_in_content, **variables)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -191,12 +215,20 @@ class LLM:
         for chunks in self._run(self._submit([prompt], sampling_params, draft=True), OutputBuilder.take):
             yield from chunks
 
+    @cached_property
+    def _content_text(self) -> ContentText:
+        return ContentText(self._tokenizer)
+
     def chat_prompts(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], chat_template: str | None = None, **variables: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
+        **variables: Any,
     ) -> list[Prompt]:
         """Render conversations with the chat template, as prompts for `generate` and `stream`.
 
-        variables: for the template, such as enable_thinking. Raises as `chat`.
+        special_tokens_in_content: as of `chat`. variables: for the template, such as enable_thinking. Raises as `chat`.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
@@ -206,6 +238,13 @@ class LLM:
             template = ChatTemplate(chat_template, special_tokens(self._served.tokenizer), self._served.name)
         if template is None:
             raise ConfigError(f"{self._served.name} has no chat template; give LLM a file with one as chat_template")
+        one_of(SpecialTokensInContent, special_tokens_in_content=special_tokens_in_content)
+        if special_tokens_in_content == "text":
+            contents = self._content_text
+            texts = [template.render(conversation, variables, False, contents.mark) for conversation in conversations]
+            return [
+                {"prompt": contents.plain(text), "prompt_token_ids": contents.encode(text, sys.maxsize)} for text in texts
+            ]
         texts = [template.render(conversation, variables) for conversation in conversations]
         return [{"prompt": text, "prompt_token_ids": self._tokenizer.encode_rendered(text)} for text in texts]
 
@@ -222,10 +261,12 @@ class LLM:
         request_id = f"{next(self._names)}" if request_id is None else request_id
         output = OutputBuilder(request_id, text, ids, sampling_params.n, self._tokenizer)
         completions = []
-        words = sampling_params.bad_words
+        words, stop = sampling_params.bad_words, sampling_params.stop
+        context = partial(self._tokenizer.left_context, ids, sampling_params.structured_outputs is not None)
+        specials = self._tokenizer.specials_in(stop) if stop else ()
         split = sampling_params.completions(self._tokenizer.bad_token_ids(words) if words else ())
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
-            stream = TextStream(self._tokenizer, sampling_params.stop, sampling_params.min_tokens)
+            stream = TextStream(self._tokenizer, stop, sampling_params.min_tokens, context=context, stop_specials=specials)
             decoder = TextDecoder(stream, sampling_params.stop_token_ids, len(ids), own.seed, index)
             request = Request(f"{request_id}#{next(self._numbers)}", ids, own, num_draft_tokens=0 if draft else 1)
             completions.append(_Completion(request, decoder, output))
@@ -240,7 +281,7 @@ class LLM:
         """Submit the completions of all prompts, or of none."""
         outputs: list[OutputBuilder] = []
         try:
-            for index, (prompt, own) in enumerate(paired(prompts, sampling_params)):
+            for index, (prompt, own) in enumerate(paired(prompts, sampling_params, self._default_params)):
                 try:
                     completions = self.begin(prompt, own, draft=draft)
                     outputs.append(completions[0].output)
@@ -346,7 +387,7 @@ class AsyncLLM:
 
         Raises InvalidRequest, and RequestFailed when the target gives no usable logits or the engine fails.
         """
-        begun = self._llm.begin(prompt, sampling_params or SamplingParams(), request_id)
+        begun = self._llm.begin(prompt, sampling_params or self._llm.get_default_sampling_params(), request_id)
         completions = {one.request.id: one for one in begun}
         output = begun[0].output
         if output.request_id in self._running:

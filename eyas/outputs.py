@@ -296,4 +296,4 @@ class OutputBuilder:
         return found
 
     def _text_of(self, token: int) -> str | None:
-        return self.tokenizer.decode((token,)) if self.tokenizer else None
+        return self.tokenizer.token_text(token) if self.tokenizer else None

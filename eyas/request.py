@@ -16,6 +16,8 @@ from typing import Any, Literal, cast
 from eyas.errors import InvalidRequest
 from eyas.validation import CONSTRAINTS, check_sampling
 
+# Sampling parameters for which a model may have defaults of its own.
+DEFAULTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 # Text, token ids, or vLLM's dictionary of `prompt` and `prompt_token_ids`.
@@ -154,14 +156,19 @@ class SamplingParams:
 
 
 def paired(
-    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    default: SamplingParams | None = None,
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt, of one or several, with its parameters. Raises InvalidRequest for a wrong number or type."""
+    """Return each prompt, of one or several, with its parameters; `default` without any.
+
+    Raises InvalidRequest for a wrong number or type.
+    """
     if not isinstance(prompts, Sized):
         raise InvalidRequest(f"prompts is {prompts!r}; give a prompt, or a list of them")
     is_one = isinstance(prompts, str | Mapping) or (len(prompts) and all(isinstance(one, Integral) for one in prompts))
     batch = [cast("Prompt", prompts)] if is_one else list(cast("Sequence[Prompt]", prompts))
-    params = sampling_params or SamplingParams()
+    params = sampling_params or default or SamplingParams()
     each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
     if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
         raise InvalidRequest(f"sampling_params holds {wrong[0]!r}; give SamplingParams")

@@ -56,6 +56,10 @@ def serve(
     reasoning_parser: Annotated[
         str, typer.Option(help=f"How MODEL writes reasoning: {', '.join(get_args(ReasoningParser))}.")
     ] = "auto",
+    generation_config: Annotated[
+        str,
+        typer.Option(help="Sampling defaults: auto takes those of generation_config.json; vllm or none takes none."),
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API; 0 takes a free one.")
@@ -74,7 +78,7 @@ def serve(
             check_source(source)
         settings = {"dtype": dtype, "device": device, **tree}
         chats = {"chat_template": chat_template, "tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-        services = plan(model, draft_model, method, served_model_name, settings, chats)
+        services = plan(model, draft_model, method, served_model_name, settings, chats, generation_config)
         if port == grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {port}; choose two ports")
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):
@@ -95,6 +99,7 @@ def plan(
     name: str,
     settings: Mapping[str, str | int | None],
     chats: Mapping[str, str] | None = None,
+    generation_config: str = "auto",
 ) -> list[ServiceSettings]:
     """The services that serve a model; without a method and a draft model there is no draft service.
 
@@ -106,7 +111,7 @@ def plan(
     worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
     served = {"name": name, "tokenizer": model, **(chats or {})}
     router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
-    verifier = ServiceSettings("verifier", assignments=worker)
+    verifier = ServiceSettings("verifier", assignments=(*worker, _assignment("generation_config", generation_config)))
     if method == "none":
         return [verifier, router]
     draft = ServiceSettings("draft", assignments=worker)

@@ -32,6 +32,7 @@ from eyas.config.router import RetryConfig as RetryConfig
 from eyas.config.router import RouterConfig as RouterConfig
 from eyas.config.router import RoutingConfig as RoutingConfig
 from eyas.config.router import ServedModel as ServedModel
+from eyas.config.router import SpecialTokensInContent as SpecialTokensInContent
 from eyas.config.router import TlsConfig as TlsConfig
 from eyas.config.serving import DiscoveryConfig as DiscoveryConfig
 from eyas.config.serving import DiscoveryKind as DiscoveryKind
@@ -39,6 +40,7 @@ from eyas.config.serving import DraftClientConfig as DraftClientConfig
 from eyas.config.serving import DraftConfig as DraftConfig
 from eyas.config.serving import DraftedModel as DraftedModel
 from eyas.config.serving import DraftQueueConfig as DraftQueueConfig
+from eyas.config.serving import GenerationDefaults as GenerationDefaults
 from eyas.config.serving import KubernetesConfig as KubernetesConfig
 from eyas.config.serving import LogFormat as LogFormat
 from eyas.config.serving import PeersConfig as PeersConfig

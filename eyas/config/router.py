@@ -11,6 +11,7 @@ from eyas.config.serving import ServiceConfig
 
 ToolCallParser = Literal["auto", "none", ToolParserName]
 ReasoningParser = Literal["auto", "none", ReasoningParserName]
+SpecialTokensInContent = Literal["token", "text"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class ServedModel:
         chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
         tool_call_parser: how the model writes calls of tools; auto finds it in the chat template, none reads no calls.
         reasoning_parser: how it writes reasoning; auto and none likewise.
+        special_tokens_in_content: whether a name of a special token in the messages of a chat becomes this token ("token",
+            as in vLLM) or ordinary text ("text").
     """
 
     name: str
@@ -30,10 +33,12 @@ class ServedModel:
     chat_template: str = ""
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
+    special_tokens_in_content: SpecialTokensInContent = "token"
 
     def __post_init__(self) -> None:
         one_of(ToolCallParser, tool_call_parser=self.tool_call_parser)
         one_of(ReasoningParser, reasoning_parser=self.reasoning_parser)
+        one_of(SpecialTokensInContent, special_tokens_in_content=self.special_tokens_in_content)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from eyas.config.loader import above_zero, at_least, cert_and_key, one_of, requi
 
 LogFormat = Literal["text", "json"]
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
+GenerationDefaults = Literal["auto", "vllm", "none"]
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,8 @@ class VerifierConfig(WorkerConfig):
         tree: shape of draft trees; drafter and verifier should agree.
         max_pending_bytes: bytes of output that routers have not read yet, of all requests together. A request may hold as
             many as are free. The router sends one that held more again, from the token that its client has reached.
+        generation_config: where requests get the sampling parameters that they do not name. "auto" takes those of the
+            model's generation_config.json; "vllm" and "none" take neutral ones.
         stuck_step_timeout_s: seconds after which a step that has not ended fails all requests and makes health NOT_SERVING.
     """
 
@@ -281,11 +284,13 @@ class VerifierConfig(WorkerConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
     max_pending_bytes: int = 2**28
+    generation_config: GenerationDefaults = "auto"
     stuck_step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         above_zero(max_pending_bytes=self.max_pending_bytes)
+        one_of(GenerationDefaults, generation_config=self.generation_config)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
         at_least(self.stuck_step_timeout_s, stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
 

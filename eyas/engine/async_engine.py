@@ -8,6 +8,7 @@ that raises fails only the requests that run then.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import sys
@@ -28,6 +29,8 @@ from eyas.request import Chunk, Request
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024
 ANNOUNCE_SECONDS = 1.0
+# Most requests that the log names when a step fails.
+MAX_NAMED = 8
 
 STEP_FAILED = "a step of the engine failed; see the verifier's log for the cause"
 
@@ -267,8 +270,10 @@ class AsyncEngine:
             self._send()
             if not self._live:
                 raise
-            log.exception("a step failed, and with it %d requests", len(self._live))
             failed, self._live = self._live, set()
+            names = ", ".join(itertools.islice(sorted(failed), MAX_NAMED))
+            message = "a step failed, and with it %d requests: %s"
+            log.exception(message, len(failed), names, extra={"rate_limited": True})
             for request_id in failed:
                 self._engine.cancel(request_id)
             return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in failed]

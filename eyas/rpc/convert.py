@@ -8,6 +8,8 @@ not checked here: drafter and verifier check what they receive.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -26,6 +28,7 @@ from eyas.draft_protocol import (
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
+    DEFAULTED,
     Chunk,
     FinishReason,
     GenerationStats,
@@ -74,9 +77,11 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
     return types_pb2.SamplingParams(**values)
 
 
-def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields take the defaults of SamplingParams."""
-    values = _values(message) | {
+def sampling_params_from_proto(
+    message: types_pb2.SamplingParams, defaults: Mapping[str, float] = MappingProxyType({})
+) -> SamplingParams:
+    """Unset fields take `defaults`, or else the defaults of SamplingParams."""
+    values = {**defaults, **_values(message)} | {
         "logit_bias": tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         "bad_token_ids": tuple(tuple(word.ids) for word in message.bad_token_ids),
     }
@@ -104,11 +109,14 @@ def structured_outputs_from_proto(message: types_pb2.StructuredOutputs) -> Struc
 
 
 def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
-    return types_pb2.ModelInfo(**vars(info))
+    defaults = types_pb2.SamplingParams(**dict(info.sampling_defaults))  # type: ignore[arg-type]
+    return types_pb2.ModelInfo(**vars(info) | {"sampling_defaults": defaults})
 
 
 def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(**_values(message))
+    present = _values(message.sampling_defaults)
+    defaults = tuple((name, present[name]) for name in DEFAULTED if name in present)
+    return ModelInfo(**_values(message) | {"sampling_defaults": defaults})
 
 
 # generation.proto
@@ -140,14 +148,19 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
     return message
 
 
-def generate_call_from_proto(message: generation_pb2.GenerateRequest) -> GenerateCall:
-    """A message without a prompt gives an empty tuple of prompt ids. InvalidRequest: a request id that is not for logs."""
+def generate_call_from_proto(
+    message: generation_pb2.GenerateRequest, defaults: Mapping[str, float] = MappingProxyType({})
+) -> GenerateCall:
+    """A message without a prompt gives an empty tuple of prompt ids. defaults: of unset sampling parameters.
+
+    Raises InvalidRequest for a request id that is not for logs.
+    """
     check_request_id(message.request_id)
     return GenerateCall(
         request=Request(
             id=message.request_id,
             prompt_ids=tuple(message.tokens.ids),
-            sampling=sampling_params_from_proto(message.sampling),
+            sampling=sampling_params_from_proto(message.sampling, defaults),
             session=message.session_id,
             priority=message.priority,
             num_emitted=message.num_emitted,

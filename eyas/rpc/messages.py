@@ -51,6 +51,8 @@ class ModelInfo:
         features_fingerprint: digest of the features that a verifier sends or a drafter needs. NO_FEATURES for a drafter
             that needs none; empty for a verifier that accepts no drafts.
         outputs_fingerprint: digest of all that decides a verifier's outputs; empty for drafters and older verifiers.
+        sampling_defaults: of a verifier, the sampling parameters of requests that name none, by their names in
+            SamplingParams; others have the defaults of that class.
     """
 
     name: str
@@ -59,6 +61,12 @@ class ModelInfo:
     max_model_len: int
     features_fingerprint: str = ""
     outputs_fingerprint: str = ""
+    sampling_defaults: tuple[tuple[str, int | float], ...] = ()
+
+    def defaults(self, max_tokens: int) -> dict[str, float]:
+        """Return the sampling parameters of a request that names none. max_tokens: unless the model asks for fewer."""
+        defaults = dict(self.sampling_defaults)
+        return defaults | {"max_tokens": min(max_tokens, int(defaults.get("max_tokens", max_tokens)))}
 
     @property
     def pin(self) -> str:
@@ -170,6 +178,7 @@ class GenerateCall:
         include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
         kept_tokens: for the router: special tokens that stay in the text; not part of the message.
         arrived_at: for the router: when the client's request arrived, by time.perf_counter(); 0 where it is not known.
+        stop_specials: for the router: special tokens whose names stop strings hold; not part of the message.
     """
 
     request: Request
@@ -182,6 +191,7 @@ class GenerateCall:
     include_stop: bool = False
     kept_tokens: frozenset[int] = frozenset()
     arrived_at: float = field(default=0.0, compare=False)
+    stop_specials: frozenset[int] = frozenset()
 
 
 # Drafting

@@ -102,7 +102,8 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How to sample tokens. Applied in this order: structured_outputs, logit_bias, penalties, bad words and min_tokens,
+    """How to sample tokens. Where max_tokens, temperature, top_k, top_p, min_p or repetition_penalty is unset, a router takes the
+    model's own default, see ModelInfo.sampling_defaults, before the one below. Applied in this order: structured_outputs, logit_bias, penalties, bad words and min_tokens,
     temperature, top_k, top_p, min_p. Values that are not supported are rejected with INVALID_ARGUMENT.
     """
 
@@ -133,7 +134,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """Temperature; 0 is greedy; unset means 1.0."""
     top_k: _builtins.int
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all, and so does unset."""
     top_p: _builtins.float
     """Keep the smallest set of most likely tokens with this total probability, in (0, 1]; unset means 1.0."""
     seed: _builtins.int
@@ -145,7 +146,7 @@ class SamplingParams(_message.Message):
     (seed + i * 0x9E3779B97F4A7C15) mod 2^64.
     """
     min_p: _builtins.float
-    """Keep tokens with at least this share of the highest probability, in [0, 1]."""
+    """Keep tokens with at least this share of the highest probability, in [0, 1]; unset means 0."""
     min_tokens: _builtins.int
     """Minimum number of output tokens before stop tokens and stop strings apply."""
     repetition_penalty: _builtins.float
@@ -187,14 +188,14 @@ class SamplingParams(_message.Message):
         *,
         max_tokens: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
-        top_k: _builtins.int = ...,
+        top_k: _builtins.int | None = ...,
         top_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         n: _builtins.int | None = ...,
-        min_p: _builtins.float = ...,
+        min_p: _builtins.float | None = ...,
         min_tokens: _builtins.int = ...,
         logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
         repetition_penalty: _builtins.float | None = ...,
@@ -206,14 +207,16 @@ class SamplingParams(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         structured_outputs: Global___StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "bad_token_ids", b"bad_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_token_ids", b"bad_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -224,12 +227,16 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
@@ -240,6 +247,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
@@ -374,6 +383,7 @@ class ModelInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     FEATURES_FINGERPRINT_FIELD_NUMBER: _builtins.int
     OUTPUTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Served name."""
     fingerprint: _builtins.str
@@ -391,6 +401,12 @@ class ModelInfo(_message.Message):
     rule, deterministic mode, the kind of device and the number of ranks. A request moves only between verifiers with the
     same. Empty for drafters and older verifiers.
     """
+    @_builtins.property
+    def sampling_defaults(self) -> Global___SamplingParams:
+        """Of a verifier: sampling parameters of requests that set none, from the model's generation_config.json. Only max_tokens,
+        temperature, top_k, top_p, min_p and repetition_penalty count.
+        """
+
     def __init__(
         self,
         *,
@@ -400,10 +416,11 @@ class ModelInfo(_message.Message):
         max_model_len: _builtins.int = ...,
         features_fingerprint: _builtins.str = ...,
         outputs_fingerprint: _builtins.str = ...,
+        sampling_defaults: Global___SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features_fingerprint", b"features_fingerprint", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "outputs_fingerprint", b"outputs_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features_fingerprint", b"features_fingerprint", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "outputs_fingerprint", b"outputs_fingerprint", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,7 +84,7 @@ async def repeat(interval_s: float, step: Callable[[], Awaitable[object]], delay
         try:
             await step()
         except Exception:
-            log.exception("a background step failed; trying again")
+            log.exception("a background step failed; trying again", extra={"rate_limited": True})
         await asyncio.sleep(interval_s)
 
 

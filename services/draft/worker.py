@@ -216,7 +216,8 @@ class DraftWorker:
             return more
         except Exception:
             names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]
-            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(names))
+            message = "the drafter failed while drafting ahead; %d sessions start again"
+            log.exception(message, len(names), extra={"rate_limited": True})
             self._drafter.release(names)
             return False
 

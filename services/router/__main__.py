@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from eyas.chat_template import load_template
 from eyas.config import RouterConfig, TlsConfig
+from eyas.content_text import ContentText
 from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission, fit_descriptors
 from eyas.rpc.channel import Peers
@@ -58,6 +59,8 @@ async def build_router(
         raise ConfigError("models is empty; name at least one model and its tokenizer")
     tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
     templates = {model.name: load_template(model) for model in config.models}
+    as_text = [model.name for model in config.models if model.special_tokens_in_content == "text"]
+    contents = {name: ContentText(tokenizers[name]) for name in as_text}
     with telemetry(config.telemetry, "router") as exporters:
         traces, peers = RouterTelemetry(exporters), Peers(config.peers)
         registry = session_registry(config.discovery, config.registry, peers)
@@ -65,7 +68,7 @@ async def build_router(
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
-        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces)
+        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, contents)
         interval_s = config.registry.heartbeat_interval_s / 4
         needs_verifier = not config.ready_without_verifiers
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry, needs_verifier)

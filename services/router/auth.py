@@ -28,7 +28,7 @@ from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
 from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
 from eyas.outputs import TextChunk
-from eyas.rpc.admission import KEY_HEADERS
+from eyas.rpc.admission import KEY_HEADERS, address_of
 from eyas.rpc.channel import Reloaded
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.errors import error_response
@@ -265,6 +265,10 @@ class Access:
     quota: Quota | None = None
     config: ApiKeysConfig = field(default_factory=ApiKeysConfig)
 
+    def caller(self, peer: str) -> str:
+        """Return whom the work of a call counts for: the key, or the peer's address where there are no keys."""
+        return self.key.name if self.key else address_of(peer)
+
     def begin(self, scope: KeyScope) -> None:
         """Check that the key has a scope, and count a generation request. Raises PermissionDenied, RateLimited."""
         if self.key is None or self.quota is None:
@@ -429,7 +433,8 @@ class Authenticator:
         try:
             access = self._keys.access(Headers(scope=scope).items())
             access.begin(_scope_of(path))
-            scope.setdefault("state", {})["access"] = access
+            caller = access.caller((scope.get("client") or ("",))[0])
+            scope.setdefault("state", {}).update(access=access, caller=caller)
         except EyasError as error:
             app = error_response(error, scope)
 

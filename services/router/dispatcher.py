@@ -154,7 +154,8 @@ class Dispatcher:
             except UnknownDrafter as error:
                 if state.drafter_is_unknown:
                     raise
-                log.info("request %s: verifier %s: %s", call.request.id, pair.verifier.address, error)
+                reason = (call.request.id, pair.verifier.address, str(error))
+                log.info("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
                 state.drafter_is_unknown = True
             except (Unavailable, Overloaded, RequestFailed) as error:
                 reason = (call.request.id, pair.verifier.address, _log_reason(error))

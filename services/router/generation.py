@@ -8,11 +8,16 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
 
+from eyas.content_text import ContentText
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
 from eyas.request import Chunk, SamplingParams
 from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
@@ -23,8 +28,15 @@ from eyas.validation import check_request
 MAX_CONCURRENT_COMPLETIONS = 128
 
 
+# Bad words as token ids, and the special tokens that stop strings hold.
+Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
+
+
 class GenerationService:
-    """Serves the models that have a tokenizer here. request_timeout_s: the longest duration of a request."""
+    """Serves the models that have a tokenizer here.
+
+    request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
+    """
 
     def __init__(
         self,
@@ -33,14 +45,18 @@ class GenerationService:
         dispatcher: Dispatcher,
         request_timeout_s: float,
         telemetry: RouterTelemetry,
+        contents: Mapping[str, ContentText] = MappingProxyType({}),
     ) -> None:
+        """contents: of the models in whose chats names of special tokens are text."""
+        self.contents = contents
         self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._workers = workers
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
         self._has_ended = asyncio.Event()
-        self._encoded = SamplingParams(), SamplingParams()  # the last with bad words, and what they became
+        self.threads = ClientThreads()
+        self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves."""
@@ -79,44 +95,46 @@ class GenerationService:
             with self._telemetry.request(call, operation):
                 raise
 
-    async def prepare(self, call: GenerateCall) -> GenerateCall:
-        """Return the call with its model, id and token ids.
+    async def prepare(self, call: GenerateCall, caller: str) -> GenerateCall:
+        """Return the call with its model, id and token ids. caller: see ClientThreads.
 
-        Raises InvalidRequest, UnknownModel, Unavailable, and PoisonRequest for a request that has just ended verifiers.
+        Raises InvalidRequest, UnknownModel, Unavailable, Overloaded, and PoisonRequest for a request that has just ended
+        verifiers.
         """
         name = self._resolve(call.model)
         info = await self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
-            prompt_ids = await self.encode(info, call.prompt_text)
+            prompt_ids = await self.encode(info, call.prompt_text, caller)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
-        request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name))
-        prepared = replace(call, request=request, prompt_text=None, model=name)
+        bad_token_ids, stop_specials = await self._words_as_ids(request.sampling, name, caller)
+        if bad_token_ids:
+            sampling = request.sampling
+            ids = (*sampling.bad_token_ids, *bad_token_ids)
+            request = replace(request, sampling=replace(sampling, bad_words=(), bad_token_ids=ids))
+        prepared = replace(call, request=request, prompt_text=None, model=name, stop_specials=stop_specials)
         self._dispatcher.check(prepared)
         return prepared
 
-    async def _with_bad_token_ids(self, sampling: SamplingParams, model: str) -> SamplingParams:
-        """Return the parameters with their bad words as token ids, encoded in a thread, once for all prompts of a body."""
-        if not sampling.bad_words:
-            return sampling
-        last, encoded = self._encoded
+    async def _words_as_ids(self, sampling: SamplingParams, model: str, caller: str) -> Words:
+        """Return what bad words and stop strings are as tokens, encoded in a thread, once for all prompts of a body."""
+        if not sampling.bad_words and not sampling.stop:
+            return (), frozenset()
+        last, words = self._last_words
         if last is not sampling:
-            bad_token_ids = await asyncio.to_thread(self._tokenizers[model].bad_token_ids, sampling.bad_words)
-            encoded = replace(sampling, bad_words=(), bad_token_ids=(*sampling.bad_token_ids, *bad_token_ids))
-            self._encoded = sampling, encoded
-        return encoded
+            words = await self.threads.run(caller, _words_as_ids, self._tokenizers[model], sampling)
+            self._last_words = sampling, words
+        return words
 
-    async def encode(self, info: ModelInfo, text: str, is_rendered: bool = False) -> tuple[int, ...]:
+    async def encode(self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
 
-        Raises InvalidRequest, without encoding it, for a text that cannot fit.
+        Raises InvalidRequest, without a thread or early, for a text that cannot fit.
         """
         tokenizer = self._tokenizers[info.name]
-        if (least := tokenizer.least_tokens(text)) > info.max_model_len:
-            message = f"prompt of at least {least} tokens exceeds the context of {info.max_model_len} tokens"
-            raise InvalidRequest(message, "prompt")
-        return await asyncio.to_thread(tokenizer.encode_rendered if is_rendered else tokenizer.encode, text)
+        tokenizer.check_length(len(text), info.max_model_len)
+        return await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered)
 
     async def stream(
         self,
@@ -146,7 +164,9 @@ class GenerationService:
             with self._telemetry.request(call, operation) as traced:
                 call = traced.set_call(call)
                 if traced.texts is not None:
-                    traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
+                    traced.prompt_text = await asyncio.to_thread(
+                        self._tokenizers[call.model].decode, call.request.prompt_ids
+                    )
                 completions = self._completions(call, context)
                 async with aclosing(merge(completions, slots, self._has_ended)) as chunks:
                     async for chunk in chunks:
@@ -158,6 +178,8 @@ class GenerationService:
     def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
         """Yield a stream of chunks for each completion of a call."""
         tokenizer, request = self._tokenizers[call.model], call.request
+        is_constrained = request.sampling.structured_outputs is not None
+        left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
         for index, sampling in enumerate(request.sampling.completions()):
             completion = replace(request, sampling=sampling)
             text = TextStream(
@@ -167,6 +189,8 @@ class GenerationService:
                 skip_special_tokens=call.skip_special_tokens,
                 include_stop=call.include_stop,
                 kept_tokens=call.kept_tokens,
+                context=left_context,
+                stop_specials=call.stop_specials,
             )
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
@@ -188,6 +212,10 @@ class GenerationService:
         if len(names) > 1:
             raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
         return names[0]
+
+
+def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
+    return tokenizer.bad_token_ids(sampling.bad_words), tokenizer.specials_in(sampling.stop)
 
 
 async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> AsyncGenerator[TextChunk, None]:

@@ -13,7 +13,7 @@ import grpc
 
 from eyas.config import TlsConfig
 from eyas.outputs import TextChunk
-from eyas.request import Request
+from eyas.request import Request, SamplingParams
 from eyas.rpc import channel
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
@@ -48,21 +48,24 @@ class RouterServicer(GenerationServicer):
 
         with self._service.record_rejection(received):
             access.begin("generate")
-            await self._check_sizes(request)
-            converted = replace(generate_call_from_proto(request), trace=trace, arrived_at=arrived_at)
-            call = await self._service.prepare(access.authorize(converted))
+            defaults = await self._check_sizes(request)
+            converted = replace(generate_call_from_proto(request, defaults), trace=trace, arrived_at=arrived_at)
+            call = await self._service.prepare(access.authorize(converted), access.caller(str(context.peer())))
         return access.meter(
             self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers),
             [call],
             self._service.record_rejection(received),
         )
 
-    async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> None:
-        """Raises InvalidRequest for a message that is too large to be converted, and the errors of finding its model."""
+    async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> dict[str, float]:
+        """Return the sampling defaults of the message's model.
+
+        Raises InvalidRequest for a message that is too large to be converted, and the errors of finding its model.
+        """
         check_sizes({name: getattr(request.sampling, name) for name in MAX_ENTRIES})
-        if request.tokens.ids:
-            info = await self._service.model(request.model)
-            check_prompt_length(len(request.tokens.ids), info.max_model_len)
+        info = await self._service.model(request.model)
+        check_prompt_length(len(request.tokens.ids), info.max_model_len)
+        return info.defaults(SamplingParams().max_tokens)
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled with its call
         self, request: generation_pb2.GenerateRequest, context: Any

@@ -115,7 +115,7 @@ class PoisonDetector:
             self._refused.popitem(last=False)
         message = "refused request %s of tenant %r: it lost the verifiers %s before its first token; digest %s"
         values = call.request.id, call.request.tenant, ", ".join(lost), digest.hex()
-        log.error(message, *values, extra={"rate_limited": True})
+        log.error(message, *values)  # each one: a client cannot repeat it without two more verifiers
         return _poison_request()
 
     def check(self, call: GenerateCall) -> None:

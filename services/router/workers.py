@@ -159,7 +159,8 @@ class WorkerPool:
         self._cancels = {name: cancels for name, cancels in self._cancels.items() if name in kept}
         for verifier in filter(self._is_stuck, verifiers.values()):
             if cancels := list(self._cancels.get(verifier.incarnation, ())):
-                log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
+                reason = "verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds
+                log.warning(*reason, extra={"rate_limited": True})
             for cancel in cancels:  # the requests are retried on another verifier
                 cancel()
         usable = {name: self._is_usable(verifier) for name, verifier in verifiers.items()}
@@ -203,7 +204,7 @@ class WorkerPool:
             status = await stub.Status(worker_pb2.StatusRequest(), timeout=PROBE_TIMEOUT_S, metadata=self.metadata)
             answered = status.incarnation == worker.incarnation
         except grpc.aio.AioRpcError as error:
-            log.info("verifier %s stays ejected: %s", worker.address, error.details())
+            log.info("verifier %s stays ejected: %s", worker.address, error.details(), extra={"rate_limited": True})
         finally:
             del self._probes[worker.incarnation]
         self._outliers.record_probe(worker.incarnation, answered)

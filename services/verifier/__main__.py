@@ -28,6 +28,7 @@ from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_wor
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
+from eyas.models.generation_config import sampling_defaults
 from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
@@ -90,6 +91,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
         engine.max_model_len,
         target_info.features_fingerprint,
         outputs_fingerprint(config, target_info),
+        tuple(sampling_defaults(config.model, config.generation_config).items()),
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = worker_server(config.server, peers)

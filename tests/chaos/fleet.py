@@ -121,9 +121,14 @@ class Member:
         self.ready_at = None
         self.signal(number)
         process, self.process = self.process, None
-        while process is not None and process.is_alive():
-            await asyncio.sleep(END_INTERVAL_S)
-        if process is not None:
+        if process is None:
+            return
+        try:
+            while process.is_alive():
+                await asyncio.sleep(END_INTERVAL_S)
+        finally:  # a storm that ends does not wait, and the next process needs the port
+            process.kill()
+            process.join()
             process.close()
 
     def has_crashed(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TensorBytes, TreeBudget, changed
 from eyas.errors import InvalidRequest
@@ -166,6 +167,22 @@ def test_a_changed_commit_equals_a_replaced_one(commit: Commit[TensorBytes]) -> 
 
 def test_unset_sampling_fields_take_their_defaults() -> None:
     assert convert.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+    message, defaults = types_pb2.SamplingParams(top_k=0, min_p=0, temperature=1), {"top_k": 5, "min_p": 0.1, "top_p": 0.5}
+    assert convert.sampling_params_from_proto(message, defaults) == SamplingParams(top_p=0.5)
+    unset = convert.sampling_params_from_proto(types_pb2.SamplingParams(), defaults)
+    assert unset == SamplingParams(top_k=5, min_p=0.1, top_p=0.5)
+
+
+def test_sampling_defaults_of_a_model_keep_their_types() -> None:
+    info = ModelInfo("m", "f", 10, 20, sampling_defaults=(("temperature", 1.0), ("top_k", 1), ("max_tokens", 64)))
+    stored: TypeAdapter[ModelInfo] = TypeAdapter(ModelInfo)
+    for other in (
+        convert.model_info_from_proto(convert.model_info_to_proto(info)),
+        stored.validate_json(stored.dump_json(info)),
+    ):
+        assert dict(other.sampling_defaults) == dict(info.sampling_defaults)
+        SamplingParams(**other.defaults(16))  # type: ignore[arg-type]
+    assert (info.defaults(16)["max_tokens"], info.defaults(100)["max_tokens"]) == (16, 64)
 
 
 def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:

@@ -3,15 +3,17 @@
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
-from tokenizers import decoders, models
 
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, InvalidRequest
 from eyas.outputs import TextDecoder
 from eyas.request import Chunk
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -32,6 +34,30 @@ def byte_fallback() -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     return Tokenizer(tokenizer)
+
+
+def llama2_like(**steps: Any) -> Tokenizer:
+    """A tokenizer that puts a space before a text, and takes one away from its beginning, as that of Llama 2."""
+    pieces = ["\u2581", "\u2581a", "\u2581is", "\u2581Paris", *"aisPr"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {piece: 259 + number for number, piece in enumerate(pieces)}
+    merges = [("\u2581", "a")]
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    fuse = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(fuse)
+    for name, step in steps.items():
+        setattr(tokenizer, name, step)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    return Tokenizer(tokenizer)
+
+
+def metaspace(scheme: Any) -> Tokenizer:
+    return llama2_like(
+        normalizer=normalizers.Sequence([]),
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme),
+        decoder=decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]),
+    )
 
 
 def folder_with(tmp_path: Path, settings: dict[str, object]) -> str:
@@ -187,10 +213,15 @@ def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> N
     assert load_tokenizer(folder).encode(TEXT) == whole
 
 
-def test_least_tokens_is_never_more_than_there_are(demo: Tokenizer) -> None:
-    for text in (TEXT, " " * 500, "return " * 90, ""):
-        assert demo.least_tokens(text) <= len(demo.encode(text))
-    assert demo.least_tokens("x" * 100_000) > 1000
+def test_texts_that_cannot_fit_are_refused_early(demo: Tokenizer) -> None:
+    for text in (TEXT * 9, " " * 500, "return " * 90, "x"):
+        ids = demo.encode(text)
+        assert demo.encode_within(text, len(ids)) == ids
+        assert demo.encode_within(text, len(ids), is_rendered=True) == demo.encode_rendered(text)
+    for text, least in (("x" * 10_000, "at least 121 tokens"), ("\u2603 " * 1000, "at least 1600 tokens")):
+        with pytest.raises(InvalidRequest, match=least):
+            demo.encode_within(text, 100)
+    assert len(demo.encode_within(" " * 2000, 100)) < 100, "eight characters in a token are not the most"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -250,3 +281,95 @@ def test_other_threads_run_while_a_long_text_is_encoded(demo: Tokenizer) -> None
         time.sleep(0.001)
     assert num_turns > 2
     assert demo.encode_rendered(TEXT * 20) == tuple(demo.tokenizer.encode(TEXT * 20, add_special_tokens=False).ids)
+
+
+LIKE_LLAMA2 = {"prepend": llama2_like(), **{scheme: metaspace(scheme) for scheme in ("always", "first", "never")}}
+
+
+@pytest.mark.parametrize("tokenizer", LIKE_LLAMA2.values(), ids=list(LIKE_LLAMA2))
+@given(data=st.data())
+def test_text_goes_on_where_the_prompt_ends(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Prompt and output, decoded together, are the text of the prompt and that of the output."""
+    text = data.draw(st.text("aisPr \u00e9\u65e5", min_size=1, max_size=12))
+    prompt = data.draw(st.sampled_from([(1, *tokenizer.encode_rendered(text)), (1,), ()]))
+    output = data.draw(st.lists(st.sampled_from([*range(259, 268), 1, 2]), max_size=12))
+    stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
+    assert tokenizer.decode(prompt) + stream.push(output).text + stream.flush() == tokenizer.decode([*prompt, *output])
+
+
+def test_the_first_word_of_an_output_keeps_its_space() -> None:
+    tokenizer, paris = LIKE_LLAMA2["prepend"], 262
+    prompt = (1, *tokenizer.encode_rendered("a is"))
+    assert TextStream(tokenizer, [" Paris"], context=partial(tokenizer.left_context, prompt)).push([paris]).stopped
+    for ids, constrained, text in ((prompt, False, " Paris"), ((1,), False, "Paris"), ((1,), True, " Paris")):
+        context = partial(tokenizer.left_context, ids, constrained)
+        assert TextStream(tokenizer, context=context).push([paris]).text == text
+    assert (tokenizer.token_text(paris), tokenizer.num_characters(paris)) == (" Paris", 6)
+    assert tokenizer.num_characters(paris, is_first=True) == 5
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_characters_of_bytes_go_on_where_the_prompt_ends(cut: int) -> None:
+    tokenizer, text = LIKE_LLAMA2["prepend"], "\u65e5\u672c\u8a9e"
+    ids = [3 + byte for byte in text.encode()]
+    prompt = [1, 260, *ids * 3, *ids[: 3 * cut]]
+    stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
+    assert stream.push(ids[3 * cut :]).text == text[cut:]
+
+
+def test_bad_words_are_banned_inside_of_texts() -> None:
+    tokenizer = LIKE_LLAMA2["prepend"]
+    assert tokenizer.bad_token_ids(["Pa"]) == ((266, 263), (259, 266, 263))
+    assert load_tokenizer(str(DEMO)).bad_token_ids(["return"]) == tuple(
+        load_tokenizer(str(DEMO)).encode_rendered(text) for text in ("return", " return")
+    )
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
+
+
+@given(STOPS, st.lists(st.text("abc", max_size=5), max_size=30))
+def test_stop_strings_are_found_as_a_plain_search_does(stops: list[str], words: list[str]) -> None:
+    ids = [token for word in words for token in LIKE_LLAMA2["prepend"].encode_rendered(word)]
+    tokenizer = LIKE_LLAMA2["never"]
+    stream, text = TextStream(tokenizer, stops), ""
+    for number, token in enumerate(ids):
+        piece = stream.push([token])
+        text += piece.text
+        so_far = tokenizer.decode(ids[: number + 1])
+        found = min(((so_far.find(stop), stop) for stop in stops if stop in so_far), default=None)
+        assert piece.stopped == (found is not None)
+        if found is not None:
+            assert (text, stream.stop_string) == (so_far[: found[0]], found[1])
+            return
+    assert text + stream.flush() == tokenizer.decode(ids)
+
+
+def test_a_hostile_stop_string_costs_little_at_each_token() -> None:
+    stream = TextStream(LIKE_LLAMA2["never"], ["a" * size + "b" + "a" * (1023 - size) for size in range(0, 1000, 8)])
+    start = time.thread_time()
+    for _ in range(1000):
+        stream.push([263])
+    assert time.thread_time() - start < 3
+
+
+def test_names_of_special_tokens_stop_where_the_tokens_are() -> None:
+    tokenizer, end, other = LIKE_LLAMA2["never"], 2, 1
+
+    def stopped(stop: str, *ids: int, **options: Any) -> tuple[str, str | None, int]:
+        stream = TextStream(tokenizer, [stop], stop_specials=tokenizer.specials_in([stop]), **options)
+        piece = stream.push(ids, ends=options.pop("ends", False))
+        return piece.text, stream.stop_string, len(piece.texts)
+
+    assert stopped("</s>", 263, end, 263) == ("a", "</s>", 2)
+    assert stopped("a</s>i", 263, 263, end, 264, 263) == ("a", "a</s>i", 4)
+    assert stopped("aa</s>", 263, other, 263, end, 263) == ("", "aa</s>", 4), (
+        "a name that no stop string holds hides nothing"
+    )
+    assert stopped("aa", 263, end, 263, 263) == ("", "aa", 3)
+    assert stopped("a</s>i", 263, end, 263) == ("a", None, 3)
+    assert stopped("</s>", 263, end, include_stop=True) == ("a</s>", "</s>", 2)
+    assert stopped("a</s>", 263, end, skip_special_tokens=False) == ("", "a</s>", 2)
+    assert stopped("</", 263, end, 263) == ("aa", None, 3), "a part of a name is text, and the token has none"
+    assert stopped("</s>", end, 263, end, min_tokens=2) == ("a", "</s>", 3)
+    assert TextStream(tokenizer, ["</s>"], stop_specials=[end]).push([263, end], ends=True).stopped

@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -25,6 +25,7 @@ from eyas import __version__
 from eyas.chat_output import ChatFormat
 from eyas.chat_template import ChatTemplate
 from eyas.config import HttpConfig
+from eyas.content_text import ContentText
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
 from eyas.outputs import TextChunk
 from eyas.request import Request as GenerationRequest
@@ -39,7 +40,13 @@ from eyas.services.router.http.call_constraints import ChatOutput
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground, cluster_state
-from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from eyas.services.router.http.requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from eyas.services.router.http.response_json import json_blocks, num_values, run
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, HeadAsGet, cancel_on_disconnect
@@ -53,11 +60,12 @@ from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 
 MAX_CHOICES = 1024
 MAX_QUOTED_NAME = 80
-MAX_PARSING_THREADS = 2
 DOCS_PAGE = Path(__file__).with_name("docs.html")
 RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
 ID_AFFIX_LENGTH = 16
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +89,7 @@ def build_app(
     app = FastAPI(title="Eyas", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
-    app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
+    app.state.client_threads = service.threads
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, admission=admission)
     app.add_middleware(Authenticator, keys=keys)
@@ -231,13 +239,13 @@ class GenerationEndpoints:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
             with _field_names(body):
-                requested = _completion_calls(body)
-            calls = await self._prepare(body, received, request.state.access, requested)
+                requested = _completion_calls(body, info)
+            calls = await self._prepare(body, received, request, requested)
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
-            echoes = await asyncio.to_thread(_echoes, body, tokenizer) if body.echo else []
+            echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
             writer.hold = request.state.hold
@@ -250,32 +258,34 @@ class GenerationEndpoints:
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Respond to /v1/responses."""
         with _field_names(body):
-            chat = await asyncio.to_thread(body.chat)
+            chat = await self._run(request, body.chat)
             return await self._chat("resp_", chat, request, body.stream, partial(ResponsesWriter, body))
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Respond to /v1/messages."""
-        chat = await asyncio.to_thread(body.chat)
+        chat = await self._run(request, body.chat)
         return await self._chat("msg_", chat, request, body.stream, MessagesWriter)
 
     async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, int]:
         """Respond to /v1/messages/count_tokens."""
-        chat = await asyncio.to_thread(body.chat)
-        return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request)))}
+        chat = await self._run(request, body.chat)
+        return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request), request))}
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Respond to /tokenize."""
         info = await self._model(body.model, request)
         if body.prompt is None:
-            token_ids = await self._encode_chat(await asyncio.to_thread(body.chat), info)
+            token_ids = await self._encode_chat(await self._run(request, body.chat), info, request)
         else:
-            token_ids = await self.service.encode(info, body.prompt, is_rendered=body.add_special_tokens is False)
-        return await asyncio.to_thread(lambda: _json(body.response(token_ids, info, self.service.tokenizer(info.name))))
+            is_rendered = body.add_special_tokens is False
+            token_ids = await self.service.encode(info, body.prompt, request.state.caller, is_rendered)
+        tokenizer = self.service.tokenizer(info.name)
+        return await self._run(request, lambda: _json(body.response(token_ids, info, tokenizer)))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
         info = await self._model(body.model, request)
-        return await asyncio.to_thread(lambda: _json(body.response(info, self.service.tokenizer(info.name))))
+        return await self._run(request, lambda: _json(body.response(info, self.service.tokenizer(info.name))))
 
     async def _chat(
         self,
@@ -289,13 +299,17 @@ class GenerationEndpoints:
         received = _received_call(prefix, request, body.request_id)
         with self.service.record_rejection(received, "chat"):
             info = await self._model(body.model, request)
-            calls = await self._prepare(body, received, request.state.access, [await self._chat_call(body, info)])
+            calls = await self._prepare(body, received, request, [await self._chat_call(body, info, request)])
             chunks = self._chunks(body, received, request.state.access, calls, "chat")
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
             writer.hold = request.state.hold
         return await self._respond(stream, request, write(writer), chunks)
+
+    async def _run(self, request: Request, function: Callable[..., ResultT], *args: Any) -> ResultT:
+        """Return what a function makes of a client's text, in one of its threads."""
+        return await self.service.threads.run(request.state.caller, function, *args)
 
     async def _model(self, name: str, request: Request) -> ModelInfo:
         """Return the requested model; the client may have to wait for a verifier of it."""
@@ -316,24 +330,29 @@ class GenerationEndpoints:
         first = await cancel_on_disconnect(request.receive, anext(events))
         return EventStream(first, events, headers, self.keepalive_interval_s)
 
-    async def _encode_chat(self, body: ChatBody, info: ModelInfo) -> tuple[int, ...]:
+    async def _encode_chat(self, body: ChatBody, info: ModelInfo, request: Request) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt."""
         template = self.templates[info.name]
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
-        text = await asyncio.to_thread(_render, template, body)
         with _field_names(body):
-            return await self.service.encode(info, text, is_rendered=not body.add_special_tokens)
+            self.service.tokenizer(info.name).check_length(
+                sum(len(message.content) for message in body.messages), info.max_model_len
+            )
+            contents = self.service.contents.get(info.name)
+            text = await self._run(request, _render, template, body, contents)
+            if contents:
+                return await self._run(request, contents.encode, text, info.max_model_len, not body.add_special_tokens)
+            return await self.service.encode(info, text, request.state.caller, is_rendered=not body.add_special_tokens)
 
-    async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
-        token_ids = await self._encode_chat(body, info)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = max(info.max_model_len - len(token_ids), 1)
+    async def _chat_call(self, body: ChatBody, info: ModelInfo, request: Request) -> GenerateCall:
+        token_ids = await self._encode_chat(body, info, request)
+        defaults = info.defaults(max(info.max_model_len - len(token_ids), 1))
+        max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with _field_names(body):
-            sampling = body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+            sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
             sampling = replace(sampling, structured_outputs=output.constraint(sampling.structured_outputs))
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
@@ -345,20 +364,21 @@ class GenerationEndpoints:
         return ChatOutput(body, info.name, form, self.service.tokenizer(info.name), prompt)
 
     async def _prepare(
-        self, body: CompletionBody | ChatBody, received: GenerateCall, access: Access, calls: Sequence[GenerateCall]
+        self, body: CompletionBody | ChatBody, received: GenerateCall, request: Request, calls: Sequence[GenerateCall]
     ) -> list[GenerateCall]:
         """Check all calls of a request; return them with their token ids."""
-        prepared = []
+        access: Access = request.state.access
+        prepared, caller = list[GenerateCall](), request.state.caller
         with _field_names(body):
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
-                request = replace(call.request, id=id_)
-                call = replace(call, request=request, trace=received.trace, arrived_at=received.arrived_at)
+                own = replace(call.request, id=id_)
+                call = replace(call, request=own, trace=received.trace, arrived_at=received.arrived_at)
                 if call.prompt_text and not body.add_special_tokens:
                     info = await self.service.model(call.model)
-                    token_ids = await self.service.encode(info, call.prompt_text, is_rendered=True)
+                    token_ids = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
                     call = replace(call, prompt_text=None, request=replace(call.request, prompt_ids=token_ids))
-                prepared.append(await self.service.prepare(access.authorize(call)))
+                prepared.append(await self.service.prepare(access.authorize(call), caller))
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         return prepared
 
@@ -381,9 +401,11 @@ def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Resp
     return BlockResponse(json_blocks(answer), headers, "application/json")
 
 
-def _render(template: ChatTemplate, body: ChatBody) -> str:
+def _render(template: ChatTemplate, body: ChatBody, contents: ContentText | None) -> str:
+    """Return a chat as text. contents: marks names of special tokens in it."""
     messages = [message.template_value for message in body.messages]
-    return template.render(messages, body.template_variables, body.continue_final_message)
+    marked = contents.mark if contents else lambda value: value
+    return template.render(messages, body.template_variables, body.continue_final_message, marked)
 
 
 def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
@@ -409,10 +431,12 @@ def _check(body: CompletionBody) -> None:
             raise InvalidRequest(reason, "prompt_logprobs")
 
 
-def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
+def _completion_calls(body: CompletionBody, info: ModelInfo) -> list[GenerateCall]:
     """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
-    max_tokens = 1 if body.scores_prompt_only else body.num_tokens
-    sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
+    defaults = info.defaults(DEFAULT_COMPLETION_TOKENS)
+    max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
+    max_tokens = 1 if body.scores_prompt_only else max_tokens
+    sampling = body.sampling(defaults, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
     return [body.call(prompt, sampling) for prompt in body.prompt]
 
 

@@ -7,7 +7,6 @@ Unsupported and unknown fields are rejected, never ignored. docs/http.md has the
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope
 
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import LARGE_REQUEST_BYTES
+from eyas.services.router.client_threads import ClientThreads
 from eyas.validation import check_sizes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -155,7 +155,7 @@ class StrictModel(BaseModel):
 class JsonRoute(APIRoute):
     """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
 
-    app.state: max_request_values bounds the body; parsing, a semaphore, how many long ones are parsed at the same time.
+    app.state: max_request_values bounds the body; a long one is parsed in a thread of client_threads.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -191,8 +191,8 @@ class _JsonRequest(Request):
         try:
             if len(body) <= LARGE_REQUEST_BYTES:
                 return parse_body(body, self._model, state.max_request_values)
-            async with state.parsing:
-                return await asyncio.to_thread(parse_body, body, self._model, state.max_request_values)
+            threads: ClientThreads = state.client_threads
+            return await threads.run(self.state.caller, parse_body, body, self._model, state.max_request_values)
         except ValidationError as error:
             self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
             raise self.error from None

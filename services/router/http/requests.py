@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -217,6 +217,11 @@ class Body(SamplingBody):
         return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
+    def num_tokens(self) -> int | None:
+        """Most tokens of a completion; None where the body names none."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """How many likely tokens the prompt's tokens come with; None without log-probabilities of the prompt."""
         return self.prompt_logprobs
@@ -227,12 +232,13 @@ class Body(SamplingBody):
             return self._constraint[0]
         return "max_completion_tokens" if param == "max_tokens" and self.max_completion_tokens is not None else param
 
-    def sampling(self, max_tokens: int, **logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters of every prompt. logprobs: `logprobs` and `prompt_logprobs`.
+    def sampling(self, defaults: Mapping[str, float], max_tokens: int, **logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters of every prompt. defaults: of those that the body does not name.
 
-        Raises InvalidRequest.
+        logprobs: `logprobs` and `prompt_logprobs`. Raises InvalidRequest.
         """
         named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        named |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
         structured = StructuredOutputs(**self._constraint[1]) if self._constraint else None
         values = {"max_tokens": max_tokens, "logit_bias": logit_bias, "structured_outputs": structured}
@@ -281,12 +287,6 @@ class CompletionBody(Body):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
-
-    @property
-    def num_tokens(self) -> int:
-        """Most tokens of a completion."""
-        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return DEFAULT_COMPLETION_TOKENS if given is None else given
 
     @property
     def scores_prompt_only(self) -> bool:

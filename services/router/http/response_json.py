@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from eyas.request import TokenLogprob
@@ -90,18 +87,32 @@ def named_frame(event: dict[str, Any]) -> list[bytes]:
     return json_blocks(event, f"event: {event['type']}\ndata: ")
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int, skip_special_tokens: bool = True
-) -> dict[str, Any]:
-    """Return log-probabilities as /v1/completions has them. offset: characters of the choice before these tokens."""
-    lengths = (num_characters(tokenizer, entry.token, skip_special_tokens) for entry in logprobs)
-    offsets = [*accumulate(lengths, initial=offset)]
+def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return log-probabilities as /v1/completions has them. offsets: see `text_offsets`."""
     return {
         "tokens": [token_name(tokenizer, entry.token) for entry in logprobs],
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
         "top_logprobs": LazyList(partial(_top_by_name, tokenizer), logprobs),
         "text_offset": offsets[:-1],
     }
+
+
+def text_offsets(
+    tokenizer: Tokenizer,
+    logprobs: Sequence[TokenLogprob],
+    offset: int,
+    skip_special_tokens: bool = True,
+    begins_text: bool = False,
+) -> list[int]:
+    """Return where in a choice the characters of each token begin, and where those of the last one end.
+
+    offset: characters of the choice before these tokens. begins_text: whether no text comes before the choice.
+    """
+    offsets = [offset]
+    for entry in logprobs:
+        is_first = begins_text and offsets[-1] == 0
+        offsets.append(offsets[-1] + tokenizer.num_characters(entry.token, skip_special_tokens, is_first))
+    return offsets
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -142,12 +153,10 @@ def _top_by_name(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float |
 
 
 def _chat_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    encoded = token_bytes(tokenizer, token)
+    encoded = tokenizer.token_bytes(token)
     return {"token": encoded.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(encoded)}
 
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_SENTENCEPIECE_SPACE = "\u2581"
 _MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
 
@@ -157,41 +166,8 @@ def _finite(logprob: float | None) -> float | None:
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as text; `bytes:` and its escaped bytes if they are not whole characters."""
-    encoded = token_bytes(tokenizer, token)
+    encoded = tokenizer.token_bytes(token)
     try:
         return encoded.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
-
-
-def num_characters(tokenizer: Tokenizer, token: int, skip_special_tokens: bool = True) -> int:
-    """Return how many characters of the text begin in a token."""
-    if skip_special_tokens and tokenizer.is_special(token):
-        return 0
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return a token's bytes, which may be part of a character; of a special token, the bytes of its name."""
-    name = tokenizer.tokenizer.id_to_token(token) or ""
-    if tokenizer.is_special(token):
-        return name.encode()
-    if byte := _BYTE_TOKEN.fullmatch(name):
-        return bytes([int(byte[1], 16)])
-    alphabet = _byte_alphabet()
-    if tokenizer.is_byte_level and all(character in alphabet for character in name):
-        return bytes(alphabet[character] for character in name)
-    if _SENTENCEPIECE_SPACE in name:
-        return name.replace(_SENTENCEPIECE_SPACE, " ").encode()
-    return tokenizer.decode([token]).encode()
-
-
-@functools.cache
-def _byte_alphabet() -> Mapping[str, int]:
-    """Return the byte of each character in a byte-level vocabulary.
-
-    Printable bytes stand for themselves; the others are the characters from 256 on, in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

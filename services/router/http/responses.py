@@ -27,10 +27,10 @@ from eyas.services.router.http.response_json import (
     chat_logprobs,
     completion_logprobs,
     json_blocks,
-    num_characters,
     num_values,
     prompt_token_logprobs,
     run,
+    text_offsets,
     token_name,
 )
 from eyas.services.router.http.tools import message_delta, whole_message
@@ -209,7 +209,7 @@ class ResponseWriter:
         prompt_logprobs = inner.prompt_logprobs if self.body.prompt_logprobs is not None else ()
         logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
         offset = self._offsets[index]
-        self._offsets[index] += sum(num_characters(self.tokenizer, entry.token, self._skips_special) for entry in logprobs)
+        self._offsets[index] = self._text_offsets(index, logprobs, offset)[-1]
         delta = TextDelta(
             index=index,
             text=echo + chunk.text,
@@ -263,9 +263,12 @@ class ResponseWriter:
         if chunk.totals is not None and chunk.totals.stats is not None:
             self._stats.merge(chunk.totals.stats)
 
-    @property
-    def _skips_special(self) -> bool:
-        return self.body.skip_special_tokens
+    def _text_offsets(self, index: int, logprobs: Sequence[TokenLogprob], offset: int) -> list[int]:
+        if not logprobs:
+            return [offset]
+        prompt = self.prompts[index // self.body.n]
+        begins_text = bool(self.echoes) or not self.tokenizer.has_text(prompt)
+        return text_offsets(self.tokenizer, logprobs, offset, self.body.skip_special_tokens, begins_text)
 
     @property
     def _is_chat(self) -> bool:
@@ -280,7 +283,8 @@ class ResponseWriter:
         if self.body.wants_logprobs and self._is_chat:
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
         elif self.body.wants_logprobs:
-            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, delta.offset, self._skips_special)
+            offsets = self._text_offsets(delta.index, delta.logprobs, delta.offset)
+            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, offsets)
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason

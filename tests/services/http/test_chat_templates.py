@@ -12,7 +12,7 @@ from eyas.call_formats import MARKS
 from eyas.chat_output import ChatFormat
 from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
-from eyas.errors import ConfigError, InvalidRequest
+from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.services.router.scripted_verifier import DEMO
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -181,8 +181,11 @@ def test_calls_have_a_message_each_where_templates_take_one(refuses: str) -> Non
     chat = (USER, both, result("b", "2"), result("a", "1"), USER)
     assert text_of(source, *chat) == "user::Hi add tool:add:1 sub tool:sub:2 user::Hi "
     assert text_of(source, USER, both, result("", "1"), result("", "2")) == "user::Hi add tool::1 sub tool::2 "
-    every = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }} {% endfor %}{% endfor %}"
-    assert text_of(every, *chat) == "add sub "
+    every = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }} {% endfor %}"
+        "{{ m.content if m.role == 'tool' }}{% endfor %}"
+    )
+    assert text_of(every, *chat) == "add sub 21"
 
 
 def test_developers_become_the_system_where_templates_skip_them() -> None:
@@ -210,10 +213,11 @@ def test_instructions_stay_while_tools_are_called() -> None:
     nemo = (
         "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
         "{% for m in messages %}{% if m.role == 'user' %}[{{ s + '\n\n' if loop.last and s }}{{ m.content }}]{% endif %}"
-        "{% endfor %}"
+        "{{ m.tool_calls[0].function.name if m.tool_calls }}{{ m.content if m.role == 'tool' }}{% endfor %}"
     )
     chat = (SYSTEM, USER, {"role": "assistant", "content": None, "tool_calls": [call("a", "add")]}, result("a", "1"))
-    assert text_of(nemo, SYSTEM, USER) == text_of(nemo, *chat) == "[Be brief.\n\nHi]"
+    assert text_of(nemo, SYSTEM, USER) == "[Be brief.\n\nHi]"
+    assert text_of(nemo, *chat) == "[Be brief.\n\nHi]add1"
 
 
 def test_mistral_gets_ids_of_nine_letters_and_digits() -> None:
@@ -260,3 +264,95 @@ def test_templates_of_deepseek_get_arguments_as_text() -> None:
     template = ChatTemplate(f"{body}{{# {MARKS['deepseek_v31'].section} #}}", SPECIAL, "here")
     assert template.format.tool_call_parser == "deepseek_v31"
     assert template.render(messages, {}) == '<{"a": 1}>'
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+ONLY_USERS_PARTS = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'user' %}{{ m.content[0]['text'] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["Hi", [{"type": "text", "text": "Hi"}]])
+def test_templates_of_parts_show_every_text(content: Any) -> None:
+    chat = (SYSTEM, {"role": "user", "content": content}, {"role": "assistant", "content": "Yes"}, USER)
+    for template in (PARTS, ONLY_USERS_PARTS):
+        assert text_of(template, *chat) == "[system]Be brief.[user]Hi[assistant]Yes[user]Hi"
+    assert text_of(PARTS, USER, {"role": "assistant", "content": None}) == "[user]Hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ raise_exception('none') if m.role == 'system' }}[{{ m.content }}]{% endfor %}",
+    ],
+)
+def test_instructions_move_to_the_user_where_there_is_no_place(source: str) -> None:
+    assert text_of(source, SYSTEM, USER, USER) == "[Be brief.\n\nHi][Hi]"
+    assert text_of(source, SYSTEM) == "[Be brief.]"
+
+
+def test_tools_and_documents_that_a_template_hides_are_refused() -> None:
+    users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    calls = {"role": "assistant", "content": "", "tool_calls": [call("a", "add")]}
+    for messages, words in (((USER, calls), "no calls"), ((USER, result("a", "1")), "no results")):
+        with pytest.raises(InvalidRequest, match=words):
+            text_of(users, *messages)
+    with pytest.raises(InvalidRequest, match="no documents"):
+        ChatTemplate(users, SPECIAL, "here").render([USER], {"documents": [{"text": "x"}]})
+
+
+def test_what_is_no_text_is_refused() -> None:
+    for content in ([{"type": "image_url", "image_url": {"url": "data:,x"}}], {"text": "x"}, 5):
+        with pytest.raises(InvalidRequest, match="images, audio and files"):
+            text_of(CHATML, {"role": "user", "content": content})
+    with pytest.raises(InvalidRequest, match="empty"):
+        text_of(CHATML)
+
+
+TRIMMING = "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+KEEPING = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</{{ m.role }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["Yes", "e", "assistant", " Yes", "Yes \n", "", " ", "</assistant>"])
+def test_a_continued_message_ends_where_its_content_ends(content: str) -> None:
+    chat = [USER, {"role": "assistant", "content": content}]
+    before = "<user>\nHi</user><assistant>\n"
+    kept = ChatTemplate(KEEPING, SPECIAL, "here").render(chat, {}, continues_last=True)
+    trimmed = ChatTemplate(TRIMMING, SPECIAL, "here").render(chat, {}, continues_last=True)
+    assert (kept, trimmed) == (before + content, before + content.strip())
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        ChatTemplate("Hi", SPECIAL, "here").render(chat, {}, continues_last=True)
+
+
+def test_rendering_is_bounded() -> None:
+    long = "{% for m in messages %}{% for n in messages %}{{ m.content }}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="rendered to more than"):
+        text_of(long, *[{"role": "user", "content": "x" * 2**14}] * 70)
+
+
+def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> None:
+    shutil.copy(f"{DEMO}/tokenizer.json", tmp_path)
+    model = ServedModel("m", str(tmp_path))
+
+    def found(**files: Any) -> str:
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        template = load_template(model)
+        return template.render([USER], {}) if template else ""
+
+    assert found(chat_template={"chat_template": "<{{ messages[0].content }}>"}) == "<Hi>"
+    assert found(tokenizer_config={"chat_template": [{"name": "default", "template": "list"}]}) == "list"
+    assert found(tokenizer_config={"chat_template": {"default": "mapping"}}) == "mapping"
+    assert found(tokenizer_config={"chat_template": [{"name": "rag", "template": "only"}]}) == "only"
+    with pytest.raises(CheckpointError, match="chat_template"):
+        found(tokenizer_config={"chat_template": [{"name": "default"}]})
+    (tmp_path / "chat_templates").mkdir()
+    (tmp_path / "chat_templates" / "default.jinja").write_text("folder")
+    (tmp_path / "chat_templates" / "tool_use.jinja").write_text("tools")
+    assert found() == "folder"
+    assert load_template(model).render([USER], {"tools": [{}]}) == "tools"  # type: ignore[union-attr]

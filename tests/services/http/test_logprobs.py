@@ -15,8 +15,7 @@ from eyas.services.router.http.response_json import (
     chat_logprobs,
     completion_logprobs,
     json_blocks,
-    num_characters,
-    token_bytes,
+    text_offsets,
 )
 from eyas.tokenizer import Tokenizer
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, with_router
@@ -29,18 +28,18 @@ BYTES = Tokenizer(HuggingFaceTokenizer(models.WordLevel({"<0xE2>": 0, "<0x82>": 
 def test_the_bytes_of_tokens_are_the_bytes_of_the_text(text: str) -> None:
     ids = TOKENIZER.encode_rendered(text)
     assume(not any(map(TOKENIZER.is_special, ids)))
-    assert b"".join(token_bytes(TOKENIZER, token) for token in ids).decode() == text == TOKENIZER.decode(ids)
-    assert sum(num_characters(TOKENIZER, token) for token in ids) == len(text)
+    assert b"".join(TOKENIZER.token_bytes(token) for token in ids).decode() == text == TOKENIZER.decode(ids)
+    assert sum(TOKENIZER.num_characters(token) for token in ids) == len(text)
 
 
 def test_byte_tokens_and_sentencepiece_spaces_are_decoded() -> None:
-    assert [token_bytes(BYTES, token) for token in range(4)] == [b"\xe2", b"\x82", b" a", b"b"]
-    assert [token_bytes(TOKENIZER, token) for token in (0, 1)] == [b"<|bos|>", b"<|eos|>"]
+    assert [BYTES.token_bytes(token) for token in range(4)] == [b"\xe2", b"\x82", b" a", b"b"]
+    assert [TOKENIZER.token_bytes(token) for token in (0, 1)] == [b"<|bos|>", b"<|eos|>"]
 
 
 def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
     logprobs = [TokenLogprob(0, float("-inf"), (1, 3), (-0.5, -1.0))]
-    assert json.loads(b"".join(json_blocks(completion_logprobs(BYTES, logprobs, 4)))) == {
+    assert json.loads(b"".join(json_blocks(completion_logprobs(BYTES, logprobs, text_offsets(BYTES, logprobs, 4))))) == {
         "tokens": ["bytes:\\xe2"],
         "token_logprobs": [-9999.0],
         "top_logprobs": [{"bytes:\\x82": -0.5, "b": -1.0, "bytes:\\xe2": -9999.0}],
@@ -115,4 +114,4 @@ def test_prompt_logprobs_have_a_field_once_for_each_prompt(url: str) -> None:
 def test_other_decoders_round_trip_their_text() -> None:
     words = HuggingFaceTokenizer(models.WordLevel({"##ing": 0, "go": 1}, unk_token="go"))
     words.decoder = decoders.WordPiece()
-    assert [token_bytes(Tokenizer(words), token) for token in (0, 1)] == [Tokenizer(words).decode([0]).encode(), b"go"]
+    assert [Tokenizer(words).token_bytes(token) for token in (0, 1)] == [Tokenizer(words).decode([0]).encode(), b"go"]

@@ -1,17 +1,18 @@
 """Scripted verifiers in processes of their own, which a poisonous request ends as a crash does.
 
-`python -m tests.services.router.mortal_verifier URL` runs one. Its prompt decides what a request does there.
+The first token of its prompt decides what a request does there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from redis import Redis
@@ -45,26 +46,35 @@ class MortalVerifier(ScriptedVerifier):
 
 
 @contextmanager
-def mortal_verifiers(url: str, number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run verifiers in processes of their own; wait until all have leases."""
-    command = [sys.executable, "-m", "tests.services.router.mortal_verifier", url]
-    running = [subprocess.Popen(command) for _ in range(number)]
+def mortal_verifiers(url: str, number: int) -> Iterator[list[ForkServerProcess]]:
+    """Run verifiers in processes of their own, forks of one that has imported this file; wait until all have leases."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    running = [context.Process(target=serve, args=(url,), daemon=True) for _ in range(number)]
+    for process in running:
+        process.start()
     try:
         with Redis.from_url(url) as client:
             while client.scard("eyas:leases:verifier") < number:
-                assert all(process.poll() is None for process in running)
+                assert all(process.is_alive() for process in running)
+                time.sleep(0.01)
         yield running
     finally:
         for process in running:
             process.kill()
-            process.wait()
+            process.join()
 
 
-async def main(url: str) -> None:
-    """Serve until killed."""
-    async with worker(url, Script(TOKENS), servicer=MortalVerifier):
-        await asyncio.sleep(600)
+def num_alive(verifiers: Iterable[ForkServerProcess]) -> int:
+    """Return how many still run."""
+    return sum(verifier.is_alive() for verifier in verifiers)
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+def serve(url: str) -> None:
+    """Serve until killed; the body of a process."""
+
+    async def body() -> None:
+        async with worker(url, Script(TOKENS), servicer=MortalVerifier):
+            await asyncio.sleep(600)
+
+    asyncio.run(body())

@@ -10,7 +10,7 @@ import pytest
 
 from eyas.errors import PoisonRequest
 from eyas.services.router.poison import REFUSAL_S, PoisonDetector
-from tests.services.router.mortal_verifier import POISON, SLOW, call_of, mortal_verifiers
+from tests.services.router.mortal_verifier import POISON, SLOW, call_of, mortal_verifiers, num_alive
 from tests.services.router.scripted_verifier import (
     CALL,
     REST,
@@ -38,7 +38,7 @@ def test_poison_ends_two_verifiers_and_no_more(url: str, caplog: pytest.LogCaptu
                 again = await failure(address, call_of(POISON))
                 assert again == (code, details), "the same request comes back at once"
                 assert tokens_of(await send(address, call_of(SLOW))) == ANSWER
-            assert [verifier.poll() for verifier in verifiers].count(None) == 1
+            assert num_alive(verifiers) == 1
 
     asyncio.run(body())
     first, second = [record.getMessage() for record in caplog.records if "refused request" in record.getMessage()]
@@ -88,7 +88,7 @@ def test_requests_that_shared_verifiers_with_poison_are_served(url: str) -> None
                 assert {tokens_of(await answer) for answer in slow} == {ANSWER}
                 for refusal in poison:
                     assert (await refusal)[0] is grpc.StatusCode.INVALID_ARGUMENT
-            assert [verifier.poll() for verifier in verifiers].count(None) >= 1
+            assert num_alive(verifiers) >= 1
 
     asyncio.run(body())
 
