@@ -24,9 +24,10 @@ BODY_READ_BYTES = 64 * 2**10
 MAX_HEADER_LINES = 256
 # Bytes of a body for each byte of its framing, which is chunk sizes, chunk extensions and trailers, beyond max_header_bytes.
 BODY_BYTES_PER_FRAMING = 64
-# Seconds for which a client that still sends may read its answer, and between two reads of bytes that are dropped.
+# Seconds for which a client that still sends may read its answer.
 LINGER_S = 5.0
-DROP_INTERVAL_S = 0.02
+# Seconds between two reads of bytes that are dropped, of all connections together.
+DROP_INTERVAL_S = 0.002
 MAX_QUOTED = 200
 STOPPING = "the router is stopping; send the request again"
 
@@ -61,6 +62,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
         self._start_timer("", 0)
+        self._turns.num_dropping -= self._drops_input
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -100,7 +102,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Begin a request. Raises ValueError before the last one is answered: the client may send it again."""
         if not self._is_answered:
             self.cycle.keep_alive = False
-            self._drops_input = True
+            self._start_dropping()
             raise ValueError("the last request is not answered yet")
         super().on_message_begin()
         self._awaits = "headers"
@@ -129,6 +131,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle: Any = self.cycle
         cycle.transport = _Answer(self)
         self._keeps_alive, cycle.keep_alive = cycle.keep_alive, False  # until the whole request is here
+        self.flow.pause_reading()  # until the application asks for the body, or has answered without it
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body."""
@@ -174,7 +177,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._awaits != "body" and not self._drops_input:
             self.transport.close()
             return
-        self._drops_input = True
+        self._start_dropping()
         if self.transport.can_write_eof():
             with suppress(OSError):  # a client that has gone
                 self.transport.write_eof()
@@ -223,14 +226,18 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             log.warning("refused what is no HTTP request: %r", str(error)[:MAX_QUOTED], extra={"rate_limited": True})
         self._respond(status, reason)
 
+    def _start_dropping(self) -> None:
+        self._turns.num_dropping += not self._drops_input
+        self._drops_input = True
+
     def _drop(self, num_bytes: int) -> None:
-        """Drop what has been read, and read on a little later: the client can finish, and it costs next to nothing."""
+        """Drop what has been read, and read on a little later: a client can finish, and many cost next to nothing."""
         self._num_dropped += num_bytes
         if self._num_dropped > self._limits.max_request_bytes:
             self.transport.abort()
             return
         self.flow.pause_reading()
-        self.loop.call_later(DROP_INTERVAL_S, self._read_on)
+        self.loop.call_later(DROP_INTERVAL_S * self._turns.num_dropping, self._read_on)
 
     def _read_on(self) -> None:
         if not self.transport.is_closing():
@@ -284,7 +291,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self.transport.abort()
                 return
         self.transport.write(error_bytes(status, reason, self.url.decode("latin-1")))
-        self._drops_input = True
+        self._start_dropping()
         self.close_after_answer()
 
 

@@ -1,4 +1,4 @@
-"""Requests begin in turns, so that many at once hold neither the event loop nor the requests of other addresses."""
+"""Connections have the event loop in turns, so that many at once hold neither it nor the requests of other addresses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ STARTS_PER_ROUND = 8
 
 
 class Turns:
-    """Starts what waits for its turn: a few in each round of the event loop, one of each address after the other."""
+    """Starts what waits for its turn: a few in each round of the event loop, one of each address after the other.
+
+    num_dropping: connections whose bytes are dropped; they share the reads of such bytes.
+    """
 
     def __init__(self) -> None:
+        self.num_dropping = 0
         self._waiting: OrderedDict[str, deque[Callable[[], object]]] = OrderedDict()
         self._is_running = False
 
