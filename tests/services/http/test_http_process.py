@@ -126,6 +126,8 @@ def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
             script = Script(TOKENS, stalls_after=1)
             async with worker(url, script), httpx.AsyncClient(timeout=30) as client:
                 await until_healthy(operations)
+                heads = [(await client.head(f"{operations}{path}")).status_code for path in (*private, *both)]
+                assert heads == [200] * 6
                 async with client.stream("POST", f"{api}/v1/completions", json=ALL | {"stream": True}) as answer:
                     await anext(answer.aiter_lines())
                     child.send_signal(signal.SIGTERM)
