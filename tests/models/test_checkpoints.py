@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
@@ -109,3 +110,109 @@ def test_fingerprints_differ_between_models(tiny_target: str, tiny_head: str, tm
     same, other = write_target(tmp_path / "same"), write_target(tmp_path / "other", seed=1)
     assert target_fingerprint(tiny_target) == target_fingerprint(str(same)) != target_fingerprint(str(other))
     assert head_fingerprint(tiny_head) != head_fingerprint(str(write_head(tmp_path / "head", seed=1)))
+
+
+def change(folder: Path, **settings: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("ids", [48, [1, 99], -7])
+def test_end_tokens_beyond_the_vocabulary_are_a_warning(
+    ids: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = change(write_target(tmp_path), eos_token_id=ids)
+    (folder / "generation_config.json").unlink()
+    assert load_target(str(folder)).eos_ids == ({1} if isinstance(ids, list) else set())
+    assert f"{folder / 'config.json'}: eos_token_id holds {99 if isinstance(ids, list) else ids}" in caplog.text
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1000]}))
+    assert load_target(str(folder)).eos_ids == {7}
+    assert f"{folder / 'generation_config.json'}: eos_token_id holds 1000" in caplog.text
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_layers_that_the_config_leaves_out_are_refused(count: int, tmp_path: Path) -> None:
+    folder = change(write_target(tmp_path), num_hidden_layers=count)
+    with pytest.raises(CheckpointError, match=f"num_hidden_layers is {count}, but the weights hold 4 layers"):
+        load_target(str(folder))
+
+
+EXTRAS: dict[str, dict[str, torch.Tensor]] = {
+    "a layer for multi-token prediction": {
+        "model.layers.4.eh_proj.weight": torch.ones(32, 64), "model.layers.4.self_attn.q_proj.weight": torch.ones(32, 32)
+    },
+    "a table of RoPE": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    "a vision tower": {"vision_tower.encoder.layers.9.self_attn.q_proj.weight": torch.ones(4, 4)},
+    "another module for multi-token prediction": {"mtp.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_tensors_beside_the_layers_are_left_out(extra: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_target(tmp_path)
+    edit_tensors(folder, **EXTRAS[extra])
+    assert len(load_target(str(folder)).model.get_decoder().layers) == 4
+    assert ("they are not used" in caplog.text) == (extra != "a table of RoPE")
+
+
+def test_the_setting_behind_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = change(write_target(tmp_path), vocab_size=40)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[48, 32\], .*\[40, 32\] \(vocab_size 40\)"):
+        load_target(str(folder))
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    edit_tensors(folder, **{"model.norm.weight": torch.full((32,), float("nan"))})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight hold NaN or infinity"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize("shard", ["none.safetensors", "../model.safetensors", 5])
+def test_an_index_names_files_of_its_own_folder(shard: object, tiny_target: str, tmp_path: Path) -> None:
+    write_head(tmp_path)
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), shard)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map"):
+        load_head(str(tmp_path), tiny_target)
+
+
+def wrapped(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.usefixtures("unpacked")
+@pytest.mark.parametrize("form", ["module.", "_orig_mod.module.", "state_dict", "model", "inv_freq"])
+def test_a_trainers_wrapping_is_taken_off(form: str, tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
+    file = write_head(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    if form in ("state_dict", "model"):
+        torch.save({form: tensors, "epoch": 3}, tmp_path / "pytorch_model.bin")
+        file.unlink()
+    elif form == "inv_freq":
+        save_file(tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    else:
+        save_file(wrapped(tensors, form), file)
+    one, other = load_head(tiny_head, tiny_target), load_head(str(tmp_path), tiny_target)
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    assert torch.equal(load_fuser(tiny_head, tiny_target).weight, load_fuser(str(tmp_path), tiny_target).weight)
+    assert detect_method(str(tmp_path)) == "eagle3"
+
+
+@pytest.mark.usefixtures("unpacked")
+def test_a_head_over_the_whole_vocabulary_borrows_the_targets_lm_head(tiny_target: str, tmp_path: Path) -> None:
+    write_head(tmp_path, draft_vocab=48)
+    edit_tensors(tmp_path, drop="lm_head.weight")
+    target = load_file(Path(tiny_target) / "model.safetensors")
+    assert torch.equal(load_head(str(tmp_path), tiny_target).lm_head.weight, target["lm_head.weight"])
+    edit_tensors(write_head(tmp_path), drop="lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
+        load_head(str(tmp_path), tiny_target)
+
+
+def test_a_head_of_no_known_kind_is_called_no_language_model(tmp_path: Path) -> None:
+    write_head(tmp_path)
+    save_file(wrapped(load_file(tmp_path / "model.safetensors"), "own."), tmp_path / "model.safetensors")
+    change(tmp_path, architectures=["LlamaForCausalLM"])
+    assert detect_method(str(tmp_path)) is None
