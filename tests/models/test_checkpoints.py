@@ -201,7 +201,7 @@ def test_a_trainers_wrapping_is_taken_off(form: str, tiny_target: str, tiny_head
 
 
 @pytest.mark.usefixtures("unpacked")
-def test_a_head_over_the_whole_vocabulary_borrows_the_targets_lm_head(tiny_target: str, tmp_path: Path) -> None:
+def test_a_head_over_all_tokens_borrows_the_targets_lm_head(tiny_target: str, tmp_path: Path) -> None:
     write_head(tmp_path, draft_vocab=48)
     edit_tensors(tmp_path, drop="lm_head.weight")
     target = load_file(Path(tiny_target) / "model.safetensors")

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.chat_template import load_template
-from eyas.config import DraftingConfig, ServedModel, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.errors import EyasError
 from eyas.models.inputs import Segment
 from eyas.models.target import load_target
 from eyas.request import NoiseKey
-from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree
 from tests.models.damage import Damage, damaged, damages
 from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.tiny import write_eagle1_head, write_head, write_target
 from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import tiny_heads
 
@@ -44,14 +42,6 @@ def target_result(folder: Path) -> Result:
     return [sorted(target.eos_ids), target.forward(packed, target.new_kv_cache(5)).logits.tolist()]
 
 
-def tokenizer_result(folder: Path) -> Result:
-    """Ids, text, and what a chat template makes of a chat."""
-    tokenizer = load_tokenizer(str(folder))
-    ids = tokenizer.encode("abc true")
-    template = load_template(ServedModel(str(folder), str(folder)))
-    return [list(ids), tokenizer.decode(ids), template.render([{"role": "user", "content": "ab"}], {}) if template else None]
-
-
 def head_result(method: str, target: str, folder: Path) -> Result:
     """The tree of a head on features that its fuser makes of even states."""
     fuser = build_fuser(method, str(folder), target, "float32", "cpu")
@@ -67,10 +57,6 @@ def head_result(method: str, target: str, folder: Path) -> Result:
 
 def write_checkpoint(name: str, folder: Path) -> tuple[Path, Callable[[Path], Result]]:
     """A checkpoint, and what reads it."""
-    if name == "tokenizer":
-        write_spelling_tokenizer(folder)
-        (folder / "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
-        return folder, tokenizer_result
     if name in TARGETS:
         kind, settings = FAMILIES.get(name, ("llama", {}))
         return Path(
@@ -89,10 +75,6 @@ def write_checkpoint(name: str, folder: Path) -> tuple[Path, Callable[[Path], Re
         "hydra": lambda: tiny_heads("hydra-prefix", target),
     }.get(name, lambda: tiny_block_head(name, target))()
     return Path(path), lambda folder: head_result(name, target, folder)
-
-
-TOKENIZER_CONFIG = """{"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "add_bos_token": true,
-    "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}"""
 
 
 def fault(
@@ -136,14 +118,14 @@ def faults(name: str, count: int, folder: Path, log: pytest.LogCaptureFixture) -
     return found
 
 
-@pytest.mark.parametrize("name", [*TARGETS, "tokenizer", *HEADS])
+@pytest.mark.parametrize("name", [*TARGETS, *HEADS])
 def test_a_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not faults(name, SAMPLE, tmp_path, caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*TARGETS, "tokenizer", *HEADS])
+@pytest.mark.parametrize("name", [*TARGETS, *HEADS])
 def test_many_damaged_files_are_named_or_do_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All damages of heads and of Llama, and as many of the other targets as take half a minute."""
     assert not faults(name, 300 if name in TARGETS[1:] else 10_000, tmp_path, caplog)
