@@ -445,7 +445,7 @@ def _too_long(least: int, max_tokens: int) -> InvalidRequest:
 
 def _parsed(file: Path) -> HuggingFaceTokenizer:
     try:
-        return HuggingFaceTokenizer.from_str(file.read_text(encoding="utf-8"))
+        return HuggingFaceTokenizer.from_buffer(file.read_bytes())
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
 

@@ -20,7 +20,7 @@ from traceback import walk_tb
 from typing import Any, cast, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVScales
@@ -321,27 +321,40 @@ class WeightFiles:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
         """Reads no tensor. Raises CheckpointError for a folder without weights."""
-        self.dtype, self.bytes_read = dtype, 0
+        self.folder, self.dtype, self.bytes_read = folder, dtype, 0
         self.device, self._map = device, weight_map(folder)
-        self._open: dict[Path, Any] = {}
+        self.names = frozenset(self._map)
+        self._open: dict[Path, tuple[Any, dict[str, str]]] = {}
 
     @property
     def can_read_parts(self) -> bool:
         """Whether all files are safetensors: others can only be read as a whole."""
         return all(file.suffix == ".safetensors" for file in self._map.values())
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._map
-
     def __getitem__(self, name: str) -> StoredTensor:
         """Raises CheckpointError for a file that cannot be read."""
         file = self._map[name]
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device=self.device)
-            return StoredTensor(self, self._open[file].get_slice(name))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read weights {file}: {error}") from error
+        with explained(f"cannot read weights {file}"):
+            handle, stored = self._opened(file)
+            return StoredTensor(self, handle.get_slice(stored.get(name, name)))
+
+    def map(self, name: str) -> Tensor:
+        """A whole tensor on the CPU in its own dtype. The file is mapped for it alone: what was read of it is freed with it.
+
+        Raises CheckpointError for a file that cannot be read.
+        """
+        file = self._map[name]
+        with explained(f"cannot read weights {file}"):
+            _, stored = self._opened(file)
+            handle: Any = safe_open(file, framework="pt")
+            return cast(Tensor, handle.get_tensor(stored.get(name, name)))
+
+    def _opened(self, file: Path) -> tuple[Any, dict[str, str]]:
+        """An open file, and the names that it has for its tensors by the names of `weight_map`."""
+        if file not in self._open:
+            handle: Any = safe_open(file, framework="pt", device=self.device)
+            self._open[file] = handle, {_own_name(name): name for name in handle.keys()}  # noqa: SIM118 - no mapping
+        return self._open[file]
 
 
 def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tuple[str, Tensor]]:

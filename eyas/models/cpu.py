@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -38,6 +38,11 @@ Product = Callable[[Tensor], Tensor]
 PACKED_ROWS = 8
 # Outputs in a block of a float16 layout.
 BLOCK_OUTPUTS = 16
+# Numbers of a weight that are laid out at a time.
+PART_ELEMENTS = 1 << 16
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+# Of weights that are packed for products in float32.
+WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
 # Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
@@ -48,29 +53,69 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PROCESSORS = Path("/proc/cpuinfo")
 
 
-def optimize_for_cpu(model: nn.Module) -> None:
-    """Pack the model's linear layers and move its weights to huge pages. Weights on other devices stay as they are."""
-    pack_weights(model)
+def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None) -> None:
+    """Pack linear layers and move weights to huge pages. Weights on other devices stay as they are.
+
+    dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only where
+    the processor has no instructions for it, but always the output head, which returns float32. None packs float32 layers.
+    """
+    if dtype is None:
+        pack_weights(model)
+    else:
+        head = model.get_output_embeddings()
+        pack_weights(model, WEIGHT_DTYPES, head)  # the largest weight first, while no other one is there twice
+        if not _multiplies_halves(dtype):
+            pack_weights(model, WEIGHT_DTYPES)
+        if isinstance(head, PackedLinear):
+            head.dtype = torch.float32
+        for module in model.modules():
+            if isinstance(module, PackedEmbedding):
+                module.dtype = dtype
     to_huge_pages([*model.parameters(), *model.buffers()])
     if any(tensor.device.type == "cpu" for tensor in model.parameters()):
         keep_freed_memory()
 
 
-def pack_weights(model: nn.Module) -> None:
-    """Pack every plain float32 linear layer on the CPU for what multiplies fastest, see `PackedWeight`. Others stay as they
-    are. Without MKL and oneDNN nothing changes.
+@torch.no_grad()
+def copy_stored_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace weights that belong to a file by copies in the dtype that a model computes in. Embeddings keep their own."""
+    for module in model.modules():
+        if _has_embedding(module) and module.weight.dtype != dtype:
+            _pack_embedding(module, PackedWeight(module.weight.clone(), len(module.weight)), dtype)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to(dtype, copy=True), requires_grad=False))
+
+
+def pack_weights(
+    model: nn.Module, dtypes: Sequence[torch.dtype] = (torch.float32,), within: nn.Module | None = None
+) -> None:
+    """Pack every plain linear layer on the CPU for what multiplies fastest, see `PackedWeight`. Others stay as they are.
+    Without MKL and oneDNN nothing changes.
+
+    An embedding that shares its weight with such a layer reads the packed one.
+
+    Args:
+        model: the module whose embeddings may be tied to a layer.
+        dtypes: of the weights that are packed.
+        within: the part of the model whose layers are packed; None for all of it.
     """
     backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
     if not backend.is_available():
         return
-    for module in model.modules():
+    embeddings = {id(module.weight): module for module in model.modules() if _has_embedding(module)}
+    layers = list((within or model).modules())
+    for module in layers:
         for names in SIBLINGS:
             siblings: list[Any] = [getattr(module, name, None) for name in names]
-            if all(_can_pack(sibling) for sibling in siblings) and len({s.weight.shape[1] for s in siblings}) == 1:
+            can_pack = all(_can_pack(each, dtypes) for each in siblings)
+            if can_pack and len({(each.weight.shape[1], each.weight.dtype) for each in siblings}) == 1:
                 _merge(siblings)
-    for module in model.modules():
-        if _can_pack(module):
-            _pack(module)
+    for layer in layers:
+        if _can_pack(layer, dtypes):
+            embedding = embeddings.get(id(layer.weight))
+            packed = _pack(layer)
+            if embedding is not None and not packed.layout.is_mkldnn:
+                _pack_embedding(embedding, packed, embedding.weight.dtype)
 
 
 def has_kernel(module: nn.Module) -> bool:
@@ -81,9 +126,13 @@ def has_kernel(module: nn.Module) -> bool:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is kept in a packed layout only."""
+    """A linear layer whose weight is kept in a packed layout only.
+
+    dtype: of the output; None for that of the input.
+    """
 
     product: PackedProduct
+    dtype: torch.dtype | None = None
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -92,7 +141,27 @@ class PackedLinear(nn.Linear):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        return self.product(rows)
+        return self.product(rows.float()).to(self.dtype or rows.dtype)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose rows are read from a packed weight, most often that of a layer which is tied to it.
+
+    dtype: of the rows. embed_scale: what some families multiply them by.
+    """
+
+    stored: PackedWeight
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """As [V, C], for a model that reads it; a copy."""
+        return self.stored.dense.to(self.dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] to [..., C]."""
+        scale: Any = getattr(self, "embed_scale", 1.0)
+        return self.stored.take(tokens).to(self.dtype) * (scale.to(self.dtype) if isinstance(scale, Tensor) else scale)
 
 
 @dataclass(eq=False)
@@ -123,16 +192,23 @@ class MergedLinearPart(nn.Linear):
         """rows [..., K] to [..., N]."""
         merged = self.merged
         if rows is not merged.rows:
-            merged.rows, merged.parts = rows, torch.split(merged.product(rows), merged.sizes, -1)
+            outputs = merged.product(rows.float()).to(rows.dtype)
+            merged.rows, merged.parts = rows, torch.split(outputs, merged.sizes, -1)
         part = merged.parts[self.index]
         if self.index == len(merged.sizes) - 1:
             merged.rows, merged.parts = None, ()
         return part
 
 
-def _can_pack(module: Any) -> bool:
+def _can_pack(module: Any, dtypes: Sequence[torch.dtype]) -> bool:
     weight = module.weight if type(module) is nn.Linear else None
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in dtypes
+
+
+def _has_embedding(module: Any) -> TypeGuard[nn.Embedding]:
+    """Whether a module is an embedding that looks rows up in a plain weight, as `nn.Embedding` does."""
+    weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) and module.max_norm is None else None
+    return type(weight) is nn.Parameter and weight.device.type == "cpu"
 
 
 @torch.no_grad()
@@ -151,12 +227,31 @@ def _merge(siblings: Sequence[Any]) -> None:
 
 
 @torch.no_grad()
-def _pack(module: Any) -> None:
+def _pack(module: Any) -> PackedWeight:
     product = PackedProduct(module.weight.detach(), module.bias)
     module.register_buffer("packed", product.weight.layout, persistent=False)
     del module.weight
     module.__class__ = PackedLinear
     module.product = product
+    return product.weight
+
+
+@torch.no_grad()
+def _pack_embedding(module: Any, weight: PackedWeight, dtype: torch.dtype) -> None:
+    """Let an embedding read a packed weight, unless its family does more to the rows than `PackedEmbedding`.
+
+    dtype: of the rows.
+    """
+    few, kind = torch.arange(min(2, weight.num_outputs)), type(module)
+    module.padding_idx = None  # it matters to gradients only
+    expected = torch.func.functional_call(module, {"weight": weight.take(few).to(dtype)}, (few,))
+    module.stored, module.dtype, module.__class__ = weight, dtype, PackedEmbedding
+    if torch.equal(module(few), expected):
+        del module.weight
+        module.register_buffer("packed", weight.layout, persistent=False)
+    else:
+        del module.stored, module.dtype
+        module.__class__ = kind
 
 
 @cache
@@ -179,16 +274,20 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: Tensor) -> PackedWeight:
-        """Pack a float32 weight on the CPU."""
+        """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit."""
         if _has_fbgemm():
-            largest = math.frexp(float(weight.abs().max()))[1] if weight.numel() else 0
-            for scale in (1.0, 2.0 ** (HALF_EXPONENT - largest)):
-                half = (weight * scale).half()
-                if torch.equal(half.float(), weight * scale):
-                    return cls(in_blocks(half) if _has_kernel(half) else half, len(half), scale)
-        if _has_kernel(weight) and runs_compiled(weight.device):
-            return cls(in_blocks(weight), len(weight))
-        return cls(_library_layout(weight), len(weight))
+            is_blocked = len(weight) > 0 and _has_kernel(torch.float16)
+            if (layout := _laid_out(weight, torch.float16, 1.0, is_blocked)) is not None:
+                return cls(layout, len(weight))
+            low, high = torch.aminmax(weight)
+            scale = 2.0 ** (HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1])
+            if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
+                return cls(layout, len(weight), scale)
+        if len(weight) > 0 and _has_kernel(torch.float32) and runs_compiled(weight.device):
+            layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
+            assert layout is not None, "float32 holds every weight"
+            return cls(layout, len(weight))
+        return cls(_library_layout(weight.float()), len(weight))
 
     @property
     def dense(self) -> Tensor:
@@ -196,6 +295,15 @@ class PackedWeight:
         if self.layout.is_mkldnn:
             return self.layout.to_dense()
         return self.rows.float() / self.scale
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
+        if self.in_blocks:  # NumPy gathers columns of blocks in a third of torch's time
+            numbers = rows.numpy()
+            found = torch.from_numpy(self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS])
+        else:
+            found = F.embedding(rows, self.layout)
+        return found.float() if self.scale == 1 else found.float() / self.scale
 
     @property
     def is_half(self) -> bool:
@@ -232,7 +340,7 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = PackedWeight.of(weight)
         self.scale, self._unscale = self.weight.scale, 1.0 / self.weight.scale
-        self.bias = None if bias is None else bias.detach() * self.scale
+        self.bias = None if bias is None else bias.detach().float() * self.scale
         if not self.weight.in_blocks:
             self._by_library  # noqa: B018 (packed now, not at the first product)
 
@@ -282,19 +390,49 @@ def _library_layout(weight: Tensor) -> Tensor:
 
 def in_blocks(weight: Tensor) -> Tensor:
     """A weight [N, K] as `eyas.models.cpu_products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it up."""
-    filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS))
-    return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
+    return _blocks_of(weight).contiguous()
 
 
-def _has_kernel(weight: Tensor) -> bool:
-    """Whether the kernels multiply by a weight [N, K]. They convert float16 by an instruction of the processor."""
-    is_half = weight.dtype == torch.float16
-    return len(weight) > 0 and has_numba() and (_converts_halves() if is_half else _multiplies_and_adds())
+def _blocks_of(weight: Tensor) -> Tensor:
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS)) if len(weight) % BLOCK_OUTPUTS else weight
+    return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
+
+
+def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:
+    """A weight [N, K] times a power of two in another dtype, as `in_blocks` or as it is. None if that changes a number.
+
+    Parts of it are converted one after the other, each in the cache of the processor.
+    """
+    size = max(PART_ELEMENTS // max(weight.shape[1], 1) // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
+    step, num_blocks = (BLOCK_OUTPUTS, -(-len(weight) // BLOCK_OUTPUTS)) if is_blocked else (1, 0)
+    layout = torch.empty((num_blocks, weight.shape[1], BLOCK_OUTPUTS) if is_blocked else weight.shape, dtype=dtype)
+    to_huge_pages([layout], collapse=False)
+    for start in range(0, len(weight), size):
+        part = weight[start : start + size].float()
+        scaled = part if scale == 1 else part * scale
+        narrow = scaled.to(dtype)
+        if dtype != torch.float32 and not torch.equal(narrow.float(), scaled):
+            return None
+        laid = _blocks_of(narrow) if is_blocked else narrow
+        layout[start // step : start // step + len(laid)] = laid
+    return layout
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
+    return has_numba() and (_converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
 
 
 @cache
 def _converts_halves() -> bool:
     return {"avx2", "f16c", "fma"} <= _processor_words()
+
+
+@cache
+def _multiplies_halves(dtype: torch.dtype) -> bool:
+    """Whether the processor has instructions for products of a half precision."""
+    words = {torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"}, torch.float16: {"amx_fp16", "avx512_fp16", "asimdhp"}}
+    return bool(words.get(dtype, set()) & _processor_words())
 
 
 @cache

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import load_rows
+from eyas.models.cpu import HALF_DTYPES
 from eyas.models.inputs import PackedInputs, Segment
 
+# Numbers of an unpacked weight on the CPU that are converted to float32 at a time.
 CHUNK_ELEMENTS = 1 << 20
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Settings of models that scale or cap logits behind the output head.
 LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -68,7 +69,7 @@ class Float32Head(nn.Linear):
 def use_float32_head(model: Any) -> None:
     """Let the model's output head return float32. Only its arithmetic changes: the module, its hooks and tied weights stay.
 
-    A head that is not a plain linear layer (a quantised one) keeps its own arithmetic.
+    A head that is not a plain linear layer (a quantised one) keeps its own arithmetic, and a packed one has float32's.
     """
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.weight.dtype in HALF_DTYPES:
@@ -104,17 +105,12 @@ def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destinatio
     flat = rows.reshape(-1, rows.shape[-1])
     into = None if destination is None else destination[: len(flat)]
     if flat.device.type == "cpu":
-        out = chunked_linear(flat, weight, into)
+        parts = torch.split(weight, max(1, CHUNK_ELEMENTS // weight.shape[1]))
+        out = torch.cat([F.linear(flat.float(), part.float()) for part in parts], dim=-1, out=into)
     else:
         out = torch.mm(flat, weight.T, out_dtype=torch.float32, out=into)
     out = out if bias is None else out.add_(bias.float())
     return out.view(*rows.shape[:-1], len(weight))
-
-
-def chunked_linear(rows: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-    """rows [R, C] times weight [V, C] in float32; the weight is converted in chunks of the vocabulary. into: the result."""
-    size = max(1, CHUNK_ELEMENTS // weight.shape[1])
-    return torch.cat([F.linear(rows.float(), part.float()) for part in torch.split(weight, size)], dim=-1, out=into)
 
 
 def batch_invariant_attend(

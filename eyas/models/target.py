@@ -49,13 +49,14 @@ from eyas.models.checkpoint import (
     stored_shapes,
     weight_map,
 )
-from eyas.models.cpu import optimize_for_cpu
+from eyas.models.cpu import PackedEmbedding, copy_stored_weights, optimize_for_cpu
 from eyas.models.file_values import shown
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
 from eyas.models.tensor_parallel import (
+    LM_HEAD,
     Shard,
     SharedVocabulary,
     can_split_heads,
@@ -63,6 +64,8 @@ from eyas.models.tensor_parallel import (
     shard_model,
     shares_vocabulary,
     splits_heads,
+    tie_head,
+    weightless_model,
 )
 
 RECORDING_ATTENTION = "eyas_recording"
@@ -110,8 +113,9 @@ class TargetModel:
         self.name_or_path: str = model.name_or_path
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = next(model.parameters()).device
-        # Of hidden states, keys and values; quantised weights have another.
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        # Of hidden states, keys and values; quantised and packed weights have another.
+        embedding = model.get_input_embeddings()
+        self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, PackedEmbedding) else embedding.weight.dtype
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
@@ -253,7 +257,7 @@ def load_target(
     longest = context_length(config, max_model_len, path_or_id)
     _check_shapes(architecture.tensors, config, folder)
     ends = end_tokens(folder, config)
-    model = _load_shard(config, folder, dtype, device, shard, [heads for heads, _ in shapes]) if shard else None
+    model = _load_parts(config, folder, dtype, device, shard, [heads for heads, _ in shapes])
     if model is None:
         model = _load_weights(config, folder, path_or_id, dtype)
         if shard is not None:
@@ -313,8 +317,8 @@ def _adapt(target: TargetModel, max_model_len: int) -> None:
     """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
     target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
     pin_rotary(target.model, max_model_len)
+    optimize_for_cpu(target.model, target.dtype)
     use_float32_head(target.model)
-    optimize_for_cpu(target.model)
 
 
 def read_model_config(folder: Path) -> Any:
@@ -418,19 +422,44 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: 
                                   "quantization_config")  # fmt: skip
 
 
-def _load_shard(config: Any, folder: Path, dtype: str, device: str, shard: Shard, kv_heads: Sequence[int]) -> Any | None:
-    """transformers' model with this rank's part of the weights; None if the parts cannot be read from the files."""
+def _load_parts(
+    config: Any, folder: Path, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
+) -> Any | None:
+    """transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the CPU, where
+    they are packed. None for a whole model on another device, and where the files cannot be read in parts.
+    """
     from transformers import AutoModelForCausalLM
 
+    if shard is None and device != "cpu":
+        return None
     architecture: Any = AutoModelForCausalLM
     weights = getattr(torch, dtype)
     make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
     files = WeightFiles(folder, weights, device)
-    model = load_shard(make_model, files, torch.device(device), shard, kv_heads)
-    if model is None:
+    if shard is None:
+        model = _load_packed(make_model, files)
+    elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
         log.warning("%s: each rank reads all weights into memory before it takes its part", folder)
+    else:
+        log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
+    return model
+
+
+def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | None:
+    """A causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
+    found = weightless_model(make_model, files)
+    if found is None:
         return None
-    log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
+    model, names = found
+    for own, name in names.items():
+        path, _, key = own.rpartition(".")
+        stored = files.map(name)
+        stored = stored if files.dtype == torch.float32 else stored.to(files.dtype)
+        setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
+    tie_head(model, names)
+    _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder)
+    optimize_for_cpu(model, files.dtype)
+    copy_stored_weights(model, files.dtype)
     return model
 
 
@@ -453,9 +482,13 @@ def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any
         raise CheckpointError(f"{path_or_id!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path_or_id!r} lacks tensors that its config asks for: {shortened(missing)}")
-    if unused := sorted(name for name in report["unexpected_keys"] if not TABLE.search(name)):
-        log.warning("%s: its config asks for no tensor of the names %s; they are not used", path_or_id, shortened(unused))
+    _warn_of_unused(report["unexpected_keys"], path_or_id)
     return model
+
+
+def _warn_of_unused(names: Iterable[str], source: object) -> None:
+    if unused := sorted(name for name in names if not TABLE.search(name)):
+        log.warning("%s: its config asks for no tensor of the names %s; they are not used", source, shortened(unused))
 
 
 def _check_attention(target: TargetModel) -> Tensor:

@@ -8,7 +8,7 @@ A rank reads its part of plain weights from their files, straight to its device;
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -115,10 +115,18 @@ def load_shard(
         return None
     model, names = found
     shard_model(model, shard, kv_heads, lambda name: files[names[name]])
+    tie_head(model, names)
+    return model.to(device)
+
+
+def tie_head(model: Any, names: Mapping[str, str]) -> None:
+    """Let the output head share the weight that it is tied to, unless a rank has a part of it.
+
+    names: see `weightless_model`.
+    """
     embedding = names.get(LM_HEAD, LM_HEAD)  # another tensor's name if they are tied
     if embedding != LM_HEAD and model.lm_head.weight.shape == model.get_parameter(embedding).shape:
         model.lm_head.weight = model.get_parameter(embedding)
-    return model.to(device)
 
 
 def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple[Any, dict[str, str]] | None:
@@ -131,13 +139,13 @@ def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple
     with _weightless():
         model = make_model()
     names = {name: name for name, _ in model.named_parameters()}
-    if LM_HEAD in names and LM_HEAD not in files and model.config.get_text_config().tie_word_embeddings:
+    if LM_HEAD in names and LM_HEAD not in files.names and model.config.get_text_config().tie_word_embeddings:
         names[LM_HEAD] = _embedding_name(model)
     keeps_float32 = any(getattr(model, f"_keep_in_fp32_modules{kind}", None) for kind in ("", "_strict"))
     has_buffers = bool(model.state_dict().keys() - names.keys())  # in the files, such as the scales of Gemma 4's layers
     if quantisation(model.config) or keeps_float32 or has_buffers:
         return None
-    if any(name not in files or files[name].shape != model.get_parameter(own).shape for own, name in names.items()):
+    if any(name not in files.names or files[name].shape != model.get_parameter(own).shape for own, name in names.items()):
         return None
     return model, names
 

@@ -32,7 +32,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         pytest.skip("kernels need numba, and a processor that converts float16")
     monkeypatch.setattr("eyas.models.cpu._is_intel", lambda: request.param == "mkl")
     if request.param not in BLOCKS:
-        monkeypatch.setattr("eyas.models.cpu._has_kernel", lambda weight: False)
+        monkeypatch.setattr("eyas.models.cpu._has_kernel", lambda dtype: False)
     reset = nn.Linear.reset_parameters
 
     def reset_and_round(layer: nn.Linear) -> None:

@@ -39,7 +39,7 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
     """A target whose layers run as they do on CUDA, kernel by kernel, on the CPU."""
     folder = write_target(tmp_path_factory.mktemp("shallow"), layers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "optimize_for_cpu", lambda model: None)  # products are those of torch
+        patch.setattr(target, "optimize_for_cpu", lambda *_: None)  # products are those of torch
         patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
         patch.setattr("eyas.models.cuda.backend.CHECKED_PROMPT", 20)
         fixed_products(patch)
