@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
@@ -45,6 +45,23 @@ from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 Message = Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class _Call:
+    """The outputs of a call.
+
+    running: ids of its requests that have not ended. changed: indices of the outputs with something new, or an error.
+    """
+
+    outputs: list[OutputBuilder] = field(default_factory=list)
+    running: dict[str, None] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+
+    def take_changed(self) -> list[OutputBuilder]:
+        """The outputs that changed, in order; they are not named again until they change."""
+        changed, self.changed = sorted(self.changed), set()
+        return [self.outputs[index] for index in changed]
 
 
 class _Completion(NamedTuple):
@@ -133,7 +150,7 @@ class LLM:
         self._served = ServedModel(model, tokenizer or model, chat_template)
         self._seeds = random.Random(seed) if seed is not None else None
         self._names, self._numbers = itertools.count(), itertools.count()
-        self._running: dict[str, _Completion] = {}
+        self._running: dict[str, tuple[_Completion, _Call, int]] = {}  # with the index of its output in a call
 
     def __enter__(self) -> Self:
         return self
@@ -169,11 +186,11 @@ class LLM:
         Raises InvalidRequest naming the prompt, before anything is run, and RequestFailed when the target gives no usable
         logits. After an error no request of the call is left in the engine.
         """
-        outputs = self._submit(prompts, sampling_params, draft)
-        with _progress(use_tqdm, len(outputs)) as advance:
-            for is_finished in self._run(outputs, OutputBuilder.skip):
+        call = self._submit(prompts, sampling_params, draft)
+        with _progress(use_tqdm, len(call.outputs)) as advance:
+            for is_finished in self._run(call, OutputBuilder.skip):
                 advance(is_finished)
-        return [output.output() for output in outputs]
+        return [output.output() for output in call.outputs]
 
     def chat(
         self,
@@ -277,60 +294,66 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         draft: bool,
-    ) -> list[OutputBuilder]:
+    ) -> _Call:
         """Submit the completions of all prompts, or of none."""
-        outputs: list[OutputBuilder] = []
+        call = _Call()
         try:
             for index, (prompt, own) in enumerate(paired(prompts, sampling_params, self._default_params)):
                 try:
                     completions = self.begin(prompt, own, draft=draft)
-                    outputs.append(completions[0].output)
+                    call.outputs.append(completions[0].output)
                     for completion in completions:
                         self.llm_engine.submit(completion.request)
-                        self._running[completion.request.id] = completion
+                        self._running[completion.request.id] = completion, call, index
+                        call.running[completion.request.id] = None
                 except EyasError as error:
                     raise type(error)(f"prompt {index}: {error}") from error
         except BaseException:
-            self._cancel(outputs)
+            self._cancel(call)
             raise
-        return outputs
+        return call
 
-    def _run(self, outputs: Sequence[OutputBuilder], read: Callable[[OutputBuilder], ResultT]) -> Iterator[ResultT]:
+    def _run(self, call: _Call, read: Callable[[OutputBuilder], ResultT]) -> Iterator[ResultT]:
         """Step until all outputs are finished, and yield what `read` makes of those that changed.
 
         Cancels what is left when the caller stops. Raises RequestFailed.
         """
         try:
-            while any(output.num_running or output.unread for output in outputs):
-                if not any(output.unread for output in outputs):
+            while call.running or call.changed:
+                if not call.changed:
                     self._step()
-                for output in outputs:
+                for output in call.take_changed():
                     if output.error:
                         raise type(output.error)(f"request {output.request_id}: {output.error}")
                     if output.unread:
                         yield read(output)
         finally:
-            self._cancel(outputs)
+            self._cancel(call)
 
     def _step(self) -> None:
         """Run a step, and give its chunks to the outputs of all calls that are under way."""
         for chunk in self.llm_engine.step():
-            if (completion := self._running.get(chunk.request_id)) is None:
+            if (found := self._running.get(chunk.request_id)) is None:
                 continue
+            completion, call, index = found
             completion.add(chunk)
+            call.changed.add(index)
             if completion.decoder.stopped:
                 self.llm_engine.cancel(chunk.request_id)
             if completion.decoder.stopped or chunk.finish_reason:
-                del self._running[chunk.request_id]
+                self._forget(chunk.request_id)
 
-    def _cancel(self, outputs: Sequence[OutputBuilder]) -> None:
-        """Cancel what is left of outputs, and free all that they and stop strings leave in the engine."""
-        own = set(map(id, outputs))
-        for request_id in [name for name, completion in self._running.items() if id(completion.output) in own]:
+    def _cancel(self, call: _Call) -> None:
+        """Cancel what is left of a call, and free all that it and stop strings leave in the engine."""
+        for request_id in list(call.running):
             self.llm_engine.cancel(request_id)
-            del self._running[request_id]
+            self._forget(request_id)
         if self.llm_engine.has_work:
             self._step()
+
+    def _forget(self, request_id: str) -> None:
+        _, call, _ = self._running.pop(request_id)
+        del call.running[request_id]
 
 
 class AsyncEngineArgs:

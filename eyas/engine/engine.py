@@ -252,7 +252,7 @@ class Engine:
             free_kv_tokens=cache.num_available,
             num_kv_tokens=self._scheduler.config.max_kv_tokens,
             cached_kv_tokens=cache.num_cached,
-            queued_kv_tokens=sum(len(sequence.slots) for sequence in self._scheduler.waiting),
+            queued_kv_tokens=self._scheduler.waiting.num_tokens,
             tree_nodes=self._budget.num_nodes,
             max_num_seqs=self._scheduler.config.max_num_seqs,
             num_prompt_tokens=self._scheduler.num_prompt_tokens,

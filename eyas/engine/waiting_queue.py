@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -10,14 +10,62 @@ from operator import attrgetter
 
 import numpy as np
 
-from eyas.engine.sequence import Sequence
+from eyas.engine.sequence import QueueKey, Sequence
 
 # One admission in this many ignores priorities, so that a flood of urgent requests starves no others.
 RESERVED_SHARE = 4
 # Service that a tenant is charged for a prompt token that is computed, and for an output token.
 PROMPT_COST, OUTPUT_COST = 1, 2
+# Entries of removed sequences that a tenant's heaps may hold beside as many as wait.
+SPARE_ENTRIES = 64
 
 by_key = attrgetter("key")
+
+
+class _TenantQueue:
+    """The waiting sequences of a tenant. To add, remove or find one takes a time that hardly grows with their number.
+
+    Two heaps hold each sequence, by key and by number. One that is removed stays in them for a while.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Sequence, QueueKey] = {}
+        self._by_key: list[tuple[QueueKey, Sequence]] = []
+        self._by_number: list[tuple[int, QueueKey, Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at the place of its key."""
+        key = self._waiting[sequence] = sequence.key
+        heapq.heappush(self._by_key, (key, sequence))
+        heapq.heappush(self._by_number, (key.number, key, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is queued. Once most entries of the heaps are removed ones, the heaps are built again."""
+        del self._waiting[sequence]
+        if len(self._by_key) > 2 * len(self._waiting) + SPARE_ENTRIES:
+            waiting, self._waiting, self._by_key, self._by_number = list(self._waiting), {}, [], []
+            for other in waiting:
+                self.add(other)
+
+    @property
+    def first(self) -> Sequence:
+        """The sequence with the smallest key."""
+        while self._waiting.get(self._by_key[0][-1]) != self._by_key[0][0]:
+            heapq.heappop(self._by_key)
+        return self._by_key[0][-1]
+
+    @property
+    def oldest(self) -> Sequence:
+        """The sequence that arrived first."""
+        while self._waiting.get(self._by_number[0][-1]) != self._by_number[0][1]:
+            heapq.heappop(self._by_number)
+        return self._by_number[0][-1]
 
 
 class WaitingQueue:
@@ -29,12 +77,13 @@ class WaitingQueue:
     Source: Sheng et al. 2024, Fairness in Serving Large Language Models, algorithm 2 (virtual token counter).
 
     served: by tenant, tokens weighted by PROMPT_COST and OUTPUT_COST. active: by tenant, number of its requests that wait
-    or run.
+    or run. num_tokens: slots that the waiting ones need until they end.
     """
 
     def __init__(self) -> None:
         self.served: Counter[str] = Counter()
-        self._queues: dict[str, list[Sequence]] = {}
+        self.num_tokens = 0
+        self._queues: dict[str, _TenantQueue] = {}
         self.active: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -61,7 +110,8 @@ class WaitingQueue:
             self.active[tenant] += 1
         needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
         sequence.cacheable = np.array([] if needs_all else sequence.tokens[:-1], dtype=np.int64)
-        bisect.insort(self._queues.setdefault(tenant, []), sequence, key=by_key)
+        self._queues.setdefault(tenant, _TenantQueue()).add(sequence)
+        self.num_tokens += len(sequence.slots)
 
     def leave(self, tenant: str) -> None:
         """End the count of a request. Service is forgotten when no requests are left."""
@@ -74,8 +124,8 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is queued."""
         queue = self._queues[sequence.request.tenant]
-        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=by_key))
-        assert found is sequence, "a sequence is not where its key says"
+        queue.remove(sequence)
+        self.num_tokens -= len(sequence.slots)
         if not queue:
             del self._queues[sequence.request.tenant]
 
@@ -85,11 +135,11 @@ class WaitingQueue:
         They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
         RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.
         """
-        heads = [queue[0] for queue in self._queues.values()]
+        heads = [queue.first for queue in self._queues.values()]
         *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
         if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
             return first, first
         if num_admitted // RESERVED_SHARE % RESERVED_SHARE == RESERVED_SHARE - 1:
-            return first, min(self, key=lambda sequence: sequence.key.number)
+            return first, min((queue.oldest for queue in self._queues.values()), key=lambda sequence: sequence.key.number)
         *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
-        return first, min(self._queues[least], key=lambda sequence: sequence.key.number)
+        return first, self._queues[least].oldest
