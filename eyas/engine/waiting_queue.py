@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -22,50 +23,16 @@ SPARE_ENTRIES = 64
 by_key = attrgetter("key")
 
 
+@dataclass(eq=False)
 class _TenantQueue:
-    """The waiting sequences of a tenant. To add, remove or find one takes a time that hardly grows with their number.
+    """The waiting sequences of a tenant with their keys, and two heaps of them, by key and by number.
 
-    Two heaps hold each sequence, by key and by number. One that is removed stays in them for a while.
+    A sequence that is removed stays in a heap until it is at the top: that always waits.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[Sequence, QueueKey] = {}
-        self._by_key: list[tuple[QueueKey, Sequence]] = []
-        self._by_number: list[tuple[int, QueueKey, Sequence]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at the place of its key."""
-        key = self._waiting[sequence] = sequence.key
-        heapq.heappush(self._by_key, (key, sequence))
-        heapq.heappush(self._by_number, (key.number, key, sequence))
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is queued. Once most entries of the heaps are removed ones, the heaps are built again."""
-        del self._waiting[sequence]
-        if len(self._by_key) > 2 * len(self._waiting) + SPARE_ENTRIES:
-            waiting, self._waiting, self._by_key, self._by_number = list(self._waiting), {}, [], []
-            for other in waiting:
-                self.add(other)
-
-    @property
-    def first(self) -> Sequence:
-        """The sequence with the smallest key."""
-        while self._waiting.get(self._by_key[0][-1]) != self._by_key[0][0]:
-            heapq.heappop(self._by_key)
-        return self._by_key[0][-1]
-
-    @property
-    def oldest(self) -> Sequence:
-        """The sequence that arrived first."""
-        while self._waiting.get(self._by_number[0][-1]) != self._by_number[0][1]:
-            heapq.heappop(self._by_number)
-        return self._by_number[0][-1]
+    keys: dict[Sequence, QueueKey] = field(default_factory=dict)
+    by_key: list[tuple[QueueKey, Sequence]] = field(default_factory=list)
+    by_number: list[tuple[int, QueueKey, Sequence]] = field(default_factory=list)
 
 
 class WaitingQueue:
@@ -87,14 +54,15 @@ class WaitingQueue:
         self.active: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(len(queue.keys) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[Sequence]:
-        return itertools.chain.from_iterable(self._queues.values())
+        return itertools.chain.from_iterable(queue.keys for queue in self._queues.values())
 
     def is_over_share(self, tenant: str, limit: int) -> bool:
         """Whether a tenant has its share of `limit` places or more."""
-        return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
+        num_waiting = len(self._queues[tenant].keys) if tenant in self._queues else 0
+        return num_waiting >= limit // len(self._queues.keys() | {tenant})
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at the place of its key. One that was never admitted is a new request of its tenant.
@@ -110,7 +78,12 @@ class WaitingQueue:
             self.active[tenant] += 1
         needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
         sequence.cacheable = np.array([] if needs_all else sequence.tokens[:-1], dtype=np.int64)
-        self._queues.setdefault(tenant, _TenantQueue()).add(sequence)
+        if tenant not in self._queues:
+            self._queues[tenant] = _TenantQueue()
+        queue, key = self._queues[tenant], sequence.key
+        queue.keys[sequence] = key
+        heapq.heappush(queue.by_key, (key, sequence))
+        heapq.heappush(queue.by_number, (key.number, key, sequence))
         self.num_tokens += len(sequence.slots)
 
     def leave(self, tenant: str) -> None:
@@ -122,12 +95,20 @@ class WaitingQueue:
             self.served.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is queued."""
+        """Remove a sequence that is queued. Heaps are made again once most of their entries are removed ones."""
         queue = self._queues[sequence.request.tenant]
-        queue.remove(sequence)
+        del queue.keys[sequence]
         self.num_tokens -= len(sequence.slots)
-        if not queue:
+        if not queue.keys:
             del self._queues[sequence.request.tenant]
+            return
+        if len(queue.by_key) > 2 * len(queue.keys) + SPARE_ENTRIES:
+            queue.by_key = sorted((key, waiting) for waiting, key in queue.keys.items())
+            queue.by_number = sorted((key.number, key, waiting) for waiting, key in queue.keys.items())
+        while queue.keys.get(queue.by_key[0][-1]) != queue.by_key[0][0]:
+            heapq.heappop(queue.by_key)
+        while queue.keys.get(queue.by_number[0][-1]) != queue.by_number[0][1]:
+            heapq.heappop(queue.by_number)
 
     def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
         """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
@@ -135,11 +116,11 @@ class WaitingQueue:
         They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
         RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.
         """
-        heads = [queue.first for queue in self._queues.values()]
+        heads = [queue.by_key[0][-1] for queue in self._queues.values()]
         *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
         if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
             return first, first
         if num_admitted // RESERVED_SHARE % RESERVED_SHARE == RESERVED_SHARE - 1:
-            return first, min((queue.oldest for queue in self._queues.values()), key=lambda sequence: sequence.key.number)
+            return first, min(queue.by_number[0] for queue in self._queues.values())[-1]
         *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
-        return first, self._queues[least].oldest
+        return first, self._queues[least].by_number[0][-1]

@@ -298,7 +298,7 @@ class PackedWeight:
 
     def take(self, rows: Tensor) -> Tensor:
         """Some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
-        if self.in_blocks:  # NumPy gathers columns of blocks in a third of torch's time
+        if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
             numbers = rows.numpy()
             found = torch.from_numpy(self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS])
         else:

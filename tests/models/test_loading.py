@@ -65,7 +65,7 @@ def test_a_loaded_target_holds_nothing_of_its_files(dtype: str, tmp_path: Path) 
     assert num_bytes(target) > 0
 
 
-def test_weights_of_half_precision_take_no_more_than_in_their_file(tmp_path: Path) -> None:
+def test_weights_take_no_more_than_in_their_file(tmp_path: Path) -> None:
     folder = write_half(tmp_path, "llama-3")
     stored = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     assert num_bytes(load_target(folder)) <= 1.1 * stored

@@ -90,7 +90,7 @@ def test_work_of_generate_is_linear_in_prompts() -> None:
 def test_the_queue_orders_like_a_sorted_list() -> None:
     """Sequences come and go, and come back with other keys."""
     dice, queue, waiting, numbers = random.Random(0), WaitingQueue(), list[Sequence](), 0
-    for turn in range(3000):
+    for turn in range(1200):
         if dice.random() < 0.55 or not waiting:
             waiting.append(sequence(numbers, dice.random(), dice.randrange(2), dice.choice("ab")))
             queue.add(waiting[-1])
