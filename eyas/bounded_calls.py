@@ -19,6 +19,8 @@ Params = ParamSpec("Params")
 
 # How often a wait looks at the clock of a call that is not done after its limit.
 _POLL_SECONDS = 0.02
+# Guards the size of new threads' stacks, a setting of the whole interpreter.
+_STACK_SIZE = threading.Lock()
 
 
 class Call(Future[ResultT], Generic[ResultT]):
@@ -57,8 +59,10 @@ class Call(Future[ResultT], Generic[ResultT]):
 class BoundedCalls:
     """Runs calls in a few threads, first come first served. Safe for use from any thread."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, stack_size: int = 0) -> None:
+        """stack_size: bytes of each thread's stack; 0: the system's size."""
         self._num_threads, self._name = num_threads, name
+        self._stack_size = stack_size
         self._lock = threading.Lock()
         self._calls: deque[Call[object]] = deque()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -68,7 +72,7 @@ class BoundedCalls:
         call = Call(partial(function, *args, **kwargs))
         with self._lock:
             self._calls.append(call)  # type: ignore[arg-type]
-            self._threads.submit(_run_first, self._calls)
+            self._run_first_soon()
         return call
 
     def result(self, call: Call[ResultT], seconds: float) -> ResultT:
@@ -94,7 +98,18 @@ class BoundedCalls:
             self._threads.shutdown(wait=False)
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
             for _ in range(len(self._calls)):
-                self._threads.submit(_run_first, self._calls)
+                self._run_first_soon()
+
+    def _run_first_soon(self) -> None:
+        if not self._stack_size:
+            self._threads.submit(_run_first, self._calls)
+            return
+        with _STACK_SIZE:
+            before = threading.stack_size(self._stack_size)
+            try:
+                self._threads.submit(_run_first, self._calls)  # may start a thread
+            finally:
+                threading.stack_size(before)
 
 
 def _run_first(calls: deque[Call[object]]) -> None:

@@ -6,7 +6,6 @@ a hostile schema or expression is refused, or ends its own request (decision 003
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -22,12 +21,12 @@ import numpy.typing as npt
 
 from eyas.bounded_calls import BoundedCalls, Call
 from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
+from eyas.grammar_trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, first_line, parser_limits
 from eyas.request import StructuredOutputs
-from eyas.structural_tag import grammar_to_lark, structural_tag_to_lark
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 # One bit per token id, the lowest id in the lowest bit of the first byte: uint8 [ceil(V / 8)].
 TokenBits: TypeAlias = npt.NDArray[np.uint8]
@@ -45,13 +44,8 @@ MAX_FOLLOWING = 1024
 COMPILE_SECONDS, FOLLOW_SECONDS, MAX_LATE = 5.0, 2.0, 2
 # Tokens of an output that are followed at a time, between two looks at the clock.
 _FOLLOWED_AT_ONCE = 8
-# Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states:
-# 20,000 of them take 10 to 22 MiB.
-INITIAL_FUEL, STEP_FUEL, LEXER_STATES = 1_000_000, 200_000, 20_000
 # What llguidance calls a place where no token fits and the output may not end.
 _DEAD_END = "NoExtensionBias"
-# Parser items for one mask, and behind one token. To add a row of n items takes up to n cubed steps: 50 ms for 500 of them.
-STEP_ITEMS, ROW_ITEMS = 10_000, 500
 
 
 def bits_of(ids: Sequence[int], vocab_size: int) -> TokenBits:
@@ -117,7 +111,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise InvalidRequest(
-                f"structured_outputs takes too much work to follow ({_first_line(self._matcher.get_error())}); simplify it",
+                f"structured_outputs takes too much work to follow ({first_line(self._matcher.get_error())}); simplify it",
                 "structured_outputs",
             )
 
@@ -194,11 +188,11 @@ class GrammarCompiler:
         self._eos_ids = sorted(eos_ids)
         self._not_eos = ~bits_of(self._eos_ids, vocab_size) & bits_of(range(vocab_size), vocab_size)
         self._num_threads = min(4, max(2, os.cpu_count() or 1))
-        self._calls = BoundedCalls(self._num_threads, "grammar-compiler")
+        self._calls = BoundedCalls(self._num_threads, "grammar-compiler", COMPILE_STACK)
         self._waiters = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-deadline")
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._tokenizers: tuple[Tokenizer, LLTokenizer] | None = None
+        self._vocabulary: tuple[GrammarTrials, LLTokenizer] | None = None
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
@@ -275,7 +269,7 @@ class GrammarCompiler:
         except TimeoutError:
             is_late = True
             reason = f"structured_outputs takes more than {job.seconds:g} s to compile; simplify it"
-            job.future.set_exception(_TooLate(reason, "structured_outputs"))
+            job.future.set_exception(CostlyGrammar(reason, "structured_outputs"))
         except Exception as error:
             job.future.set_exception(error)
         with self._lock:
@@ -312,7 +306,7 @@ class GrammarCompiler:
     def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
         """Forget what failed, unless that took long, and the oldest ones beyond the limits."""
         with self._lock:
-            is_failed = future.exception() is not None and not isinstance(future.exception(), _TooLate)
+            is_failed = future.exception() is not None and not isinstance(future.exception(), CostlyGrammar)
             if is_failed and self._grammars.pop(structured, None) is not None:
                 self._cached_length -= _length(structured)
             while len(self._grammars) > MAX_CACHED or self._cached_length > MAX_CACHED_LENGTH:
@@ -323,27 +317,21 @@ class GrammarCompiler:
                 self._cached_length -= _length(oldest)
 
     def _compile(self, structured: StructuredOutputs) -> Grammar:
-        tokenizer, vocabulary = self._load()
+        trials, vocabulary = self._load()
+        text = trials.translate(structured, COMPILE_SECONDS)
         from llguidance import LLMatcher
 
-        try:
-            text = _grammar_text(structured, tokenizer)
-        except ValueError as error:  # of a schema with half a surrogate pair, for example
-            reason = f"structured_outputs cannot be read: {_first_line(str(error))}"
-            raise InvalidRequest(reason, "structured_outputs") from error
-
         def compile_matcher() -> Matcher:
-            matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits())
             if matcher.is_error():
-                reason = f"structured_outputs cannot be compiled: {_compile_error(matcher.get_error())}"
-                raise InvalidRequest(reason, "structured_outputs")
+                raise InvalidRequest(compile_error(matcher.get_error()), "structured_outputs")
             return Matcher(matcher, self._not_eos)
 
         return Grammar(compile_matcher)
 
-    def _load(self) -> tuple[Tokenizer, LLTokenizer]:
+    def _load(self) -> tuple[GrammarTrials, LLTokenizer]:
         with self._loading:
-            if self._tokenizers is None:
+            if self._vocabulary is None:
                 try:
                     from llguidance import LLTokenizer
                 except ImportError as error:
@@ -352,18 +340,15 @@ class GrammarCompiler:
                 if not self._eos_ids:
                     raise InvalidRequest("the model has no end-of-sequence token, which structured_outputs needs")
                 try:
-                    tokenizer = load_tokenizer(self._model)
-                    text = tokenizer.tokenizer.to_str()
-                    size = max(self._vocab_size, tokenizer.tokenizer.get_vocab_size())
-                    self._tokenizers = tokenizer, LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
+                    tokenizer = load_tokenizer(self._model).tokenizer
+                    size = max(self._vocab_size, tokenizer.get_vocab_size())
+                    special = {id_: str(one) for id_, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+                    trials = GrammarTrials(tokenizer.token_to_id, special, size, self._eos_ids)
+                    self._vocabulary = trials, LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
                 except (CheckpointError, ValueError, RuntimeError) as error:
-                    reason = f"structured_outputs is not supported with this model's tokenizer: {_first_line(str(error))}"
+                    reason = f"structured_outputs is not supported with this model's tokenizer: {first_line(str(error))}"
                     raise InvalidRequest(reason, "structured_outputs") from error
-            return self._tokenizers
-
-
-class _TooLate(InvalidRequest):
-    """A grammar that takes too long to compile. It is not compiled again."""
+            return self._vocabulary
 
 
 def _check_share(waiting: Mapping[str, int], tenant: str, most: int, what: str) -> None:
@@ -380,49 +365,6 @@ def _matchers(grammar: Grammar, output: Sequence[int], has_drafts: bool) -> Outp
     return OutputMatchers(committed, grammar.followed(output) if has_drafts else None)
 
 
-def _grammar_text(structured: StructuredOutputs, tokenizer: Tokenizer) -> str:
-    """The grammar in llguidance's form. Raises InvalidRequest."""
-    from llguidance import LLMatcher
-
-    (name,) = structured.constraints
-    if name in ("json", "json_object"):
-        schema = structured.json or '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": structured.any_whitespace})
-    if name == "regex":
-        return LLMatcher.grammar_from_regex(structured.regex)
-    if name == "choice":
-        texts = " | ".join(map(json.dumps, structured.choice))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one item of the parser for all of them
-    if name == "structural_tag":
-        lark = structural_tag_to_lark(structured.structural_tag, structured.any_whitespace, tokenizer.tokenizer.token_to_id)
-        return LLMatcher.grammar_from_lark(lark)
-    return LLMatcher.grammar_from_lark(grammar_to_lark(structured.grammar))
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=INITIAL_FUEL,
-        step_lexer_fuel=STEP_FUEL,
-        step_max_items=STEP_ITEMS,
-        max_items_in_row=ROW_ITEMS,
-        max_lexer_states=LEXER_STATES,
-        verbose_errors=False,
-    )
-
-
 def _length(structured: StructuredOutputs) -> int:
     texts = (structured.json, structured.regex, structured.grammar, structured.structural_tag, *structured.choice)
     return sum(map(len, texts))
-
-
-def _compile_error(message: str) -> str:
-    """The first line of llguidance's message, and what is wrong with a regular expression, which stands below it."""
-    below = message.strip().splitlines()[1:]
-    detail = next((line.removeprefix("error: ") for line in below if line.startswith("error: ")), "")
-    return f"{_first_line(message)} {detail[:200]}".rstrip()
-
-
-def _first_line(message: str) -> str:
-    return next(iter(message.strip().splitlines()), "")[:200]

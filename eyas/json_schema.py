@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 Schema: TypeAlias = Mapping[str, Any]
 
-# What bounds the work of a hostile schema: parts that are looked at, with the combinations of them, how deep they lie, and
-# values in definitions that are written more than once.
-MAX_PARTS, MAX_ALTERNATIVES, MAX_DEPTH, MAX_WRITTEN = 3000, 500, 64, 50_000
+# What bounds the work of a hostile schema: parts that are looked at, each once for every combination that it is in; how
+# many combinations there are, and how deep they lie; values of enums that are compared; and values in definitions that are
+# written more than once.
+MAX_PARTS, MAX_ALTERNATIVES, MAX_DEPTH, MAX_VALUES, MAX_WRITTEN = 10_000, 500, 64, 50_000, 50_000
 
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 _NO_LIMITS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id"}
@@ -39,43 +40,24 @@ _NOT_OF_OBJECTS += ("minProperties", "maxProperties", "dependentRequired", "depe
 class Alternative:
     """Schemas that hold together. They have no references, and no allOf, anyOf or oneOf.
 
-    is_exclusive: it is a part of a oneOf.
+    Attributes:
+        parts: the schemas.
+        kinds: types of JSON that a value may have, integers as numbers; None if no type is named.
+        values: what `const` and `enum` allow, by what they are compared by; None if there is neither.
+        is_exclusive: it is a part of a oneOf.
     """
 
     parts: tuple[Schema, ...] = ()
+    kinds: frozenset[str] | None = None
+    values: Mapping[object, Any] | None = None
     is_exclusive: bool = False
-
-    @cached_property
-    def kinds(self) -> frozenset[str] | None:
-        """Types of JSON that a value may have, integers as numbers; None if no type is named."""
-        kinds = None if self.values is None else frozenset(map(_kind, self.values))
-        for part in self.parts:
-            own = part.get("type")
-            named = frozenset(
-                "number" if one == "integer" else one
-                for one in (own if isinstance(own, list) else [own])
-                if isinstance(one, str)
-            )
-            kinds = kinds if not named else named if kinds is None else kinds & named
-        return kinds
-
-    @cached_property
-    def values(self) -> list[Any] | None:
-        """What `const` and `enum` allow; None if the alternative has neither."""
-        values: list[Any] | None = None
-        for part in self.parts:
-            own = [part["const"]] if "const" in part else part.get("enum")
-            if isinstance(own, list):
-                shared = set(map(_comparable, own))
-                values = own if values is None else [one for one in values if _comparable(one) in shared]
-        return values
 
     @cached_property
     def texts(self) -> list[str] | None:
         """The texts among the values; None if any text may do, which patterns and lengths may limit."""
         if self.kinds is not None and "string" not in self.kinds:
             return []
-        return None if self.values is None else [value for value in self.values if isinstance(value, str)]
+        return None if self.values is None else [value for value in self.values.values() if isinstance(value, str)]
 
     def may_be(self, text: str) -> bool:
         """Whether a text may do."""
@@ -100,17 +82,35 @@ def alternatives(schema: object, whole: Schema) -> list[Alternative]:
 
     Raises ValueError for a reference that leads nowhere, and for a schema with too many parts.
     """
-    return _Alternatives(whole).of(schema, frozenset(), 0)
+    return Alternatives(whole).of(schema)
 
 
-class _Alternatives:
-    """Finds alternatives with a bound on the parts that it looks at."""
+def _alternative(
+    parts: tuple[Schema, ...], kinds: frozenset[str] | None, values: Mapping[object, Any] | None, is_exclusive: bool = False
+) -> Alternative:
+    """Return an alternative whose values are of its kinds, and whose kinds are those of its values."""
+    if values is not None:
+        values = {key: value for key, value in values.items() if kinds is None or _kind(value) in kinds}
+        kinds = frozenset(map(_kind, values.values()))
+    return Alternative(parts, kinds, values, is_exclusive)
+
+
+class Alternatives:
+    """Finds the alternatives of values, with a bound on the parts and values that it looks at for each."""
 
     def __init__(self, whole: Schema) -> None:
+        """whole: the schema that references lead into."""
         self._whole = whole
-        self._num_parts = 0
+        self._num_parts = self._num_values = 0
+        self._targets = dict[str, object]()  # of references
+        self._plain = dict[int, Alternative]()  # by the identity of the schema
 
-    def of(self, schema: object, open_: frozenset[str], depth: int) -> list[Alternative]:
+    def of(self, schema: object) -> list[Alternative]:
+        """Return the alternatives of a value, which `alternatives` explains. Raises ValueError."""
+        self._num_parts = self._num_values = 0
+        return self._find(schema, frozenset(), 0)
+
+    def _find(self, schema: object, open_: frozenset[str], depth: int) -> list[Alternative]:
         """open_: the references that led here."""
         self._count(1)
         if depth > MAX_DEPTH:
@@ -119,39 +119,82 @@ class _Alternatives:
             return []
         if not isinstance(schema, Mapping):
             return [Alternative()]
-        own = {key: value for key, value in schema.items() if key not in _NO_LIMITS}
-        found = [Alternative((own,) if own else ())]
+        found = [self._own(schema)]
         if (path := schema.get("$ref")) is not None:
             found = self._both(found, self._referenced(path, open_, depth))
         for part in _parts(schema, "allOf"):
-            found = self._both(found, self.of(part, open_, depth + 1))
+            found = self._both(found, self._find(part, open_, depth + 1))
         if "anyOf" in schema:
-            found = self._both(found, [one for part in _parts(schema, "anyOf") for one in self.of(part, open_, depth + 1)])
+            options = [one for option in self._options(schema, "anyOf", open_, depth) for one in option]
+            found = self._both(found, list({tuple(map(id, one.parts)): one for one in options}.values()))
         if "oneOf" in schema:
-            options = [self._both(found, self.of(part, open_, depth + 1)) for part in _parts(schema, "oneOf")]
-            _check_exclusive(options)
-            found = [Alternative(one.parts, is_exclusive=True) for option in options for one in option]
+            exclusive = [self._both(found, option) for option in self._options(schema, "oneOf", open_, depth)]
+            _check_exclusive(exclusive)
+            found = [replace(one, is_exclusive=True) for option in exclusive for one in option]
         return found
 
+    def _options(self, schema: Schema, key: str, open_: frozenset[str], depth: int) -> list[list[Alternative]]:
+        """Return the alternatives of each part of an anyOf or oneOf."""
+        parts = _parts(schema, key)
+        if len(parts) > MAX_ALTERNATIVES:
+            raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives; simplify it")
+        found = [self._find(part, open_, depth + 1) for part in parts]
+        self._count(sum(map(len, found)))
+        return found
+
+    def _own(self, schema: Schema) -> Alternative:
+        """Return the alternative of a schema without what it combines."""
+        if id(schema) not in self._plain:
+            self._count(len(schema) // 16)
+            own = {key: value for key, value in schema.items() if key not in _NO_LIMITS}
+            listed = [own["const"]] if "const" in own else own.get("enum")
+            values: dict[object, Any] | None = None
+            if isinstance(listed, list):
+                self._count_values(len(listed))
+                values = {_comparable(value): value for value in listed}
+            self._plain[id(schema)] = _alternative((own,) if own else (), _named_kinds(own.get("type")), values)
+        return self._plain[id(schema)]
+
     def _referenced(self, path: object, open_: frozenset[str], depth: int) -> list[Alternative]:
-        target = resolve(path, self._whole)
-        if target is None:
-            raise ValueError(f"has $ref {str(path)[:80]!r}, which leads nowhere")
         path = str(path)
-        return [] if path in open_ else self.of(target, open_ | {path}, depth + 1)
+        if path not in self._targets:
+            self._targets[path] = resolve(path, self._whole)
+        target = self._targets[path]
+        if target is None:
+            raise ValueError(f"has $ref {path[:80]!r}, which leads nowhere")
+        return [] if path in open_ else self._find(target, open_ | {path}, depth + 1)
 
     def _both(self, first: list[Alternative], second: list[Alternative]) -> list[Alternative]:
         """Return the alternatives of what must match one of each."""
-        num_found = len(first) * len(second)
-        if num_found > MAX_ALTERNATIVES:
+        if len(first) * len(second) > MAX_ALTERNATIVES:
             raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives; simplify it")
-        self._count(num_found)
-        return [Alternative(a.parts + b.parts, a.is_exclusive or b.is_exclusive) for a in first for b in second]
+        if first == [Alternative()]:
+            return second
+        return [self._merged(a, b) for a in first for b in second]
+
+    def _merged(self, first: Alternative, second: Alternative) -> Alternative:
+        parts = first.parts + second.parts
+        self._count(len(parts))
+        values = second.values if first.values is None else first.values
+        if first.values is not None and second.values is not None:
+            fewer, more = sorted((first.values, second.values), key=len)
+            values = {key: value for key, value in fewer.items() if key in more}
+        kinds = second.kinds if first.kinds is None else first.kinds
+        if first.kinds is not None and second.kinds is not None:
+            kinds = first.kinds & second.kinds
+        if values is not None:
+            self._count_values(len(values))
+        return _alternative(parts, kinds, values, first.is_exclusive or second.is_exclusive)
 
     def _count(self, number: int) -> None:
         self._num_parts += number
         if self._num_parts > MAX_PARTS:
             raise ValueError("combines too many schemas; simplify it")
+
+    def _count_values(self, number: int) -> None:
+        self._num_values += number
+        if self._num_values > MAX_VALUES:
+            raise ValueError("compares too many values; simplify it")
 
 
 def _check_exclusive(options: list[list[Alternative]]) -> None:
@@ -163,28 +206,29 @@ def _check_exclusive(options: list[list[Alternative]]) -> None:
         is_own_any = any(some is None for some in texts)
         if (is_any and (is_own_any or own)) or (is_own_any and seen) or own & seen:
             raise ValueError("has a oneOf whose parts may match the same text; use anyOf")
-        is_any, seen = is_any or is_own_any, seen | own
+        is_any |= is_own_any
+        seen |= own
 
 
-def properties_of(whole: Schema) -> tuple[dict[str, Any], list[str]]:
+def properties_of(whole: Schema) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the properties of an object's schema, and the names of the required ones.
 
     Follows a reference and an allOf at its top level. Raises ValueError for what limits properties otherwise.
     """
-    properties, required, parts = dict[str, Any](), list[str](), list(_object_parts(whole))
+    properties, required, parts = dict[str, Any](), dict[str, None](), list(_object_parts(whole))
     for part in parts:
         own, names = part.get("properties", {}), part.get("required", [])
-        if not isinstance(own, Mapping) or not isinstance(names, list):
-            raise ValueError("has properties that are no object, or a required that is no list")
+        if not isinstance(own, Mapping) or not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            raise ValueError("has properties that are no object, or a required that is no list of names")
         for key, value in own.items():
             properties[key] = {"allOf": [properties[key], value]} if key in properties else value
-        required += [name for name in names if name not in required]
+        required |= dict.fromkeys(names)
     for part in parts:
         if part.get("additionalProperties") is False:
             properties = {key: value for key, value in properties.items() if key in part.get("properties", {})}
-    if missing := [name for name in required if name not in properties]:
-        raise ValueError(f"requires {str(missing[0])[:80]!r}, which is not among its properties")
-    return properties, required
+    if missing := next((name for name in required if name not in properties), None):
+        raise ValueError(f"requires {missing[:80]!r}, which is not among its properties")
+    return {key: value for key, value in properties.items() if value is not False or key in required}, frozenset(required)
 
 
 def _object_parts(whole: Schema) -> Iterator[Schema]:
@@ -196,7 +240,7 @@ def _object_parts(whole: Schema) -> Iterator[Schema]:
         if found := next((key for key in _NOT_OF_OBJECTS if key in part), None):
             raise ValueError(f"has {found} at its top level, which is not supported in this format; use properties")
         if "object" not in (kinds if isinstance(kinds := part.get("type", "object"), list) else [kinds]):
-            raise ValueError(f"has the type {part['type']!r}; it must be 'object'")
+            raise ValueError(f"has the type {str(part['type'])[:80]!r}; it must be 'object'")
         yield part
         if "$ref" in part:
             if (target := resolve(part["$ref"], whole)) is None:
@@ -249,6 +293,12 @@ def _parts(schema: Schema, key: str) -> list[Any]:
     if not isinstance(parts, list):
         raise ValueError(f"has {key} {str(parts)[:80]!r}; it must be a list")
     return parts
+
+
+def _named_kinds(types: object) -> frozenset[str] | None:
+    """Return the types that `type` names, integers as numbers; None if there are none."""
+    named = [one for one in (types if isinstance(types, list) else [types]) if isinstance(one, str)]
+    return frozenset("number" if one == "integer" else one for one in named) or None
 
 
 def _kind(value: object) -> str:

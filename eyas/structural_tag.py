@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from eyas.errors import InvalidRequest
-from eyas.json_schema import Alternative, Definitions, alternatives, properties_of
+from eyas.json_schema import MAX_WRITTEN, Alternative, Alternatives, Definitions, properties_of
+from eyas.schema_keywords import known_schema
 
 # Fields of each format besides `type`: required ones, and those that may be left out.
 _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
@@ -90,6 +92,7 @@ class _LarkWriter:
         self._any_whitespace = any_whitespace
         self._token_id = token_id
         self._definitions = Definitions()
+        self._num_texts = 0  # that enums allow, between tags
 
     def expression(self, format_: Any) -> str:
         kind = self._checked(format_)
@@ -125,13 +128,13 @@ class _LarkWriter:
         """The type of a format whose fields are known. Raises InvalidRequest."""
         kind = format_.get("type") if isinstance(format_, dict) else None
         if not isinstance(kind, str) or kind not in _FIELDS:
-            raise _invalid(f"a format is {str(format_)[:80]}; its type must be one of {', '.join(_FIELDS)}")
+            raise _invalid(f"a format is {_short(format_)}; its type must be one of {', '.join(_FIELDS)}")
         required, optional = _FIELDS[kind]
         given = format_.keys() - {"type"}
         if missing := required - given:
             raise _invalid(f"a format of the type {kind!r} has no {sorted(missing)[0]}")
         if unknown := given - required - optional:
-            raise _invalid(f"{sorted(unknown)[0]!r} of a format of the type {kind!r} is not supported; leave it out")
+            raise _invalid(f"{_short(sorted(unknown)[0])} of a format of the type {kind!r} is not supported; leave it out")
         return kind
 
     def _rule(self, body: str, attributes: str = "") -> str:
@@ -141,11 +144,23 @@ class _LarkWriter:
 
     def _text_without(self, body: str, excludes: Any) -> str:
         """`body` without any of the texts `excludes` in it."""
+        return self._limited(body, self._other_than(excludes))
+
+    def _other_than(self, excludes: Any) -> str:
+        """The terminal of texts that hold one of `excludes`; empty if there are none."""
         if not excludes:
-            return body
+            return ""
         banned = "|".join(re.escape(_string(one, "excludes")) for one in _list(excludes, "excludes"))
-        name = f"T{len(self.rules)}"  # only terminals, whose names are upper-case, can be intersected
-        self.rules.append(f"{name}: ({body}) & ~" + _pattern(rf"(.|\n)*({banned})(.|\n)*"))
+        return self._terminal(_pattern(rf"(.|\n)*({banned})(.|\n)*"))
+
+    def _limited(self, body: str, banned: str) -> str:
+        """`body` where it is not of the terminal `banned`."""
+        return self._terminal(f"({body}) & ~{banned}") if banned else body
+
+    def _terminal(self, body: str) -> str:
+        """Only terminals, whose names are upper-case, can be intersected; one is an item of the parser whatever its size."""
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
         return name
 
     def _json(self, format_: Mapping[str, Any]) -> str:
@@ -154,11 +169,15 @@ class _LarkWriter:
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, dict):
             raise _invalid("json_schema must be an object")
+        try:
+            schema = known_schema(schema)
+        except ValueError as error:
+            raise _invalid(f"a json_schema {error}") from None
         style = format_.get("style", "json")
-        if style in _TAG_STYLES:
+        if isinstance(style, str) and style in _TAG_STYLES:
             return self._xml(schema, _TAG_STYLES[style])
         if style != "json":
-            raise _invalid(f"style {style!r} of a json_schema is not supported; use json, {', '.join(_TAG_STYLES)}")
+            raise _invalid(f"style {_short(style)} of a json_schema is not supported; use json, {', '.join(_TAG_STYLES)}")
         if not self._any_whitespace:
             schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
         return self._rule(f"%json {json.dumps(schema)}")
@@ -169,39 +188,41 @@ class _LarkWriter:
             properties, required = properties_of(schema)
         except ValueError as error:
             raise _invalid(f"a json_schema in a style of tags {error}") from None
-        parts = []
+        parts, found = [], Alternatives(schema)
         for key, own in properties.items():
             if key != key.strip() or style.behind_key.strip() in key:
                 raise _invalid(f"the name {key[:80]!r} of a property cannot be written between tags; rename it")
             try:
-                value = self._xml_value(own, schema, style)
+                value = self._xml_value(own, schema, found.of(own), style)
             except ValueError as error:
                 raise _invalid(f"property {key[:80]!r} of a json_schema {error}") from None
             part = f"{_literal(style.before_key + key + style.behind_key)} {value}"
             parts.append(part if key in required else f"({part})?")
         return self._rule(" ".join(parts) or '""')
 
-    def _xml_value(self, schema: Any, whole: Mapping[str, Any], style: _TagStyle) -> str:
+    def _xml_value(self, schema: Any, whole: Mapping[str, Any], found: Sequence[Alternative], style: _TagStyle) -> str:
         """A value and its end: text as it is where the schema allows text, else JSON.
 
         Where any text may do, a value is read as text, so that JSON has no place beside it but for null.
         Raises ValueError for what cannot be written so.
         """
-        found, end = alternatives(schema, whole), _literal(style.behind_value)
-        if not found or all(one.values == [] for one in found):
+        end = _literal(style.behind_value)
+        if not found or all(one.values is not None and not one.values for one in found):
             raise ValueError("allows no value; mend its schema")
         texts = [one for one in found if one.texts != []]
+        self._num_texts += sum(len(one.texts or ()) for one in texts)
+        if self._num_texts > MAX_WRITTEN:
+            raise ValueError("refers to large enums too often; simplify it")
         if not texts:
             return f"{self._json({'json_schema': self._definitions.standalone(schema, whole)})} {end}"
         bodies = [_text_pattern(one) for one in texts]
-        rests = [(one, sorted((one.kinds or set()) - {"string"})) for one in found]
+        rests = [(one, sorted((one.kinds or frozenset()) - {"string"})) for one in found]
         others = [{"allOf": [*one.parts, {"type": kinds}]} for one, kinds in rests if kinds]
         if any(one.texts is None for one in texts):
             bodies += ['"null"'] if any("null" in kinds for _, kinds in rests) else []
             others = []
         stop = _pattern(rf"(.|\n)*({'|'.join(map(re.escape, style.stops))})(.|\n)*")
-        name = f"T{len(self.rules)}"
-        self.rules.append(f"{name}: (({' | '.join(f'({body})' for body in bodies)}) & ~{stop}) {end}")
+        name = self._terminal(f"(({' | '.join(f'({body})' for body in bodies)}) & ~{stop}) {end}")
         if not others:
             return name
         key = "oneOf" if any(one.is_exclusive for one in found) else "anyOf"
@@ -211,14 +232,12 @@ class _LarkWriter:
         parts = list(map(self.expression, elements))
         if not all(self._checked(element) == "const_string" for element in elements):
             return f"({' | '.join(parts)})"
-        name = f"T{len(self.rules)}"  # one item of the parser for all of them
-        self.rules.append(f"{name}: {' | '.join(parts)}")
-        return name
+        return self._terminal(" | ".join(parts))
 
     def _token(self, token: Any) -> str:
         number = token if isinstance(token, int) else self._token_id(_string(token, "token"))
         if number is None or isinstance(token, bool):
-            raise _invalid(f"token {token!r} is not in the model's vocabulary")
+            raise _invalid(f"token {_short(token)} is not in the model's vocabulary")
         return f"<[{number}]>"
 
     def _edge(self, edge: Any) -> str:
@@ -232,7 +251,7 @@ class _LarkWriter:
     def _repeat(self, format_: Mapping[str, Any]) -> str:
         least, most = format_["min"], format_["max"]
         if not (isinstance(least, int) and isinstance(most, int) and least >= 0 and (most == -1 or least <= most)):
-            raise _invalid(f"a repeat has min {least!r} and max {most!r}; give 0 <= min <= max, or max -1")
+            raise _invalid(f"a repeat has min {_short(least)} and max {_short(most)}; give 0 <= min <= max, or max -1")
         return f"({self.expression(format_['content'])}){{{least},{'' if most < 0 else most}}}"
 
     def _sequence(self, elements: Sequence[Any]) -> str:
@@ -265,21 +284,23 @@ class _LarkWriter:
         return f"{self.expression(tag['content'])} {self._edge(tag['end'])}"
 
     def _triggered(self, format_: Mapping[str, Any]) -> str:
-        triggers, excludes = _list(format_["triggers"], "triggers"), format_.get("excludes", [])
-        firsts, alternatives = [], []
+        triggers = {_string(one, "trigger") for one in _list(format_["triggers"], "triggers")}
+        lengths, banned = sorted(set(map(len, triggers))), self._other_than(format_.get("excludes", []))
+        untils, firsts, alternatives = dict[str, str](), [], []
         for tag in _list(format_["tags"], "tags"):
             if self._checked(tag) != "tag":
                 raise _invalid("tags must hold formats of the type 'tag'")
             begin = _string(tag["begin"], "begin")
-            found = [one for one in triggers if _string(one, "trigger") and begin.startswith(one)]
+            found = [begin[:length] for length in lengths if length <= len(begin) and begin[:length] in triggers]
             if len(found) != 1:
                 raise _invalid(f"{len(found)} triggers begin the tag {begin[:80]!r}; exactly one must")
-            until = self._rule(self._text_without(f"{_TEXT} {_literal(found[0])}", excludes), "[lazy]")
+            if found[0] not in untils:
+                untils[found[0]] = self._rule(self._limited(f"{_TEXT} {_literal(found[0])}", banned), "[lazy]")
             rest = self._rule(self._after_begin(tag))  # written once: nested tags would double with every level
             firsts.append(f"{_literal(begin)} {rest}")
-            alternatives.append(f"{until} {_literal(begin[len(found[0]) :])} {rest}")
+            alternatives.append(f"{untils[found[0]]} {_literal(begin[len(found[0]) :])} {rest}")
         triggered = self._rule(" | ".join(alternatives))
-        tail = self._rule(self._text_without(_TEXT, excludes))
+        tail = self._rule(self._limited(_TEXT, banned))
         if format_.get("at_least_one", False):
             first = f"({' | '.join(firsts)})"
             return first if format_.get("stop_after_first", False) else f"{first} {triggered}* {tail}"
@@ -296,9 +317,14 @@ def _invalid(reason: str) -> InvalidRequest:
     return InvalidRequest(f"structural_tag: {reason}", "structured_outputs")
 
 
+def _short(value: Any) -> str:
+    """Return what an error quotes of a value."""
+    return repr(value[:80] if isinstance(value, str) else value)[:80]
+
+
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _invalid(f"{name} is {value!r}; it must be text")
+        raise _invalid(f"{name} is {_short(value)}; it must be text")
     return value
 
 
@@ -334,57 +360,55 @@ def _text_pattern(one: Alternative) -> str:
 def _length(schema: Mapping[str, Any], key: str) -> int | None:
     value = schema.get(key)
     if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0):
-        raise ValueError(f"has {key} {value!r}; it must be a number that is not negative")
+        raise ValueError(f"has {key} {_short(value)}; it must be a number that is not negative")
     return None if value is None else int(value)
 
 
-# A pattern's escapes, classes, groups and alternatives; all else alone.
-_PATTERN_TOKEN = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?(?:P?<\w+>|:)|.")
+# A pattern's escapes, classes, groups and alternatives; all else alone. What may go on to the end is possessive, and a class
+# without an end takes the rest, so that nothing is read twice.
+_PATTERN_TOKEN = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|\[:\^?[a-z]{1,9}:\]|[^\]\\])*+(?:\]|\Z)|\(\?(?:P?<\w{1,99}>|:)|.")
 
 
-def _searched(pattern: str, is_begin: bool = False, is_end: bool = False) -> list[str]:
-    """Return patterns of the whole text for one of JSON schema, which may match anywhere in it.
-
-    is_begin, is_end: whether it stands at the beginning and at the end of the text in any case.
-    """
-    found = []
-    for tokens in _split(_PATTERN_TOKEN.findall(pattern)):
-        begins, ends = is_begin, is_end
-        while tokens[:1] == ["^"]:
-            tokens, begins = tokens[1:], True
-        while tokens[-1:] == ["$"]:
-            tokens, ends = tokens[:-1], True
-        if _is_group(tokens):
-            found += _searched("".join(tokens[1:-1]), begins, ends)
-            continue
-        free = r"(.|\n)*"
-        found.append(f"{'' if begins else free}({''.join(tokens)}){'' if ends else free}")
+def _searched(pattern: str) -> list[str]:
+    """Return patterns of the whole text for one of JSON schema, which may match anywhere in it. Raises ValueError."""
+    tokens = _PATTERN_TOKEN.findall(pattern)
+    closers, bars = _groups(tokens)
+    found, free = list[str](), r"(.|\n)*"
+    todo = [(-1, len(tokens), False, False)]  # groups: their ends, and whether they stand at those of the text in any case
+    while todo:
+        opener, closer, is_begin, is_end = todo.pop()
+        for before, end in pairwise([opener, *bars[opener], closer]):
+            start, begins, ends = before + 1, is_begin, is_end
+            while start < end and tokens[start] == "^":
+                start, begins = start + 1, True
+            while start < end and tokens[end - 1] == "$":
+                end, ends = end - 1, True
+            if closers.get(start) == end - 1 and tokens[start + 1] != "?":
+                todo.append((start, end - 1, begins, ends))
+            else:
+                found.append(f"{'' if begins else free}({''.join(tokens[start:end])}){'' if ends else free}")
     return found
 
 
-def _split(tokens: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the alternatives of a pattern."""
-    part, depth = list[str](), 0
-    for token in tokens:
-        depth += token.startswith("(") - (token == ")")
-        if token == "|" and depth == 0:
-            yield part
-            part = []
-        else:
-            part.append(token)
-    yield part
+def _groups(tokens: Sequence[str]) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Return the place of the end of each group, and those of the bars between its alternatives; -1 is the whole pattern.
 
-
-def _is_group(tokens: Sequence[str]) -> bool:
-    """Whether the tokens are one group."""
-    if len(tokens) < 2 or tokens[0][0] != "(" or tokens[1] == "?" or tokens[-1] != ")":
-        return False
-    depth = 0
-    for number, token in enumerate(tokens):
-        depth += token.startswith("(") - (token == ")")
-        if depth == 0:
-            return number == len(tokens) - 1
-    return False
+    Raises ValueError for a group without an end, and an end without a group.
+    """
+    closers, bars, open_ = dict[int, int](), {-1: list[int]()}, [-1]
+    for place, token in enumerate(tokens):
+        if token[0] == "(":
+            open_.append(place)
+            bars[place] = []
+        elif token == "|":
+            bars[open_[-1]].append(place)
+        elif token == ")":
+            if len(open_) == 1:
+                raise ValueError("has a pattern with a ) that closes no group")
+            closers[open_.pop()] = place
+    if len(open_) > 1:
+        raise ValueError("has a pattern with a ( that is not closed")
+    return closers, bars
 
 
 def _regex(value: Any) -> str:

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import torch
 
-from eyas import grammar
+from eyas import grammar, grammar_trial
 from eyas.config import TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine import grammar_manager
@@ -346,7 +346,7 @@ def test_late_masks_for_drafts_end_drafts_only(target: str, monkeypatch: pytest.
 
 def test_drafts_do_not_change_where_a_grammar_costs_too_much(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of the parser grows too large, in a drafted token before it does in an output."""
-    monkeypatch.setattr(grammar, "ROW_ITEMS", 150)
+    monkeypatch.setattr(grammar_trial, "ROW_ITEMS", 150)
     drafters = (None, RandomDrafter(48))
     chunks = [run(make_engine(target, drafter), [hostile_request(40)])["hostile"] for drafter in drafters]
     plain, speculative = ([token for chunk in own for token in chunk.token_ids] for own in chunks)
@@ -357,7 +357,7 @@ def test_drafts_do_not_change_where_a_grammar_costs_too_much(target: str, monkey
 
 def test_drafts_use_up_no_lexer_states_of_the_output(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lexer of the drafts is full soon; that of the output is not, and the output goes on without drafts."""
-    monkeypatch.setattr(grammar, "LEXER_STATES", 300)
+    monkeypatch.setattr(grammar_trial, "LEXER_STATES", 300)
     structured = StructuredOutputs(regex="(?s:.*[a-m].{9}.*[n-z].{9}q)")
     request = Request("r", (5, 9, 17), SamplingParams(max_tokens=40, seed=5, structured_outputs=structured))
     plain, speculative = (run(make_engine(target, drafter), [request]) for drafter in (None, RandomDrafter(48)))

@@ -16,10 +16,14 @@ from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
 from eyas.errors import InvalidRequest
 from eyas.json_schema import Definitions, properties_of
 from eyas.request import StructuredOutputs
+from eyas.schema_keywords import known_schema
 from eyas.services.router.http.tools import Tool, ToolFields
 from eyas.tokenizer import Tokenizer
 
 PROMPT_END_TOKENS = 32
+# Values in the parameters of one tool, about as many as fit into a constraint; and parameters in Python's form of which all
+# may be left out: each may be the first one, so that their grammar grows with the square of their number.
+MAX_TOOL_VALUES, MAX_OPTIONAL = 2**16, 64
 
 Format = dict[str, Any]  # of a structural tag
 
@@ -304,6 +308,9 @@ class _TagWriter:
         if needed:
             more = [_sequence(_text(", "), word) for word in needed[1:]]
             arguments = [_sequence(needed[0], *more, *map(_following, others))]
+        elif len(others) > MAX_OPTIONAL:
+            reason = f"the tool {tool.function.name!r} has more than {MAX_OPTIONAL} parameters and requires none of them"
+            raise InvalidRequest(f"{reason}; require one, or give fewer", "tools")
         else:
             arguments = [_sequence(word, *map(_following, others[at + 1 :])) for at, word in enumerate(others)]
         inner = [_or(arguments) if needed else _optional(_or(arguments))] if arguments else []
@@ -360,7 +367,7 @@ def _xml(tool: Tool, style: str, is_free: bool) -> Format:
     return {**schema, "style": style}
 
 
-def _properties(tool: Tool, schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _properties(tool: Tool, schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the properties of the arguments, and the names of the required ones. Raises InvalidRequest."""
     try:
         return properties_of(schema)
@@ -381,8 +388,16 @@ def _schema(tool: Tool, is_free: bool = False) -> Format:
     if is_free and not tool.function.strict:
         return {"type": "json_schema", "json_schema": {"type": "object"}}
     schema = {"type": "object", "properties": {}} | tool.function.parameters
+    open_: list[Any] = [schema]
+    for number, value in enumerate(open_):  # grows while it is read
+        if number > MAX_TOOL_VALUES:
+            reason = f"parameters of the tool {tool.function.name!r} have more than {MAX_TOOL_VALUES} values"
+            raise InvalidRequest(f"{reason}; simplify them", "tools")
+        open_ += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     try:
-        return {"type": "json_schema", "json_schema": _closed(schema)}
+        return {"type": "json_schema", "json_schema": _closed(known_schema(schema))}
+    except ValueError as error:
+        raise InvalidRequest(f"the schema of the tool {tool.function.name!r} {error}", "tools") from None
     except RecursionError:
         raise InvalidRequest(f"parameters of the tool {tool.function.name!r} are nested too deeply", "tools") from None
 
