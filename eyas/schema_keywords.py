@@ -18,7 +18,7 @@ from eyas.json_schema import MAX_WRITTEN, resolve
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _DIALECTS = {f"https://json-schema.org/draft/{draft}/schema" for draft in ("2019-09", "2020-12")}
 _DIALECTS |= {f"http://json-schema.org/draft-0{draft}/schema" for draft in (4, 6, 7)}
-# What limits values, holds schemas or names them. All else is a note; llguidance minds notes next to a reference in a circle.
+# What limits values, holds schemas or names them. All else is a note; llguidance minds notes where references form a circle.
 _KEYWORDS = {
     "$schema", "$id", "id", "$anchor", "$ref", "$defs", "definitions", "$dynamicRef", "$recursiveRef", "x-guidance",
     "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependencies", "dependentSchemas",
