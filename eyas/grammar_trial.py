@@ -189,7 +189,7 @@ def _serve(connection: Connection[bytes, bytes]) -> None:
         connection.send_bytes(b"ready")
         while True:
             asked = json.loads(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # nobody handles its signal, which ends the process
+            signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # its signal has no handler: it ends the process
             answer = _tried(StructuredOutputs(**asked["structured"]), asked["tokens"], vocabulary)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(json.dumps(answer).encode())

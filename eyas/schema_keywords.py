@@ -128,10 +128,10 @@ class _Translation:
         return rest | {"patternProperties": {pattern: others}, "additionalProperties": False}
 
     def _tagged(self, options: Sequence[Any]) -> list[Any]:
-        """Return the parts of a oneOf if a property tells them apart, which they then require; empty without one.
+        """Return the parts of a oneOf, which then require a property that differs between them; empty without one.
 
         Pydantic gives such a tag a default, and so does not require it: a value without it would match several parts.
-        llguidance tells no references apart, and follows none in a circle that has keywords next to it.
+        llguidance compares no references, and follows none in a circle that has keywords next to it.
         """
         refer = [isinstance(one, Mapping) and "$ref" in one for one in options]
         targets = [resolve(one["$ref"], self._whole) if is_ else one for one, is_ in zip(options, refer, strict=True)]
@@ -139,7 +139,7 @@ class _Translation:
         named = [one for one in properties if isinstance(one, Mapping)]
         if len(named) < max(len(options), 2):
             return []
-        name = next((name for name in named[0] if _tells_apart(name, named)), None)
+        name = next((name for name in named[0] if _is_tag(name, named)), None)
         if name is None:
             return []
         self.tags |= {(one["$ref"], name): None for one, is_ in zip(options, refer, strict=True) if is_}
@@ -174,7 +174,7 @@ def _name_pattern(limits: Mapping[str, Any]) -> str | None:
     return rf"^(.|\n){{{least},{most}}}$" if is_length and re.fullmatch(r"\d{1,9},\d{0,9}", f"{least},{most}") else None
 
 
-def _tells_apart(name: str, properties: Sequence[Mapping[str, Any]]) -> bool:
+def _is_tag(name: str, properties: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a property has other values in each object."""
     seen = set[str]()
     for own in properties:

@@ -21,7 +21,7 @@ from eyas.services.router.http.tools import Tool, ToolFields
 from eyas.tokenizer import Tokenizer
 
 PROMPT_END_TOKENS = 32
-# Values in the parameters of one tool, about as many as fit into a constraint; and parameters in Python's form of which all
+# Values in the parameters of one tool, about as many as fit into a constraint; and parameters in Python's form if all
 # may be left out: each may be the first one, so that their grammar grows with the square of their number.
 MAX_TOOL_VALUES, MAX_OPTIONAL = 2**16, 64
 
