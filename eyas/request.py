@@ -60,6 +60,22 @@ class StructuredOutputs:
 
 
 @dataclass(frozen=True)
+class ReasoningBudget:
+    """Most tokens of reasoning in an output. What is drawn after them is the end of the reasoning.
+
+    num_tokens: tokens between the marks, at least 0.
+    end_id: token that ends the reasoning.
+    start_ids: tokens in a row that begin it.
+    is_open: the prompt has begun it.
+    """
+
+    num_tokens: int
+    end_id: int
+    start_ids: tuple[int, ...]
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to draw tokens: docs/sampling.md has the exact rules and their order. Names as in vLLM.
 
@@ -86,6 +102,7 @@ class SamplingParams:
     logprobs: report each emitted token's log-probability and this number of likeliest tokens, 0 to 20; None reports none.
     prompt_logprobs: the same for every token of the prompt.
     structured_outputs: what the text of the output must match; None leaves it free.
+    reasoning_budget: how long the reasoning may be; None sets no limit.
     """
 
     max_tokens: int = 128
@@ -108,6 +125,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    reasoning_budget: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids", "bad_token_ids", "logit_bias"):
@@ -129,8 +147,9 @@ class SamplingParams:
 
     @property
     def has_logit_rules(self) -> bool:
-        """Whether biases, penalties or bans change logits before a draw, see eyas.sampling.logit_rules."""
-        return bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.has_penalties
+        """Whether biases, penalties, bans or a budget change logits before a draw, see eyas.sampling.logit_rules."""
+        is_asked = bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.reasoning_budget is not None
+        return is_asked or self.has_penalties
 
     @property
     def has_penalties(self) -> bool:

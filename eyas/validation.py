@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eyas.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from eyas.request import Request, SamplingParams, StructuredOutputs
+    from eyas.request import ReasoningBudget, Request, SamplingParams, StructuredOutputs
 
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
@@ -146,6 +146,20 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
     if sampling.structured_outputs is not None:
         check_structured_outputs(sampling.structured_outputs)
+    if sampling.reasoning_budget is not None:
+        _check_reasoning_budget(sampling.reasoning_budget)
+
+
+def _check_reasoning_budget(budget: ReasoningBudget) -> None:
+    if not _is_whole(budget.num_tokens) or not 0 <= budget.num_tokens <= MAX_INT:
+        reason = f"reasoning_budget is {budget.num_tokens!r} tokens; it must be a whole number from 0 to {MAX_INT}"
+        raise InvalidRequest(reason, "reasoning_budget")
+    ids = (budget.end_id, *budget.start_ids)
+    if not 1 <= len(budget.start_ids) <= MAX_BAD_WORD_TOKENS or not all(map(_is_whole, ids)):
+        reason = (
+            f"reasoning_budget needs 1 to {MAX_BAD_WORD_TOKENS} token ids that begin the reasoning, and one that ends it"
+        )
+        raise InvalidRequest(reason, "reasoning_budget")
 
 
 def _check_entries(sampling: SamplingParams) -> None:
@@ -251,6 +265,7 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("bad_token_ids", [token for ids in sampling.bad_token_ids for token in ids]),
+        ("reasoning_budget", (budget.end_id, *budget.start_ids) if (budget := sampling.reasoning_budget) else ()),
     )
     for what, ids in named:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:

@@ -44,7 +44,26 @@ def steered(
     if len(output) < params.min_tokens:
         for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos)):
             logits[token] = -math.inf
+    if reasoning_has_to_end(output, params):
+        assert params.reasoning_budget is not None
+        logits[:] = -math.inf
+        logits[params.reasoning_budget.end_id] = 0
     return logits
+
+
+def reasoning_has_to_end(output: list[int], params: SamplingParams) -> bool:
+    """Whether a budget of the reasoning is used up: marks are looked for in the whole output, one token after the other."""
+    if (budget := params.reasoning_budget) is None:
+        return False
+    is_open, begun, num_tokens = budget.is_open, 0, 0
+    for at, token in enumerate(output):
+        if is_open and token == budget.end_id:
+            is_open, begun = False, at + 1
+        elif is_open:
+            num_tokens += 1
+        elif output[begun : at + 1][-len(budget.start_ids) :] == list(budget.start_ids):
+            is_open = True
+    return is_open and num_tokens >= budget.num_tokens
 
 
 def target_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:

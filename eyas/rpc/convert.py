@@ -33,6 +33,7 @@ from eyas.request import (
     FinishReason,
     GenerationStats,
     NoiseKey,
+    ReasoningBudget,
     Request,
     SamplingParams,
     StructuredOutputs,
@@ -73,6 +74,7 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
         "logit_bias": [types_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
         "bad_token_ids": [types_pb2.TokenIds(ids=ids) for ids in sampling.bad_token_ids],
         "structured_outputs": sampling.structured_outputs and structured_outputs_to_proto(sampling.structured_outputs),
+        "reasoning_budget": sampling.reasoning_budget and types_pb2.ReasoningBudget(**vars(sampling.reasoning_budget)),
     }
     return types_pb2.SamplingParams(**values)
 
@@ -87,6 +89,8 @@ def sampling_params_from_proto(
     }
     if message.HasField("structured_outputs"):
         values["structured_outputs"] = structured_outputs_from_proto(message.structured_outputs)
+    if message.HasField("reasoning_budget"):
+        values["reasoning_budget"] = ReasoningBudget(**_values(message.reasoning_budget))
     return SamplingParams(**values)
 
 

@@ -1,4 +1,5 @@
-"""What requests ask of their logits before the draw: masks of grammars, biases, penalties, bans, in that order.
+"""What requests ask of their logits before the draw: masks of grammars, biases, penalties, bans, the end of a reasoning that
+has used up its budget, in that order.
 
 Masks are packed bits, computed on the host; the device unpacks them. They are the first thing that happens to the logits, so
 that log-probabilities are those of the masked distribution, as in vLLM.
@@ -26,6 +27,7 @@ from eyas.draft_protocol import KnownLogitBias
 from eyas.grammar import TokenBits
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, LogitRows
+from eyas.sampling.reasoning_budget import BudgetFollower
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
@@ -144,6 +146,8 @@ class LogitRules:
             _penalise(logits, part)
         rows, ids = upload(np.concatenate([cells for part in parts for cells in _banned(part)], axis=1), logits.device)
         logits[rows, ids] = -torch.inf
+        for part in parts:
+            _end_reasoning(logits, part)
         return logits
 
     def known_biases(self, request: Request, tokens: Seq[int]) -> tuple[KnownLogitBias, ...]:
@@ -190,6 +194,7 @@ class LogitRules:
             end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
             bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
             counts=TokenCounts(num_prompt, logits.shape[1]) if sampling.has_penalties else None,
+            budget=BudgetFollower(sampling.reasoning_budget, num_prompt) if sampling.reasoning_budget else None,
         )
 
 
@@ -202,6 +207,7 @@ class _RequestRules:
     end_ids: Ints
     bad_words: BadWords | None
     counts: TokenCounts | None
+    budget: BudgetFollower | None
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,15 @@ def _banned(part: _Part) -> Iterator[Ints]:
     if part.rules.bad_words is not None:
         nodes, ids = part.rules.bad_words.completed(part.tokens, part.tree)
         yield np.stack([part.start + nodes, ids])
+
+
+def _end_reasoning(logits: Tensor, part: _Part) -> None:
+    """Leave, in place, only the end of the reasoning where its budget is used up."""
+    if part.rules.budget is None:
+        return
+    rows = upload(part.indices[part.rules.budget.must_end(part.tokens, part.tree)], logits.device)
+    logits[rows] = -torch.inf
+    logits[rows, part.rules.budget.budget.end_id] = 0
 
 
 def _cells(rows: Ints, ids: Ints) -> Ints:

@@ -16,7 +16,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
-from eyas.request import Chunk, GenerationStats, Request, SamplingParams
+from eyas.request import Chunk, GenerationStats, ReasoningBudget, Request, SamplingParams
 from eyas.sampling.logit_rules import LogitRules
 from eyas.tree import DraftTree
 from tests import reference
@@ -35,6 +35,11 @@ STEERED = {
     "reward": replace(PLAIN, frequency_penalty=-1.0, presence_penalty=-2.0, repetition_penalty=0.7),
     "bad words": replace(PLAIN, temperature=0, bad_token_ids=WORDS),
     "min tokens": replace(PLAIN, ignore_eos=False, min_tokens=9, stop_token_ids=tuple(range(3, 40))),
+    "no reasoning": replace(PLAIN, reasoning_budget=ReasoningBudget(0, 9, (4,), is_open=True)),
+    "short reasoning": replace(PLAIN, temperature=0, reasoning_budget=ReasoningBudget(5, 9, (4,), is_open=True)),
+    "begun reasoning": replace(
+        PLAIN, temperature=1e6, logit_bias=((4, 10.0), (5, 10.0)), reasoning_budget=ReasoningBudget(2, 9, (4, 5))
+    ),
     "hot": replace(PLAIN, ignore_eos=False, min_tokens=20, temperature=1e6),
     "min p": replace(PLAIN, temperature=1.3, min_p=0.2),
     "all": replace(
