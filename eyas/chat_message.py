@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eyas.text_reader import WHITE_SPACE
@@ -30,51 +31,99 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def __add__(self, other: ChatMessage) -> ChatMessage:
-        calls = {call.index: call for call in self.tool_calls}
-        for call in other.tool_calls:
-            begun = calls.get(call.index, ToolCall(call.index, call.id, call.name))
-            calls[call.index] = ToolCall(call.index, begun.id, begun.name, begun.arguments + call.arguments)
-        return ChatMessage(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()))
+        return joined((self, other))
+
+
+def joined(messages: Iterable[ChatMessage]) -> ChatMessage:
+    """Return the message that pieces make, in time linear in their size."""
+    content, reasoning, calls = list[str](), list[str](), dict[int, list[ToolCall]]()
+    for message in messages:
+        content.append(message.content)
+        reasoning.append(message.reasoning)
+        for call in message.tool_calls:
+            calls.setdefault(call.index, []).append(call)
+    whole = (
+        ToolCall(index, parts[0].id, parts[0].name, "".join(part.arguments for part in parts))
+        for index, parts in calls.items()
+    )
+    return ChatMessage("".join(content), "".join(reasoning), tuple(whole))
+
+
+def in_order(pieces: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the fewest messages that keep the order of pieces: each has reasoning before content before calls."""
+    runs, last = list[list[ChatMessage]](), 0
+    for piece in pieces:
+        if piece == _EMPTY:
+            continue
+        first = 0 if piece.reasoning else 1 if piece.content else 2
+        if not runs or first < last:
+            runs.append([])
+        runs[-1].append(piece)
+        last = 2 if piece.tool_calls else 1 if piece.content else 0
+    return [joined(run) for run in runs]
+
+
+_EMPTY = ChatMessage()
 
 
 class MessageWriter:
-    """The message as it grows. White space of the content is held until it is known not to be beside a call."""
+    """The message as it grows.
+
+    White space of the content is held until it is known not to be next to a call. There it only separates the texts before
+    and after the call.
+    """
 
     def __init__(self, max_calls: int | None, id_length: int) -> None:
         self.num_calls = 0
         self._max_calls, self._id_length = max_calls, id_length
-        self._new = ChatMessage()
-        self._space: list[str] = []
-        self._is_after_call = False
+        self._new: list[ChatMessage] = []
+        self._space: list[str] = []  # after the last content or call
+        self._space_before_calls = ""
+        self._is_apart = False  # calls, or the end of a message, stand between the content and what follows
+        self._has_content = False
+        self._reasoning_begins = ""  # what keeps the next reasoning apart
+        self._has_reasoning = False
         self._has_arguments = True
 
-    def take(self) -> ChatMessage:
-        new, self._new = self._new, ChatMessage()
-        return new
+    def take(self) -> list[ChatMessage]:
+        """Return what is new, as `in_order` does."""
+        new, self._new = self._new, []
+        return in_order(new)
 
     def content(self, text: str) -> None:
-        if self._is_after_call:
-            text = text.lstrip(WHITE_SPACE)
         shown = text.rstrip(WHITE_SPACE)
         if shown:
-            self._new += ChatMessage("".join([*self._space, shown]))
-            self._space, self._is_after_call = [], False
+            space = "".join([*self._space, shown[: -len(shown.lstrip(WHITE_SPACE))]])
+            if self._is_apart:
+                space = (self._space_before_calls + space or "\n") if self._has_content else ""
+            self._new.append(ChatMessage(space + shown.lstrip(WHITE_SPACE)))
+            self._space, self._space_before_calls = [], ""
+            self._is_apart, self._has_content = False, True
         self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
-        self._new += ChatMessage(reasoning=text)
+        if text:
+            self._new.append(ChatMessage(reasoning=self._reasoning_begins + text))
+            self._reasoning_begins, self._has_reasoning = "", True
+
+    def begin_message(self) -> None:
+        """Keep what follows apart from the message before."""
+        self._is_apart = self._is_apart or self._has_content
+        self._reasoning_begins = "\n" if self._has_reasoning else ""
 
     def call(self, name: str, call_id: str = "") -> None:
         self.end_call()
         self.num_calls += 1
-        self._space, self._is_after_call, self._has_arguments = [], True, False
+        if not self._is_apart:
+            self._space_before_calls = "".join(self._space)
+        self._space, self._is_apart, self._has_arguments = [], True, False
         if not self._is_dropped:
-            self._new += ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, call_id or self._new_id(), name),))
+            self._new.append(ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, call_id or self._new_id(), name),)))
 
     def arguments(self, text: str) -> None:
         self._has_arguments = self._has_arguments or bool(text.strip())
         if text and not self._is_dropped:
-            self._new += ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, arguments=text),))
+            self._new.append(ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, arguments=text),)))
 
     def end_call(self) -> None:
         """Give a call without arguments an empty object."""
@@ -83,8 +132,8 @@ class MessageWriter:
 
     def end(self) -> None:
         self.end_call()
-        if not self._is_after_call:
-            self._new += ChatMessage("".join(self._space))
+        if not self._is_apart and any(self._space):
+            self._new.append(ChatMessage("".join(self._space)))
 
     @property
     def _is_dropped(self) -> bool:

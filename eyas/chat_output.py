@@ -1,7 +1,8 @@
 """What an assistant's text means: content, reasoning and tool calls, read from the formats that models write.
 
 A parser takes the text in pieces of any length; the message does not depend on where the pieces end. Text that breaks its
-format is never dropped: it becomes content, or part of the arguments that it broke. `call_formats` reads each format.
+format is never dropped: it becomes content, or part of the arguments that it broke. `call_formats` reads each format, and
+says what becomes of a call that the end of the output cuts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.call_formats import MARKS, READERS, CallReader, Tools
-from eyas.chat_message import ChatMessage, MessageWriter
+from eyas.argument_values import ArgumentTypes, Tools
+from eyas.call_formats import MARKS, CallReader
+from eyas.chat_message import ChatMessage, MessageWriter, joined
 from eyas.text_reader import MAX_HEADER
 
 ToolParserName = Literal[
@@ -51,6 +53,11 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "qwen3": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
+# Before and after the reasoning, also of gpt-oss, which may write it in several messages.
+REASONING_MARKS: Mapping[str, tuple[str, str]] = {
+    **THINK_TAGS,
+    "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,15 +89,23 @@ class ChatFormat:
         text = prompt[-MAX_HEADER:].rstrip()
         return text.endswith(start) or (self.reasoning_parser == "deepseek_r1" and not text.endswith(end))
 
-    def parser(self, prompt: str = "", tools: Tools | None = None, max_calls: int | None = None) -> ChatParser:
+    def parser(
+        self,
+        prompt: str = "",
+        tools: Tools | ArgumentTypes | None = None,
+        max_calls: int | None = None,
+        is_forced: bool = False,
+    ) -> ChatParser:
         """Return a parser of one completion.
 
         Args:
             prompt: the rendered prompt.
             tools: the tools that may be called. Without any, calls stay text.
             max_calls: number of calls after which further ones are dropped.
+            is_forced: the output must be a call, so that no beginning of one is text.
         """
-        return ChatParser(self, self.begins_with_reasoning(prompt), tools or {}, max_calls)
+        types = tools if isinstance(tools, ArgumentTypes) else ArgumentTypes(tools or {})
+        return ChatParser(self, self.begins_with_reasoning(prompt), types, max_calls, is_forced)
 
 
 def detect_format(template: str) -> ChatFormat:
@@ -121,16 +136,14 @@ _SHOWN: tuple[tuple[ToolParserName | Literal[""], Callable[[str], bool]], ...] =
 class ChatParser:
     """Reads one completion; `ChatFormat.parser` makes it. num_calls: tool calls so far."""
 
-    def __init__(self, form: ChatFormat, in_reasoning: bool, tools: Tools, max_calls: int | None) -> None:
+    def __init__(
+        self, form: ChatFormat, in_reasoning: bool, types: ArgumentTypes, max_calls: int | None, is_forced: bool
+    ) -> None:
         self._output = MessageWriter(max_calls, 9 if form.tool_call_parser == "mistral" else 0)
-        content = CallReader(self._output, tools)
-        is_read = form.tool_call_parser == "openai" or bool(tools and form.tool_call_parser)
-        content.run((READERS[form.tool_call_parser] if is_read else CallReader.plain)(content))
-        self._readers = [content]
-        if form.reasoning_parser in THINK_TAGS:
-            reasoning = CallReader(self._output, tools)
-            reasoning.run(reasoning.think(*THINK_TAGS[form.reasoning_parser], in_reasoning, content))
-            self._readers = [reasoning, content]
+        tags = THINK_TAGS.get(form.reasoning_parser)
+        self._reader = CallReader(self._output, types, tags, in_reasoning, is_forced)
+        is_read = form.tool_call_parser == "openai" or types.tools
+        self._reader.run(self._reader.read(form.tool_call_parser if is_read else ""))
 
     @property
     def num_calls(self) -> int:
@@ -140,16 +153,23 @@ class ChatParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text is inside the reasoning."""
-        return self._readers[0].is_reasoning
+        return self._reader.is_reasoning
 
     def push(self, text: str) -> ChatMessage:
         """Take the next piece of the text; return what it adds to the message."""
-        self._readers[0].push(text)
-        return self._output.take()
+        return joined(self.pieces(text))
 
     def finish(self) -> ChatMessage:
         """Return what was held back; the text has ended."""
-        for reader in self._readers:
-            reader.finish()
+        return joined(self.last_pieces())
+
+    def pieces(self, text: str) -> list[ChatMessage]:
+        """Do as `push`; each message has reasoning before content before calls, so that they keep the order of the text."""
+        self._reader.push(text)
+        return self._output.take()
+
+    def last_pieces(self) -> list[ChatMessage]:
+        """Do as `finish`, in messages as of `pieces`."""
+        self._reader.finish()
         self._output.end()
         return self._output.take()

@@ -11,16 +11,23 @@ from typing import TypeAlias
 
 Steps: TypeAlias = Generator[None, None, None]
 
+_SLICE = 1024  # characters of a piece that are read at once: the work on what is not read yet stays linear
 MAX_HEADER = 1024  # characters that may stand before a part that is passed on as it comes
 WHITE_SPACE = " \t\r\n"
 _SPACE = re.compile(f"[{WHITE_SPACE}]*")
 
 
 class TextReader:
-    """Text and the generator that reads it. rest: what came and is not read yet."""
+    """Text and the generator that reads it.
 
-    def __init__(self) -> None:
+    Attributes:
+        rest: what came and is not read yet.
+        least_cut: characters of a marker that the end of the text may cut. Fewer are text.
+    """
+
+    def __init__(self, least_cut: int = 2) -> None:
         self.rest = ""
+        self.least_cut = least_cut
         self._is_complete = False
         self._steps: Steps | None = None
 
@@ -32,8 +39,9 @@ class TextReader:
     def push(self, text: str) -> None:
         """Take the next piece."""
         assert self._steps is not None
-        self.rest += text
-        next(self._steps, None)
+        for start in range(0, len(text), _SLICE):
+            self.rest += text[start : start + _SLICE]
+            next(self._steps, None)
 
     def finish(self) -> None:
         """Let the generator read the rest: no further piece comes."""
@@ -65,16 +73,22 @@ class TextReader:
                 return
 
     def until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Generator[None, None, str]:
-        """Emit the text before the first marker as it comes; remove and return the marker, or return "" at the end."""
+        """Emit the text before the first marker as it comes; remove and return the marker, or return "" at the end.
+
+        The beginning of a marker that the end cuts is left out.
+        """
         while True:
             found = min(((at, marker) for marker in markers if (at := self.rest.find(marker)) >= 0), default=None)
             if found is not None:
                 emit(self.take(found[0]))
                 return self.take(len(found[1]))
-            keep = 0 if self._is_complete else max(overlap(self.rest, marker) for marker in markers)
+            keep = max(overlap(self.rest, marker) for marker in markers)
+            if self._is_complete and keep < self.least_cut:
+                keep = 0
             if len(self.rest) > keep:
                 emit(self.take(len(self.rest) - keep))
             if not (yield from self.more()):
+                self.rest = ""
                 return ""
 
     def begins_with(self, text: str) -> Generator[None, None, bool]:
@@ -84,8 +98,8 @@ class TextReader:
         return self.rest.startswith(text)
 
     def is_cut(self, *markers: str) -> bool:
-        """Whether the text ended before one of the markers, or inside of it."""
-        return self._is_complete and any(marker.startswith(self.rest) for marker in markers)
+        """Whether the text ended before one of the markers, or inside of it; without any, whether it ended here."""
+        return self._is_complete and any(marker.startswith(self.rest) for marker in markers or ("",))
 
     def skip(self, text: str) -> Generator[None, None, bool]:
         """Remove the text if it comes next; return whether it did."""
@@ -93,6 +107,16 @@ class TextReader:
         if found:
             self.take(len(text))
         return found
+
+    def skip_end(self, *texts: str) -> Generator[None, None, bool]:
+        """Remove the first of the texts that comes next, also if the output ends inside of it; return whether one did."""
+        for text in texts:
+            if (yield from self.skip(text)):
+                return True
+        if not self.rest or not self.is_cut(*texts):
+            return False
+        self.take(len(self.rest))
+        return True
 
     def take_while(self, characters: re.Pattern[str]) -> Generator[None, None, str]:
         """Remove and return the characters that match, MAX_HEADER at most."""

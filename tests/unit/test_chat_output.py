@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.call_formats import MARKS, Tools
+from eyas.argument_values import Tools, python_json
+from eyas.call_formats import MARKS
 from eyas.chat_message import ChatMessage, ToolCall
 from eyas.chat_output import ChatFormat, detect_format
 
@@ -78,7 +79,8 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (HERMES, "<tool_call><function=f g", ChatMessage("<tool_call><function=f g")),
     (HERMES, "<tool_call><function=add>w1</function>", ChatMessage("w1</function>", "", calls(("add", "{}")))),
     (HERMES, "<tool_call>add(1)</tool_call>", ChatMessage("<tool_call>add(1)</tool_call>")),
-    (HERMES, '<tool_call>{"name": "add", "argu', ChatMessage('<tool_call>{"name": "add", "argu')),
+    (HERMES, '<tool_call>{"name": "add", "w1', ChatMessage('<tool_call>{"name": "add", "w1')),
+    (HERMES, '<tool_call>{"name": "subtract', ChatMessage('<tool_call>{"name": "subtract')),
     (
         HERMES,
         '<tool_call>{"name": "add", "arguments": {"a": (1)}}</tool_call> b',
@@ -120,7 +122,7 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (
         OPENAI,
         "<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>final<|message|>Done<|return|>",
-        ChatMessage("First.Done"),
+        ChatMessage("First.\nDone"),
     ),
     (
         OPENAI,
@@ -186,7 +188,6 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (ChatFormat("pythonic"), "[1, 2] is a list", ChatMessage("[1, 2] is a list")),
     (ChatFormat("pythonic"), "[add(1)]", ChatMessage("[add(1)]")),
     (ChatFormat("pythonic"), "[add(a=os.system())]", ChatMessage("[add(a=os.system())]")),
-    (ChatFormat("pythonic"), "[add(a=1", ChatMessage("[add(a=1")),
     (ChatFormat("pythonic"), "<|python_start|> None", ChatMessage("<|python_start|> None")),
     (ChatFormat("pythonic"), "<|python_start|>[add(1)]", ChatMessage("<|python_start|>[add(1)]")),
     (
@@ -220,12 +221,97 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (MAGISTRAL, f"[THINK]Hm[/THINK]Yes[TOOL_CALLS]add[ARGS]{ADD[1]}", ChatMessage("Yes", "Hm", calls(ADD))),
 ]
 
+LIST = '[{"name": "add", "parameters": {"a": 1}}]'
+DICT = "{'name': 'add', 'arguments': {'a': True, 'b': (\"it's\", None)}}"
+PYTHON_ADD = ("add", '{"a": true, "b": ["it\'s", null]}')
+IN_DAYS = ("get_weather", '{"city": "Bern", "days": [1]}')
+# Slips that models make: other openers, orders and ends than the format has.
+SLIPS: list[tuple[ChatFormat, str, ChatMessage]] = [
+    (HERMES, '{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ChatMessage("", "", calls(ADD))),
+    (HERMES, f"<tool_call>\n{LIST}\n</tool_call>", ChatMessage("", "", calls(ADD))),
+    (HERMES, f"<tool_call>\n```json\n{LIST}\n```\n</tool_call>", ChatMessage("", "", calls(ADD))),
+    (HERMES, f"<tool_call>\n<tool_call>{LIST}</tool_call></tool_call>ok", ChatMessage("ok", "", calls(ADD))),
+    (HERMES, f"<tool_call>{DICT}</tool_call>", ChatMessage("", "", calls(PYTHON_ADD))),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}\n{"name": "add"}</tool_call>',
+        ChatMessage("", "", calls(ADD, ("add", "{}"))),
+    ),
+    (
+        HERMES,
+        """<tool_call>{"name": "add", "arguments": {'a': 1, }}}</tool_call>ok""",
+        ChatMessage("ok", "", calls(ADD)),
+    ),
+    (
+        HERMES,
+        '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
+        ChatMessage("", "", calls(ADD)),
+    ),
+    (HERMES, '```json\n{"a": 1}\n```', ChatMessage('```json\n{"a": 1}\n```')),
+    (LLAMA, LIST, ChatMessage("", "", calls(ADD))),
+    (LLAMA, f"```json\n{LIST}\n```", ChatMessage("", "", calls(ADD))),
+    (LLAMA, '{"type": "function", "name": "add", "parameters": {"a": 1}}', ChatMessage("", "", calls(ADD))),
+    (LLAMA, 'I add.<function=add>{"a": 1}</function>', ChatMessage("I add.", "", calls(ADD))),
+    (MISTRAL, LIST, ChatMessage("", "", calls(ADD))),
+    (MISTRAL, '[TOOL_CALLS]{"name": "add", "arguments": {"a": 1}}', ChatMessage("", "", calls(ADD))),
+    (MISTRAL, '[TOOL_CALLS] add [ARGS] {"a": 1}', ChatMessage("", "", calls(ADD))),
+    (MISTRAL, '["add", 1] is a list', ChatMessage('["add", 1] is a list')),
+    (
+        ChatFormat("qwen3_coder"),
+        "Now.\n\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>",
+        ChatMessage("Now.", "", calls(("get_weather", '{"city": "Bern"}'))),
+    ),
+    (
+        ChatFormat("qwen3_coder"),
+        '<tool_call><function name="get_weather"><parameter name="city">Bern</parameter></function></tool_call>',
+        ChatMessage("", "", calls(("get_weather", '{"city": "Bern"}'))),
+    ),
+    (
+        ChatFormat("qwen3_coder"),
+        "<tool_call><function=get_weather><parameter=city>Bern</tool_call>ok",
+        ChatMessage("ok", "", calls(("get_weather", '{"city": "Bern"}'))),
+    ),
+    (ChatFormat("qwen3_coder"), f"<tool_call>{LIST}</tool_call>", ChatMessage("", "", calls(ADD))),
+    (ChatFormat("qwen3_coder"), "<function=add> is how to call", ChatMessage("<function=add> is how to call")),
+    (
+        ChatFormat("glm45"),
+        "<tool_call>get_weather<arg_key>city<arg_value>Bern<arg_key>days</arg_key><arg_value>[1]</tool_call>",
+        ChatMessage("", "", calls(IN_DAYS)),
+    ),
+    (ChatFormat("glm45"), '<tool_call>add\n{"a": 1}</tool_call>', ChatMessage("", "", calls(ADD))),
+    (
+        ChatFormat("deepseek_v31"),
+        f"{DEEPSEEK.call} add {DEEPSEEK.separator}\n{ADD[1]}{DEEPSEEK.call}add{DEEPSEEK.separator}{{}}{DEEPSEEK.end}ok",
+        ChatMessage("ok", "", calls(ADD, ("add", "{}"))),
+    ),
+    (
+        ChatFormat("kimi_k2"),
+        f"<|tool_call_section_begin|>{KIMI.call}add:0{KIMI.separator}{ADD[1]}{KIMI.call_end}<|tool_call_section_end|>ok",
+        ChatMessage("ok", "", calls(ADD)),
+    ),
+    (ChatFormat("pythonic"), "[add(a=1)]\n[add()]", ChatMessage("", "", calls(ADD, ("add", "{}")))),
+    (ChatFormat("pythonic"), "So.<|python_start|>add(a=1)<|python_end|>", ChatMessage("So.", "", calls(ADD))),
+    (ChatFormat("llama4_pythonic"), f"<|python_start|>{LIST[1:-1]}<|python_end|>", ChatMessage("", "", calls(ADD))),
+    (R1, "Hm</think>", ChatMessage("", "Hm")),
+    (QWEN3, f"<think>Hm<tool_call>{LIST}</tool_call>", ChatMessage("", "Hm", calls(ADD))),
+    (
+        QWEN3,
+        f"<think>A <tool_call> begins a call.</think>Yes<tool_call>{LIST}</tool_call>",
+        ChatMessage("Yes", "A <tool_call> begins a call.", calls(ADD)),
+    ),
+    (QWEN3, "</think>\n\nHello", ChatMessage("\n\nHello")),
+    (MAGISTRAL, f"[THINK]Hm[TOOL_CALLS]add{ADD[1]}", ChatMessage("", "Hm", calls(ADD))),
+]
+
 # Calls that the end of the text cuts: their arguments stay as the model wrote them, and are no JSON.
 GLM, QWEN = ChatFormat("glm45"), ChatFormat("qwen3_coder")
 CUT = [
     (form, f"<tool_call>{text}", ChatMessage("", "", calls((name, arguments))))
     for form, text, name, arguments in [
         (HERMES, '{"name": "add", "arguments": {"a": 1', "add", '{"a": 1'),
+        (HERMES, '{"name": "add"', "add", "{"),
+        (HERMES, '{"type": "function", "name": "add", "argu', "add", "{"),
+        (HERMES, '{"name": "add", "arguments": "{', "add", '"{'),
         (GLM, "add\n<arg_key>ci", "add", '{"ci'),
         (GLM, "add\n<arg_key>city</arg_k", "add", '{"city'),
         (GLM, "add\n<arg_key>city</arg_key>", "add", '{"city": '),
@@ -242,10 +328,15 @@ CUT = [
         (QWEN, "<function=add>\n<parameter=a>\nw1\n</parameter>\n</func", "add", '{"a": "w1"'),
     ]
 ]
+CUT += [
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]", ChatMessage("", "", calls(("add", "{")))),
+    (ChatFormat("pythonic"), "[add(a=1, b='x", ChatMessage("", "", calls(("add", '{"a": 1, "b": \'x')))),
+    (ChatFormat("kimi_k2"), f"{KIMI.call}functions.add:0{KIMI.separator}", ChatMessage("", "", calls(("add", "{")))),
+]
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "expected"), CASES + CUT, ids=lambda value: value if isinstance(value, str) else ""
+    ("form", "text", "expected"), CASES + SLIPS + CUT, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_each_format_is_read_whole_and_in_pieces(form: ChatFormat, text: str, expected: ChatMessage) -> None:
     assert read(form, [text]) == expected
@@ -274,7 +365,7 @@ def texts(draw: st.DrawFn) -> str:
 
 @st.composite
 def split_texts(draw: st.DrawFn) -> list[str]:
-    text = draw(st.one_of(texts(), st.sampled_from([case[1] for case in CASES + CUT]), st.text(max_size=40)))
+    text = draw(st.one_of(texts(), st.sampled_from([case[1] for case in CASES + SLIPS + CUT]), st.text(max_size=40)))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -357,7 +448,7 @@ def test_the_template_shows_the_format(template: str, expected: ChatFormat) -> N
 
 
 def test_arguments_of_valid_calls_are_json() -> None:
-    for form, text, _ in CASES:
+    for form, text, _ in CASES + SLIPS:
         message = read(form, [text])
         if message.tool_calls and "(1)}}" not in text:
             assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
@@ -368,6 +459,116 @@ def test_arguments_of_cut_calls_are_no_json(form: ChatFormat, text: str, expecte
     (call,) = read(form, [text]).tool_calls
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.arguments)
+
+
+CALLING = [(form, text) for form, text, expected in CASES + SLIPS if expected.tool_calls and "(1)}}" not in text]
+
+
+@pytest.mark.parametrize(("form", "text"), CALLING, ids=str)
+def test_no_end_of_a_forced_call_leaves_markup(form: ChatFormat, text: str) -> None:
+    whole = read(form, [text])
+    for end in range(len(text)):
+        parser = form.parser(tools=TOOLS, is_forced=True)
+        cut = parser.push(text[:end]) + parser.finish()
+        assert whole.content.strip().startswith(cut.content.strip())
+        assert whole.reasoning.startswith(cut.reasoning)
+        assert [call.name for call in cut.tool_calls] == [call.name for call in whole.tool_calls[: len(cut.tool_calls)]]
+
+
+@pytest.mark.parametrize(("form", "text"), CALLING, ids=str)
+def test_no_end_of_a_call_leaves_much_of_its_markup(form: ChatFormat, text: str) -> None:
+    whole = read(form, [text])
+    for end in range(len(text)):
+        cut = read(form, [text[:end]])
+        shown = next((n for n, pair in enumerate(zip(cut.content, whole.content, strict=False)) if pair[0] != pair[1]), 0)
+        left = cut.content[shown or min(len(cut.content), len(whole.content)) :].strip()
+        assert len(left) <= (12 if text[0] in "`[{" else 3)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@given(pieces=split_texts())
+def test_pieces_keep_the_order_of_the_text(form: ChatFormat, pieces: list[str]) -> None:
+    def kinds(pieces: Sequence[str]) -> list[str]:
+        parser, found = form.parser(tools=TOOLS), list[str]()
+        for message in [*(one for piece in pieces for one in parser.pieces(piece)), *parser.last_pieces()]:
+            parts = (("reasoning", message.reasoning), ("content", message.content), ("calls", message.tool_calls))
+            found += [kind for kind, part in parts if part and found[-1:] != [kind]]
+        return found
+
+    assert kinds(pieces) == kinds(["".join(pieces)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("First.\n<tool_call>{}</tool_call>\nThen.", "First.\n\nThen."),
+        ("First. <tool_call>{}</tool_call><tool_call>{}</tool_call>Then.", "First. Then."),
+        ("First.<tool_call>{}</tool_call>Then.", "First.\nThen."),
+        ("\n<tool_call>{}</tool_call>\nThen.\n", "Then.\n"),
+        ("First.\n\n<tool_call>{}</tool_call>\n", "First."),
+    ],
+)
+def test_what_separates_texts_around_calls_is_kept(text: str, expected: str) -> None:
+    text = text.replace("{}", '{"name": "add"}')
+    assert read(HERMES, [text]).content == read(HERMES, list(text)).content == expected
+
+
+def test_messages_of_reasoning_are_kept_apart() -> None:
+    text = "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>analysis<|message|>B.<|end|>"
+    assert read(OPENAI, [text]) == ChatMessage("", "A.\nB.")
+
+
+PYTHON_VALUES = [
+    ("{'k': True, 'n': None, 's': \"it's\"}", '{"k": true, "n": null, "s": "it\'s"}'),
+    ("('x', ('y',), [], ())", '["x", ["y"], [], []]'),
+    ("{'a': {'b': [1, {'c': -2.5e3, }, ], }, }", '{"a": {"b": [1, {"c": -2.5e3}]}}'),
+    (r"{'a': '\x41\u00e9\n\/\d'}", r'{"a": "A\u00e9\n/\\d"}'),
+    ("{1: 'a' 'b', 'q': '\"'}", '{"1": "ab", "q": "\\""}'),
+    ("[0x1F, 1_000, 1., true, null]", "[31, 1000, 1.0, true, null]"),
+]
+WANTED = {
+    "type": "object",
+    "properties": {"o": {"type": "object"}, "a": {"type": ["array", "null"]}, "s": {"type": "string"}},
+}
+TYPED = [
+    (ChatFormat("qwen3_coder"), "<tool_call><function=f><parameter={}>{}</parameter></function></tool_call>"),
+    (ChatFormat("glm45"), "<tool_call>f<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_call>"),
+    (ChatFormat("pythonic"), "[f({}={})]"),
+    (HERMES, "<tool_call>{{'name': 'f', 'arguments': {{'{}': {}}}}}</tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("form", "call"), TYPED, ids=str)
+@pytest.mark.parametrize(("text", "expected"), PYTHON_VALUES)
+def test_values_of_python_become_json(form: ChatFormat, call: str, text: str, expected: str) -> None:
+    key = "o" if text.startswith("{") else "a"
+    (found,) = read(form, [call.format(key, text)], tools={"f": WANTED}).tool_calls
+    assert json.loads(found.arguments) == {key: json.loads(expected)}
+
+
+@pytest.mark.parametrize(
+    "text", ["{'a': b}", "[1 2]", "{'a'}", "{[1]: 2}", "f'{x}'", "[1,,2]", "(1)", "[" * 50_000, "[nan]"]
+)
+def test_what_is_no_value_of_the_type_stays_text(text: str) -> None:
+    call = f"<tool_call><function=f><parameter=o>{text}</parameter></function></tool_call>"
+    (found,) = read(QWEN, [call], tools={"f": WANTED}).tool_calls
+    assert json.loads(found.arguments) == {"o": text}
+
+
+def test_text_stays_text_whatever_it_looks_like() -> None:
+    call = "<function=f><parameter=s>{'a': None}</parameter><parameter=other>(1, 2)</parameter></function>"
+    (found,) = read(QWEN, [call], tools={"f": WANTED}).tool_calls
+    assert json.loads(found.arguments) == {"s": "{'a': None}", "other": "(1, 2)"}
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_every_literal_of_python_is_read(value: object) -> None:
+    found = python_json(repr(value))
+    assert found is not None
+    assert json.loads(found) == value
 
 
 DOUBLING = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}

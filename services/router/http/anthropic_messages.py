@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import FailFast, Field, model_validator
 
@@ -21,9 +21,12 @@ from eyas.services.router.http.errors import anthropic_error_body
 from eyas.services.router.http.requests import ChatBody, SamplingBody, chat_body
 from eyas.services.router.http.response_json import named_frame
 from eyas.services.router.http.responses import ResponseWriter
+from eyas.validation import MAX_INT
 
 _PARTS = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTAS = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
+_BYTES_PER_EVENT = 256  # that are kept until the message is sent, estimated
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -35,7 +38,7 @@ def _to_block(text: str) -> object:
 
 
 class ContentBlock(StrictModel):
-    """A block of a message. Blocks of thinking are accepted, and not shown to the model again."""
+    """A block of a message. Chat templates get thinking as the reasoning of its message; redacted thinking is left out."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: Text | None = None
@@ -48,7 +51,7 @@ class ContentBlock(StrictModel):
     cache_control: dict[str, Any] | None = None
     citations: list[Any] | None = None
     caller: dict[str, Any] | None = None
-    thinking: str = ""
+    thinking: Text = ""
     signature: str = ""
     data: str = ""
 
@@ -107,11 +110,37 @@ class OutputConfig(StrictModel):
     effort: Text = ""
 
 
+class Thinking(StrictModel):
+    """Whether the model thinks before it answers, for its chat template. display has no effect.
+
+    budget_tokens: most tokens of reasoning, of models that write it.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    display: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            needs = "needs" if self.type == "enabled" else "has no"
+            raise InvalidRequest(f"thinking of the type {self.type!r} {needs} budget_tokens", "thinking")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables by which chat templates turn the reasoning on and off."""
+        thinks = self.type != "disabled"
+        return {"enable_thinking": thinks, "thinking": thinks}
+
+
 class PromptBody(SamplingBody):
     """The body of /v1/messages/count_tokens, and what /v1/messages shares with it.
 
     cache_control, diagnostics, inference_geo and speed are accepted and have no effect.
     """
+
+    MEANT: ClassVar[frozenset[str]] = frozenset({"thinking"})
 
     messages: Annotated[list[InputMessage], FailFast()] = Field(min_length=1)
     system: Blocks = Field(default_factory=list)
@@ -124,6 +153,7 @@ class PromptBody(SamplingBody):
     inference_geo: str = ""
     speed: str = ""
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
 
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
@@ -131,7 +161,8 @@ class PromptBody(SamplingBody):
         shared.pop("metadata", None)
         messages: list[dict[str, Any]] = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages += [turn for message in self.messages for turn in _turns(message)]
-        more: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
+        variables = (self.thinking.template_variables if self.thinking else {}) | self.chat_template_kwargs
+        more: dict[str, Any] = {"chat_template_kwargs": variables} if variables else {}
         if self.tools:
             more["tools"] = [_function(tool) for tool in self.tools]
         if self.tool_choice is not None:
@@ -153,7 +184,13 @@ class MessagesBody(PromptBody):
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
         stop = [*self.stop_sequences, *self.stop]
-        return super().chat().model_copy(update={"max_tokens": self.max_tokens, "stop": stop})
+        chat = super().chat().model_copy(update={"max_tokens": self.max_tokens, "stop": stop})
+        if self.thinking is None or (budget := self.thinking.budget_tokens) is None:
+            return chat
+        if budget >= self.max_tokens:
+            reason = f"thinking.budget_tokens is {budget}, and max_tokens is {self.max_tokens}; it must be less"
+            raise InvalidRequest(reason, "thinking")
+        return chat.with_optional_budget(budget)
 
 
 def _text(content: Sequence[ContentBlock]) -> str:
@@ -171,7 +208,9 @@ def _turns(message: InputMessage) -> Iterator[dict[str, Any]]:
     for block in results:
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
     if rest or calls or not results:
-        yield {"role": message.role, "content": _text(rest)} | ({"tool_calls": calls} if calls else {})
+        turn = {"role": message.role, "content": _text(rest)} | ({"tool_calls": calls} if calls else {})
+        thinking = "\n".join(block.thinking for block in rest if block.thinking)
+        yield turn | ({"reasoning_content": thinking} if thinking and message.role == "assistant" else {})
 
 
 def _call(block: ContentBlock) -> dict[str, Any]:
@@ -214,22 +253,24 @@ class MessagesWriter:
         return self.chat.id
 
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
-        """Return the whole message. Raises RequestFailed if the completion failed."""
-        answer = await self.chat.response(chunks)
-        (choice,) = answer["choices"]
-        message = choice["message"]
-        content: list[dict[str, Any]] = []
-        if reasoning := message.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-        if message["content"]:
-            content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls") or ():
-            content.append(_tool_use(call) | {"input": _arguments(call)})
-        return self._message(content, answer["usage"]) | _ending(choice)
+        """Return the whole message, which its events make. Raises RequestFailed if the completion failed."""
+        message, content = dict[str, Any](), list[_WholeBlock]()
+        async with aclosing(self.events(chunks)) as events:
+            async for event in events:
+                self.chat.hold(_BYTES_PER_EVENT)
+                if event["type"] == "message_start":
+                    message = event["message"]
+                elif event["type"] == "content_block_start":
+                    content.append(_WholeBlock(event["content_block"]))
+                elif event["type"] == "content_block_delta":
+                    content[-1].add(event["delta"])
+                elif event["type"] == "message_delta":
+                    message |= event["delta"] | {"usage": event["usage"]}
+        return message | {"content": [block.whole() for block in content]}
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the message. Raises RequestFailed if the completion failed."""
-        blocks, ending, usage = _Blocks(), {"stop_reason": None, "stop_sequence": None}, None
+        blocks, ending, usage = _Blocks(self.id), {"stop_reason": None, "stop_sequence": None}, None
         async with aclosing(self.chat.events(chunks)) as events:
             async for event in events:
                 if usage is None:
@@ -262,9 +303,13 @@ class MessagesWriter:
 
 
 class _Blocks:
-    """The content blocks of a stream: thinking, text, and one for each call of a tool. One is open at a time."""
+    """The content blocks of a stream: thinking, text, and one for each call of a tool. One is open at a time.
 
-    def __init__(self) -> None:
+    Clients send thinking back with its signature, and some drop it without one. Nothing here checks it.
+    """
+
+    def __init__(self, signature: str) -> None:
+        self._signature = signature
         self._index = -1
         self._open: str | int = ""  # "thinking", "text", or the index of a call
 
@@ -286,6 +331,8 @@ class _Blocks:
 
     def close(self) -> Iterator[dict[str, Any]]:
         """Yield the end of the open block."""
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._signature})
         if self._open != "":
             yield {"type": "content_block_stop", "index": self._index}
             self._open = ""
@@ -299,13 +346,32 @@ class _Blocks:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
+class _WholeBlock:
+    """A content block, from the events of a stream."""
+
+    def __init__(self, begun: dict[str, Any]) -> None:
+        self._begun = begun
+        self._parts: list[str] = []
+
+    def add(self, delta: Mapping[str, str]) -> None:
+        """Take an event's delta."""
+        if delta["type"] == "signature_delta":
+            self._begun |= {"signature": delta["signature"]}
+        else:
+            self._parts.append(delta[_DELTAS[self._begun["type"]]])
+
+    def whole(self) -> dict[str, Any]:
+        """Return the block."""
+        kind, text = self._begun["type"], "".join(self._parts)
+        return self._begun | ({"input": _arguments(text)} if kind == "tool_use" else {kind: text})
+
+
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def _arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; what is no object, under the name "arguments"."""
-    text = call["function"]["arguments"]
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant, parse_float=_finite_float)
     except (ValueError, RecursionError):

@@ -355,7 +355,8 @@ class GenerationEndpoints:
             sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
             constraint = await asyncio.to_thread(output.constraint, sampling.structured_outputs)  # tools may be large
-            sampling = replace(sampling, structured_outputs=constraint)
+            budget = output.reasoning_budget(body.thinking_token_budget)
+            sampling = replace(sampling, structured_outputs=constraint, reasoning_budget=budget)
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
 
     def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:

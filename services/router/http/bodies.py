@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -134,7 +134,12 @@ def _check_num_values(data: bytes, max_values: int) -> None:
 
 
 class StrictModel(BaseModel):
-    """A body or a part of one. Types are exact, null and neutral values count as absent, unknown fields are errors."""
+    """A body or a part of one. Types are exact, null and neutral values count as absent, unknown fields are errors.
+
+    MEANT: fields whose neutral values ask for something here.
+    """
+
+    MEANT: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -149,7 +154,8 @@ class StrictModel(BaseModel):
         for name, most in _MAX_ENTRIES.items():
             if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
-        return {name: value for name, value in data.items() if value is not None and value not in NEUTRAL.get(name, ())}
+        neutral = {name: NEUTRAL.get(name, ()) for name in data.keys() - cls.MEANT}
+        return {name: value for name, value in data.items() if value is not None and value not in neutral.get(name, ())}
 
 
 class JsonRoute(APIRoute):

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eyas.argument_values import is_python_key
+from eyas.argument_values import ArgumentTypes, is_python_key
 from eyas.call_formats import MARKS
-from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
+from eyas.chat_output import REASONING_MARKS, THINK_TAGS, ChatFormat, ChatParser
 from eyas.errors import InvalidRequest
 from eyas.json_schema import Definitions, properties_of
-from eyas.request import StructuredOutputs
+from eyas.request import ReasoningBudget, StructuredOutputs
 from eyas.schema_keywords import known_schema
 from eyas.services.router.http.tools import Tool, ToolFields
 from eyas.tokenizer import Tokenizer
@@ -63,13 +63,31 @@ class ChatOutput:
         """Makes parsers of the completions; None if their text is all content."""
         if self._form == ChatFormat():
             return None
-        tools = {tool.function.name: tool.function.parameters for tool in self._fields.called_tools}
-        return lambda: self._form.parser(self._prompt_end, tools, self._fields.max_calls)
+        types = ArgumentTypes({tool.function.name: tool.function.parameters for tool in self._fields.called_tools})
+        is_forced = bool(types.tools) and self._fields.tool_choice.mode == "required"
+        return lambda: self._form.parser(self._prompt_end, types, self._fields.max_calls, is_forced)
 
     def constraint(self, given: StructuredOutputs | None) -> StructuredOutputs | None:
         """Return what the output must match. given: what other fields of the request ask for."""
         in_reasoning = self._form.begins_with_reasoning(self._prompt_end)
         return output_constraint(self._fields, self._form, in_reasoning, given, self._is_special)
+
+    def reasoning_budget(self, num_tokens: int | None, is_required: bool) -> ReasoningBudget | None:
+        """Return what limits the reasoning to a number of tokens; None for no limit.
+
+        Raises InvalidRequest if it is required, and the model writes no reasoning with an end that is one token.
+        """
+        if num_tokens is None or num_tokens < 0:
+            return None
+        start, end = REASONING_MARKS.get(self._form.reasoning_parser, ("", ""))
+        end_id = self._tokenizer.tokenizer.token_to_id(end) if end else None
+        if end_id is None:
+            if is_required:
+                reason = "the model writes no reasoning that ends with a token of its own; leave thinking_token_budget out"
+                raise InvalidRequest(reason, "thinking_token_budget")
+            return None
+        start_ids = tuple(self._tokenizer.tokenizer.encode(start, add_special_tokens=False).ids)
+        return ReasoningBudget(num_tokens, end_id, start_ids, self._form.begins_with_reasoning(self._prompt_end))
 
     def _is_special(self, text: str) -> bool | None:
         token = self._tokenizer.tokenizer.token_to_id(text)

@@ -134,6 +134,7 @@ class ResponsesBody(SamplingBody):
     tool_choice: Any = None  # a chat's tool_choice reads it
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    thinking_token_budget: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +150,8 @@ class ResponsesBody(SamplingBody):
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += _messages(self.input)
         more: dict[str, Any] = {"max_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.thinking_token_budget is not None:
+            more["thinking_token_budget"] = self.thinking_token_budget
         if self.tools:
             more["tools"] = [_chat_tool(tool) for tool in self.tools]
         if self.tool_choice is not None:
@@ -278,7 +281,7 @@ class ResponsesWriter:
         if reasoning := delta.get("reasoning_content"):
             if not self._items or self._items[-1].kind != "reasoning":
                 yield from self._begin(_Item("reasoning", f"rs_{self.id}_{len(self._items)}"))
-            self._items[-1].text += reasoning
+            self._items[-1].add(reasoning)
             yield self._event("response.reasoning_text.delta", **self._place, delta=reasoning)
         if text := delta.get("content"):
             yield from self._add_text(text)
@@ -287,7 +290,7 @@ class ResponsesWriter:
                 id_, name = f"fc_{self.id}_{len(self._items)}", call["function"]["name"]
                 yield from self._begin(_Item("function_call", id_, call["index"], call["id"], name))
             if arguments := call["function"].get("arguments"):
-                self._items[-1].text += arguments
+                self._items[-1].add(arguments)
                 yield self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
             self._held = []
 
@@ -296,7 +299,7 @@ class ResponsesWriter:
         if not self._items or self._items[-1].kind != "message":
             yield from self._begin(_Item("message", f"msg_{self.id}_{len(self._items)}"))
         entries, self._held = self._held, []
-        self._items[-1].text += text
+        self._items[-1].add(text)
         self._items[-1].logprobs += entries
         yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=entries)
 
@@ -387,9 +390,18 @@ class _Item:
     call: int | None = None
     call_id: str = ""
     name: str = ""
-    text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     status: str = "completed"
+    _parts: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        """Take a piece of the text."""
+        self._parts.append(text)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._parts)
 
     @property
     def part(self) -> dict[str, Any]:

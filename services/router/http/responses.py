@@ -11,12 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
-from operator import add
 from typing import Any, Protocol
 
-from eyas.chat_message import ChatMessage
+from eyas.chat_message import ChatMessage, in_order, joined
 from eyas.chat_output import ChatParser
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
@@ -51,7 +50,8 @@ class TextDelta:
     logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
     it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
     token_ids: if they were asked for. stop_reason: as in TextChunk.
-    verify_steps: as JSON, if the request asks for them. message: what the text means, if it is parsed.
+    verify_steps: as JSON, if the request asks for them. messages: what the text means, in its order, if it is parsed; each
+    has reasoning before content before calls.
     """
 
     index: int
@@ -64,7 +64,7 @@ class TextDelta:
     token_ids: tuple[int, ...] = ()
     stop_reason: str | int | None = None
     verify_steps: tuple[dict[str, Any], ...] = ()
-    message: ChatMessage | None = None
+    messages: tuple[ChatMessage, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +83,7 @@ class TextDelta:
     @property
     def is_empty(self) -> bool:
         """Whether a client would see nothing of it."""
-        text = self.text if self.message is None else self.message != ChatMessage()
+        text = self.text if self.messages is None else self.messages
         seen = text or self.logprobs or self.finish_reason or self.prompt_logprobs
         return not (seen or self.token_ids or self.verify_steps)
 
@@ -165,12 +165,14 @@ class ResponseWriter:
                     self._hold(delta)
                 if delta.is_empty:
                     continue
-                choice = await run(
-                    _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._choice, delta, self._event_content(delta)
-                )
+                *contents, last = self._event_contents(delta)
+                for content in contents:
+                    choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
+                    yield self._object("chat.completion.chunk", [choice]) | self._usage_so_far()
+                num_prompt_values = _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs)
+                choice = await run(num_prompt_values, self._choice, delta, last)
                 event = self._object("chat.completion.chunk", [choice])
-                usage = {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
-                yield event | self._prompt_ids([delta]) | usage
+                yield event | self._prompt_ids([delta]) | self._usage_so_far()
         if self.body.ends_with_usage:
             yield self._object("chat.completion.chunk", []) | self._usage()
 
@@ -241,19 +243,20 @@ class ResponseWriter:
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self.new_parser()
         parser = self._parsers[delta.index]
-        message = ChatMessage()
+        pieces = list[ChatMessage]()
         for text in chunk.token_texts:
-            self.num_reasoning_tokens += parser.is_reasoning
-            message += parser.push(text)
-        message += parser.push(chunk.released_text)
+            was_reasoning = parser.is_reasoning
+            pieces += parser.pieces(text)
+            self.num_reasoning_tokens += was_reasoning and parser.is_reasoning  # not the token that ends it
+        pieces += parser.pieces(chunk.released_text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
-            message += parser.finish()
+            pieces += parser.last_pieces()
             if finish_reason == "stop" and parser.num_calls:
                 finish_reason = "tool_calls"
         if isinstance(self.body, ChatBody) and not self.body.include_reasoning:
-            message = replace(message, reasoning="")
-        return replace(delta, message=message, finish_reason=finish_reason)
+            pieces = [replace(piece, reasoning="") for piece in pieces]
+        return replace(delta, messages=tuple(in_order(pieces)), finish_reason=finish_reason)
 
     def _count(self, chunk: TextChunk) -> None:
         index = chunk.chunk.index
@@ -306,20 +309,27 @@ class ResponseWriter:
 
     def _content(self, delta: TextDelta) -> dict[str, Any]:
         """Return the text of a choice in a whole response."""
-        if delta.message is not None:
-            return {"message": {"role": "assistant", "refusal": None} | whole_message(delta.message)}
+        if delta.messages is not None:
+            return {"message": {"role": "assistant", "refusal": None} | whole_message(joined(delta.messages))}
         if self._is_chat:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         return {"text": delta.text}
 
-    def _event_content(self, delta: TextDelta) -> dict[str, Any]:
-        """Return the text of a choice in an event."""
+    def _event_contents(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return the text of a choice in one event; in several where content or reasoning follows a call."""
         if not self._is_chat:
-            return {"text": delta.text}
-        role = {"role": "assistant"} if delta.is_first else {}
-        if delta.message is not None:
-            return {"delta": role | message_delta(delta.message, delta.is_first)}
-        return {"delta": role | ({"content": delta.text} if delta.text or delta.is_first else {})}
+            return [{"text": delta.text}]
+        if delta.messages is not None:
+            deltas = [message_delta(message) for message in delta.messages] or [{}]
+        else:
+            deltas = [{"content": delta.text} if delta.text else {}]
+        if delta.is_first:
+            deltas[0] = {"role": "assistant"} | (deltas[0] or {"content": ""})
+        return [{"delta": one} for one in deltas]
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Return the usage of every event, if it is asked for."""
+        return {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
 
     def _token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
@@ -346,7 +356,7 @@ class ResponseWriter:
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
-    messages = [delta.message for delta in deltas if delta.message is not None]
+    messages = [message for delta in deltas for message in delta.messages or ()]
     return replace(
         deltas[0],
         text="".join(delta.text for delta in deltas),
@@ -355,7 +365,7 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         stop_reason=deltas[-1].stop_reason,
-        message=reduce(add, messages) if messages else None,
+        messages=(joined(messages),) if deltas[0].messages is not None else None,
         is_first=True,
         verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -132,7 +133,7 @@ class ToolFields(StrictModel):
     @model_validator(mode="after")
     def _check_tools(self) -> ToolFields:
         names = [tool.function.name for tool in self.tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if twice := next((name for name, number in Counter(names).items() if number > 1), None):
             raise InvalidRequest(f"two tools have the name {twice!r}; give each its own", "tools")
         if self.tool_choice.mode == "required" and not names:
             raise InvalidRequest("tool_choice asks for a call, and there are no tools; give tools", "tool_choice")
@@ -169,12 +170,12 @@ def whole_message(message: ChatMessage) -> dict[str, Any]:
     return fields | ({"tool_calls": calls} if calls else {})
 
 
-def message_delta(message: ChatMessage, is_first: bool) -> dict[str, Any]:
+def message_delta(message: ChatMessage) -> dict[str, Any]:
     """Return what an event adds to a message."""
     fields: dict[str, Any] = {}
     if message.reasoning:
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
-    if message.content or (is_first and not message.reasoning and not message.tool_calls):
+    if message.content:
         fields["content"] = message.content
     if message.tool_calls:
         fields["tool_calls"] = [{"index": call.index} | _call_fields(call) for call in message.tool_calls]
