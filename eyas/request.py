@@ -64,13 +64,13 @@ class ReasoningBudget:
     """Most tokens of reasoning in an output. What is drawn after them is the end of the reasoning.
 
     num_tokens: tokens between the marks, at least 0.
-    end_id: token that ends the reasoning.
+    end_ids: tokens in a row that end the reasoning.
     start_ids: tokens in a row that begin it.
     is_open: the prompt has begun it.
     """
 
     num_tokens: int
-    end_id: int
+    end_ids: tuple[int, ...]
     start_ids: tuple[int, ...]
     is_open: bool = False
 

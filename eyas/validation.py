@@ -154,12 +154,10 @@ def _check_reasoning_budget(budget: ReasoningBudget) -> None:
     if not _is_whole(budget.num_tokens) or not 0 <= budget.num_tokens <= MAX_INT:
         reason = f"reasoning_budget is {budget.num_tokens!r} tokens; it must be a whole number from 0 to {MAX_INT}"
         raise InvalidRequest(reason, "reasoning_budget")
-    ids = (budget.end_id, *budget.start_ids)
-    if not 1 <= len(budget.start_ids) <= MAX_BAD_WORD_TOKENS or not all(map(_is_whole, ids)):
-        reason = (
-            f"reasoning_budget needs 1 to {MAX_BAD_WORD_TOKENS} token ids that begin the reasoning, and one that ends it"
-        )
-        raise InvalidRequest(reason, "reasoning_budget")
+    for ids in (budget.start_ids, budget.end_ids):
+        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS or not all(map(_is_whole, ids)):
+            reason = f"reasoning_budget has a mark of {len(ids)} entries; it must be 1 to {MAX_BAD_WORD_TOKENS} token ids"
+            raise InvalidRequest(reason, "reasoning_budget")
 
 
 def _check_entries(sampling: SamplingParams) -> None:
@@ -265,7 +263,7 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("bad_token_ids", [token for ids in sampling.bad_token_ids for token in ids]),
-        ("reasoning_budget", (budget.end_id, *budget.start_ids) if (budget := sampling.reasoning_budget) else ()),
+        ("reasoning_budget", (*budget.end_ids, *budget.start_ids) if (budget := sampling.reasoning_budget) else ()),
     )
     for what, ids in named:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:

@@ -44,26 +44,28 @@ def steered(
     if len(output) < params.min_tokens:
         for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos)):
             logits[token] = -math.inf
-    if reasoning_has_to_end(output, params):
-        assert params.reasoning_budget is not None
+    if (forced := forced_end(output, params)) is not None:
         logits[:] = -math.inf
-        logits[params.reasoning_budget.end_id] = 0
+        logits[forced] = 0
     return logits
 
 
-def reasoning_has_to_end(output: list[int], params: SamplingParams) -> bool:
-    """Whether a budget of the reasoning is used up: marks are looked for in the whole output, one token after the other."""
+def forced_end(output: list[int], params: SamplingParams) -> int | None:
+    """The token that goes on with the end of a reasoning whose budget is used up. Looks through the whole output."""
     if (budget := params.reasoning_budget) is None:
-        return False
+        return None
     is_open, begun, num_tokens = budget.is_open, 0, 0
-    for at, token in enumerate(output):
-        if is_open and token == budget.end_id:
-            is_open, begun = False, at + 1
-        elif is_open:
-            num_tokens += 1
-        elif output[begun : at + 1][-len(budget.start_ids) :] == list(budget.start_ids):
-            is_open = True
-    return is_open and num_tokens >= budget.num_tokens
+    for at in range(1, len(output) + 1):
+        mark = list(budget.end_ids if is_open else budget.start_ids)
+        if output[begun:at][-len(mark) :] == mark:
+            is_open, begun = not is_open, at
+        else:
+            num_tokens += is_open
+    if not is_open or num_tokens < budget.num_tokens:
+        return None
+    inside, ends = output[begun:], list(budget.end_ids)
+    matched = max(n for n in range(len(ends)) if inside[len(inside) - n :] == ends[:n] and n <= len(inside))
+    return ends[matched]
 
 
 def target_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:

@@ -27,7 +27,7 @@ from eyas.draft_protocol import KnownLogitBias
 from eyas.grammar import TokenBits
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import Accepted, LogitRows
-from eyas.sampling.reasoning_budget import BudgetFollower
+from eyas.sampling.reasoning_budget import NO_TOKEN, BudgetFollower
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
@@ -259,9 +259,11 @@ def _end_reasoning(logits: Tensor, part: _Part) -> None:
     """Leave, in place, only the end of the reasoning where its budget is used up."""
     if part.rules.budget is None:
         return
-    rows = upload(part.indices[part.rules.budget.must_end(part.tokens, part.tree)], logits.device)
+    tokens = part.rules.budget.forced(part.tokens, part.tree)
+    is_forced = tokens != NO_TOKEN
+    rows, ids = (upload(array[is_forced], logits.device) for array in (part.indices, tokens))
     logits[rows] = -torch.inf
-    logits[rows, part.rules.budget.budget.end_id] = 0
+    logits[rows, ids] = 0
 
 
 def _cells(rows: Ints, ids: Ints) -> Ints:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from eyas.request import ReasoningBudget
-from eyas.tensors import Bools
+from eyas.tensors import Ints
 from eyas.tree import DraftTree
+
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class _State:
     Attributes:
         is_open: it is inside the reasoning.
         num_tokens: of reasoning so far.
-        latest: the latest tokens outside of the reasoning, as many as begin it.
+        latest: the tokens since the last mark, as many as a mark has.
     """
 
     is_open: bool
@@ -31,11 +33,18 @@ class _State:
 
     def after(self, token: int, budget: ReasoningBudget) -> _State:
         """Return where the history stands with one more token."""
-        if self.is_open:
-            is_end = token == budget.end_id
-            return _State(not is_end, self.num_tokens + (not is_end))
-        latest = (*self.latest, token)[-len(budget.start_ids) :]
-        return _State(latest == budget.start_ids, self.num_tokens, latest)
+        mark = budget.end_ids if self.is_open else budget.start_ids
+        latest = (*self.latest, token)[-len(mark) :]
+        if latest == mark:
+            return _State(not self.is_open, self.num_tokens)
+        return _State(self.is_open, self.num_tokens + self.is_open, latest)
+
+    def forced(self, budget: ReasoningBudget) -> int:
+        """Return the only token that may follow, which goes on with the end of the reasoning; `NO_TOKEN` if others may."""
+        if not self.is_open or self.num_tokens < budget.num_tokens:
+            return NO_TOKEN
+        ends = budget.end_ids
+        return next(ends[n] for n in range(len(ends) - 1, -1, -1) if self.latest[len(self.latest) - n :] == ends[:n])
 
 
 class BudgetFollower:
@@ -43,16 +52,16 @@ class BudgetFollower:
 
     def __init__(self, budget: ReasoningBudget, num_prompt: int) -> None:
         """num_prompt: tokens before the output."""
-        self.budget = budget
+        self._budget = budget
         self._state = _State(budget.is_open)
         self._num_followed = num_prompt
 
-    def must_end(self, tokens: Seq[int], tree: DraftTree) -> Bools:
-        """Return for each node whether only the end of the reasoning may follow it [n]. tokens: the committed ones."""
+    def forced(self, tokens: Seq[int], tree: DraftTree) -> Ints:
+        """Return for each node the only token that may follow it, or `NO_TOKEN` [n]. tokens: the committed ones."""
         for token in tokens[self._num_followed :]:
-            self._state = self._state.after(token, self.budget)
+            self._state = self._state.after(token, self._budget)
         self._num_followed = len(tokens)
         states = [self._state]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-            states.append(states[parent].after(token, self.budget))
-        return np.array([state.is_open and state.num_tokens >= self.budget.num_tokens for state in states])
+            states.append(states[parent].after(token, self._budget))
+        return np.array([state.forced(self._budget) for state in states])

@@ -267,15 +267,17 @@ class ReasoningBudget(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    END_ID_FIELD_NUMBER: _builtins.int
+    END_IDS_FIELD_NUMBER: _builtins.int
     START_IDS_FIELD_NUMBER: _builtins.int
     IS_OPEN_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens between the marks of the reasoning, at least 0."""
-    end_id: _builtins.int
-    """Token that ends the reasoning."""
     is_open: _builtins.bool
     """Whether the prompt has begun it."""
+    @_builtins.property
+    def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens in a row that end the reasoning."""
+
     @_builtins.property
     def start_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens in a row that begin it."""
@@ -284,13 +286,13 @@ class ReasoningBudget(_message.Message):
         self,
         *,
         num_tokens: _builtins.int = ...,
-        end_id: _builtins.int = ...,
+        end_ids: _abc.Iterable[_builtins.int] | None = ...,
         start_ids: _abc.Iterable[_builtins.int] | None = ...,
         is_open: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_id", b"end_id", "is_open", b"is_open", "num_tokens", b"num_tokens", "start_ids", b"start_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ids", b"end_ids", "is_open", b"is_open", "num_tokens", b"num_tokens", "start_ids", b"start_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

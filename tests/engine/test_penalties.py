@@ -35,10 +35,10 @@ STEERED = {
     "reward": replace(PLAIN, frequency_penalty=-1.0, presence_penalty=-2.0, repetition_penalty=0.7),
     "bad words": replace(PLAIN, temperature=0, bad_token_ids=WORDS),
     "min tokens": replace(PLAIN, ignore_eos=False, min_tokens=9, stop_token_ids=tuple(range(3, 40))),
-    "no reasoning": replace(PLAIN, reasoning_budget=ReasoningBudget(0, 9, (4,), is_open=True)),
-    "short reasoning": replace(PLAIN, temperature=0, reasoning_budget=ReasoningBudget(5, 9, (4,), is_open=True)),
+    "no reasoning": replace(PLAIN, reasoning_budget=ReasoningBudget(0, (9, 8, 9, 7), (4,), is_open=True)),
+    "short reasoning": replace(PLAIN, temperature=0, reasoning_budget=ReasoningBudget(5, (9,), (4,), is_open=True)),
     "begun reasoning": replace(
-        PLAIN, temperature=1e6, logit_bias=((4, 10.0), (5, 10.0)), reasoning_budget=ReasoningBudget(2, 9, (4, 5))
+        PLAIN, temperature=1e6, logit_bias=((4, 10.0), (5, 10.0)), reasoning_budget=ReasoningBudget(2, (9, 5), (4, 5))
     ),
     "hot": replace(PLAIN, ignore_eos=False, min_tokens=20, temperature=1e6),
     "min p": replace(PLAIN, temperature=1.3, min_p=0.2),

@@ -190,7 +190,7 @@ class MessagesBody(PromptBody):
         if budget >= self.max_tokens:
             reason = f"thinking.budget_tokens is {budget}, and max_tokens is {self.max_tokens}; it must be less"
             raise InvalidRequest(reason, "thinking")
-        return chat.with_optional_budget(budget)
+        return chat.model_copy(update={"thinking_token_budget": budget})
 
 
 def _text(content: Sequence[ContentBlock]) -> str:

@@ -72,22 +72,14 @@ class ChatOutput:
         in_reasoning = self._form.begins_with_reasoning(self._prompt_end)
         return output_constraint(self._fields, self._form, in_reasoning, given, self._is_special)
 
-    def reasoning_budget(self, num_tokens: int | None, is_required: bool) -> ReasoningBudget | None:
-        """Return what limits the reasoning to a number of tokens; None for no limit.
-
-        Raises InvalidRequest if it is required, and the model writes no reasoning with an end that is one token.
-        """
-        if num_tokens is None or num_tokens < 0:
+    def reasoning_budget(self, num_tokens: int | None) -> ReasoningBudget | None:
+        """Return what limits the reasoning to a number of tokens; None for no limit, and if the model writes none."""
+        marks = REASONING_MARKS.get(self._form.reasoning_parser)
+        if num_tokens is None or num_tokens < 0 or marks is None:
             return None
-        start, end = REASONING_MARKS.get(self._form.reasoning_parser, ("", ""))
-        end_id = self._tokenizer.tokenizer.token_to_id(end) if end else None
-        if end_id is None:
-            if is_required:
-                reason = "the model writes no reasoning that ends with a token of its own; leave thinking_token_budget out"
-                raise InvalidRequest(reason, "thinking_token_budget")
-            return None
-        start_ids = tuple(self._tokenizer.tokenizer.encode(start, add_special_tokens=False).ids)
-        return ReasoningBudget(num_tokens, end_id, start_ids, self._form.begins_with_reasoning(self._prompt_end))
+        start_ids, end_ids = (self._tokenizer.tokenizer.encode(mark, add_special_tokens=False).ids for mark in marks)
+        is_open = self._form.begins_with_reasoning(self._prompt_end)
+        return ReasoningBudget(num_tokens, tuple(end_ids), tuple(start_ids), is_open)
 
     def _is_special(self, text: str) -> bool | None:
         token = self._tokenizer.tokenizer.token_to_id(text)

@@ -272,9 +272,10 @@ class ResponsesWriter:
 
         Log-probabilities of tokens without visible text wait for the text after them. Those of reasoning have no place.
         """
-        num_reasoning = self.chat.num_reasoning_tokens - self._num_reasoning_tokens
+        num_reasoning = self.chat.num_reasoning_tokens + self.chat.num_reasoning_ends - self._num_reasoning_tokens
         if num_reasoning:
-            self._held, self._num_reasoning_tokens = [], self.chat.num_reasoning_tokens
+            self._held = []
+            self._num_reasoning_tokens += num_reasoning
         entries = ((logprobs or {}).get("content") or [])[num_reasoning:]
         self._held += entries
         self.chat.hold(_BYTES_PER_CHUNK + _BYTES_PER_VALUE * num_values(entries))

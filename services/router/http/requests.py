@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
@@ -359,7 +359,6 @@ class ChatBody(Body, ToolFields):
     reasoning_effort: Text = ""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_INT)
-    _is_budget_required: bool = PrivateAttr(True)
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -380,17 +379,6 @@ class ChatBody(Body, ToolFields):
             reason = "continue_final_message and add_generation_prompt contradict each other; set one of them to false"
             raise InvalidRequest(reason, "continue_final_message")
         return self
-
-    @property
-    def is_budget_required(self) -> bool:
-        """Whether a model that cannot keep a budget of its reasoning is an error."""
-        return self._is_budget_required
-
-    def with_optional_budget(self, num_tokens: int) -> ChatBody:
-        """Return the same chat with a budget for models that write reasoning; others need none."""
-        body = self.model_copy(update={"thinking_token_budget": num_tokens})
-        body._is_budget_required = False
-        return body
 
     @property
     def template_variables(self) -> dict[str, Any]:

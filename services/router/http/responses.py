@@ -110,7 +110,7 @@ class ResponseWriter:
     prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
     new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
     hold: counts bytes that are kept until the response is sent. Raises Overloaded, and InvalidRequest for more than fit.
-    num_reasoning_tokens: of all choices so far.
+    num_reasoning_tokens, num_reasoning_ends: of all choices so far; the tokens that end a reasoning are no part of it.
     """
 
     body: CompletionBody | ChatBody
@@ -123,6 +123,7 @@ class ResponseWriter:
     hold: Callable[[int], None] = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
     num_reasoning_tokens: int = 0
+    num_reasoning_ends: int = 0
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
@@ -247,7 +248,8 @@ class ResponseWriter:
         for text in chunk.token_texts:
             was_reasoning = parser.is_reasoning
             pieces += parser.pieces(text)
-            self.num_reasoning_tokens += was_reasoning and parser.is_reasoning  # not the token that ends it
+            self.num_reasoning_tokens += was_reasoning and parser.is_reasoning
+            self.num_reasoning_ends += was_reasoning and not parser.is_reasoning
         pieces += parser.pieces(chunk.released_text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:

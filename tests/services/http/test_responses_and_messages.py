@@ -242,12 +242,12 @@ def test_errors_of_messages_have_anthropics_form(url: str) -> None:
             await client.with_options(api_key="two").messages.create(**MESSAGE)
         with pytest.raises(anthropic.NotFoundError, match="not served here"):
             await client.messages.create(**MESSAGE | {"model": "other"})
-        with pytest.raises(anthropic.BadRequestError, match="thinking is not supported") as raised:
+        with pytest.raises(anthropic.BadRequestError, match=r"budget_tokens is 1024, and max_tokens is") as raised:
             await client.messages.create(**MESSAGE, thinking={"type": "enabled", "budget_tokens": 1024})
-        assert raised.value.body == {
-            "type": "error",
-            "error": {"type": "invalid_request_error", "message": "thinking is not supported; leave it out"},
-        }
+        with pytest.raises(anthropic.BadRequestError, match="the type 'adaptive' has no budget_tokens"):
+            await client.messages.create(**MESSAGE, thinking={"type": "adaptive", "budget_tokens": 4})
+        reason = f"thinking.budget_tokens is 1024, and max_tokens is {MESSAGE['max_tokens']}; it must be less"
+        assert raised.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": reason}}
         image: Any = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}
         with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type is 'image'"):
             await client.messages.create(**MESSAGE | {"messages": [image]})
@@ -421,3 +421,73 @@ def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
     prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert len(set(prompts)) == 1
     assert '"tool_call_id": "c"' in prompts[0]
+
+
+ORDERED = '<think>Hm</think>First.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\nThen.'
+
+
+@pytest.mark.parametrize("text", [ORDERED, ORDERED[:60], ORDERED[:80]])
+def test_whole_and_streamed_messages_have_one_order(url: str, text: str) -> None:
+    """Also a call that ends early, whose arguments are no object."""
+    asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 999, "stop_sequences": ["END"]}
+
+    async def body(client: AsyncAnthropic) -> Any:
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as events:
+            return whole, await events.get_final_message()
+
+    whole, streamed = with_anthropic(url, body, calling(text), template=HERMES)
+    kinds = (
+        ["thinking", "text", "tool_use", "text"]
+        if text == ORDERED
+        else ["thinking", "text", "tool_use"][: len(whole.content)]
+    )
+    assert [block.type for block in whole.content] == [block.type for block in streamed.content] == kinds
+    texts = [[getattr(block, block.type) for block in one.content if block.type != "tool_use"] for one in (whole, streamed)]
+    assert texts[0] == texts[1] == ["Hm", "First.", "\n\nThen."][: len(texts[0])]
+    assert "".join(texts[0][1:]).find("<") < 0
+    assert whole.content[0].signature
+    assert streamed.content[0].signature
+
+
+def test_a_response_keeps_the_order_of_text_and_calls(url: str) -> None:
+    asked = ASKED | {"tools": [FUNCTION], "max_output_tokens": 999, "extra_body": {"stop": "END"}}
+    answer = with_router(url, lambda client: client.responses.create(**asked), calling(ORDERED), template=HERMES)
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "message"]
+
+
+THINKING = "{{ bos_token }}{{ enable_thinking }}{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+THINKING += "{# <tool_call> </think> #}"
+
+
+def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
+    script = Script(TOKENS * 40)
+    past: Any = [
+        {"type": "thinking", "thinking": "Earlier", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "b"},
+    ]
+    turns: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": past}, {"role": "user", "content": "c"}]
+    kinds: list[Any] = [{"type": "enabled", "budget_tokens": 2}, {"type": "adaptive"}, {"type": "disabled"}]
+
+    async def body() -> None:
+        async with worker(url, script), http_router(url, template=THINKING) as base:
+            for kind in kinds:
+                asked = {"model": "demo", "messages": turns, "thinking": kind}
+                assert (await post(base, "/v1/messages", asked | {"max_tokens": 3})).status_code == 200
+                assert (await post(base, "/v1/messages/count_tokens", asked)).status_code == 200
+            chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+            assert (await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": 0})).status_code == 200
+            asked = {"model": "demo", "input": "a", "thinking_token_budget": -1}
+            assert (await post(base, "/v1/responses", asked | {"max_output_tokens": 3})).status_code == 200
+            answer = await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": -2})
+            assert answer.status_code == 400
+
+    asyncio.run(body())
+    prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
+    assert [prompt[: prompt.find("e") + 1] for prompt in prompts[:3]] == ["True", "True", "False"]
+    assert all("Earlierb" in prompt for prompt in prompts[:3])
+    budgets = [call.request.sampling.reasoning_budget for call in script.calls]
+    assert [budget and budget.num_tokens for budget in budgets] == [2, None, None, 0, None]
+    assert budgets[0] is not None
+    assert TOKENIZER.decode(budgets[0].end_ids) == "</think>"
