@@ -28,8 +28,8 @@ from torch import Tensor
 
 from eyas.bench.sparse import Patch, SparseTensor
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_config, read_tensors, resolve
-from eyas.models.file_values import get_setting
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 
 # The constant hidden state, a power of two, so that every dtype holds it exactly.

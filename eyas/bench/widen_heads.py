@@ -31,8 +31,8 @@ from eyas.bench.widen import (
 )
 from eyas.drafters.registry import default_method
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_config, read_target_config, read_tensors, resolve
-from eyas.models.file_values import get_setting
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
     block_config_json,

@@ -31,6 +31,7 @@ from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     check_vocabulary,
@@ -42,7 +43,6 @@ from eyas.models.checkpoint import (
     weight_map,
 )
 from eyas.models.cuda.graphs import Capture, CudaCapture
-from eyas.models.file_values import get_setting
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head

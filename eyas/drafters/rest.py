@@ -19,8 +19,8 @@ from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_target_config, resolve
-from eyas.models.file_values import get_setting
 from eyas.tensors import Ints
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree

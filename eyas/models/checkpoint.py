@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
-from eyas.models.file_values import GENERATION_VALUES, check_values, read_json, shown
+from eyas.file_values import GENERATION_VALUES, check_values, read_json, shown
 from eyas.tokenizer import check_source
 
 log = logging.getLogger(__name__)

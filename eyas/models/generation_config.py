@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 
 from eyas.config import GenerationDefaults
+from eyas.file_values import FileValue, read_json, shown
 from eyas.models.checkpoint import resolve
-from eyas.models.file_values import FileValue, read_json, shown
 from eyas.validation import MAX_INT, MAX_TEMPERATURE
 
 # The keys that count, as in vLLM, which ignores do_sample; and the values that requests may have too.

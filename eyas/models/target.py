@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import shown
 from eyas.models.attention import ATTENTION_NAME, kv_sources, register_attention
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
@@ -50,7 +51,6 @@ from eyas.models.checkpoint import (
     weight_map,
 )
 from eyas.models.cpu import PackedEmbedding, copy_stored_weights, optimize_for_cpu
-from eyas.models.file_values import shown
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack

@@ -123,8 +123,8 @@ def prepare(
     from datasets import Dataset, disable_progress_bars
     from safetensors.torch import save_file
 
+    from eyas.file_values import get_setting
     from eyas.models.checkpoint import read_target_config, resolve
-    from eyas.models.file_values import get_setting
     from eyas.train.features import keeping_saved
 
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_tensors, resolve
-from eyas.models.file_values import get_setting
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,

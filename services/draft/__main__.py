@@ -13,8 +13,8 @@ from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, default_method, features_fingerprint
 from eyas.errors import ConfigError, RequestFailed
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
-from eyas.models.file_values import get_setting
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.discovery.registry import lease_registry

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.models.file_values import CONFIG_VALUES
+from eyas.file_values import CONFIG_VALUES
 
 LEFT_OUT = object()
 VALUES: dict[str, Any] = {

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
@@ -36,7 +37,6 @@ from eyas.models.checkpoint import (
     weight_map,
 )
 from eyas.models.cpu import optimize_for_cpu
-from eyas.models.file_values import get_setting
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
     Dialect,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,
@@ -36,7 +37,6 @@ from eyas.models.checkpoint import (
 )
 from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
 from eyas.models.cpu_decoder import CpuStack
-from eyas.models.file_values import get_setting
 from eyas.models.fused import HeadLayout, RMSNorm
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,

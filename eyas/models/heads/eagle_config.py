@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
+from eyas.file_values import get_setting, shown
 from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, read_plain_config, weight_map
-from eyas.models.file_values import get_setting, shown
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]

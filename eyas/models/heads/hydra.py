@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     check_device,
@@ -26,7 +27,6 @@ from eyas.models.checkpoint import (
     read_vocabulary,
     resolve,
 )
-from eyas.models.file_values import get_setting
 from eyas.models.heads.layers import (
     DraftLayer,
     LayerSizes,

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.cpu import PackedProduct
-from eyas.models.file_values import get_setting
 from eyas.models.fused import HeadLayout, RMSNorm
 
 # As an aux hidden state layer: the state behind the target's final norm.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     check_device,
     check_tensors,
@@ -22,7 +23,6 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
 )
-from eyas.models.file_values import get_setting
 from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
