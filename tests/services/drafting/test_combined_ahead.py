@@ -11,6 +11,7 @@ from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.on_demand import OnDemand
 from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.engine.draft_budget import Credit
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.tree import DraftTree
@@ -48,6 +49,9 @@ def test_combined_trees_sent_ahead_change_no_token(
         return tree
 
     monkeypatch.setattr(PreparedTrees, "take", counted)
+    monkeypatch.setattr(Credit, "FIRST", 1e6)  # a random head would soon draft no more
+    monkeypatch.setattr(Credit, "MOST", 1e6)
+    monkeypatch.setattr(Credit, "RESTART", 1e6)
     monkeypatch.setattr(PreparedTrees, "MIN_DRAFTED", 1)
     monkeypatch.setattr("eyas.drafters.combined.MIN_CLAIM", 0.5)
     monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
