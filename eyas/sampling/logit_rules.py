@@ -139,7 +139,7 @@ class LogitRules:
         parts = list(self._parts(batch, logits, masks))
         if not parts:
             return logits
-        logits = logits.clone()
+        masked, logits = logits, logits.clone()
         for part in parts:
             rows, ids = upload(_cells(part.indices, part.rules.bias_ids), logits.device)
             logits[rows, ids] += part.rules.biases.repeat(len(part.indices))
@@ -147,7 +147,7 @@ class LogitRules:
         rows, ids = upload(np.concatenate([cells for part in parts for cells in _banned(part)], axis=1), logits.device)
         logits[rows, ids] = -torch.inf
         for part in parts:
-            _end_reasoning(logits, part)
+            _end_reasoning(logits, masked, part)
         return logits
 
     def known_biases(self, request: Request, tokens: Seq[int]) -> tuple[KnownLogitBias, ...]:
@@ -255,15 +255,18 @@ def _banned(part: _Part) -> Iterator[Ints]:
         yield np.stack([part.start + nodes, ids])
 
 
-def _end_reasoning(logits: Tensor, part: _Part) -> None:
-    """Leave, in place, only the end of the reasoning where its budget is used up."""
+def _end_reasoning(logits: Tensor, masked: Tensor, part: _Part) -> None:
+    """Leave, in place, only the end of the reasoning where its budget is used up.
+
+    masked: logits before all rules. A grammar may have no place for the end yet, as in the middle of a character.
+    """
     if part.rules.budget is None:
         return
     tokens = part.rules.budget.forced(part.tokens, part.tree)
     is_forced = tokens != NO_TOKEN
     rows, ids = (upload(array[is_forced], logits.device) for array in (part.indices, tokens))
-    logits[rows] = -torch.inf
-    logits[rows, ids] = 0
+    ended = torch.full_like(logits[rows], -torch.inf).scatter(1, ids[:, None], 0)
+    logits[rows] = ended.where(~torch.isneginf(masked[rows, ids])[:, None], logits[rows])
 
 
 def _cells(rows: Ints, ids: Ints) -> Ints:
