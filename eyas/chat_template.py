@@ -26,7 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from eyas.chat_output import ChatFormat, detect_format
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.tokenizer import fetch_file, json_settings, tokenizer_settings
+from eyas.file_values import named_texts, shown
+from eyas.tokenizer import fetch_file, json_settings, special_token, tokenizer_settings
 
 # Where checkpoints keep templates, besides tokenizer_config.json.
 _FILES = ("chat_template.jinja", "chat_templates/default.jinja")
@@ -386,7 +387,11 @@ def load_template(model: ServedModel) -> ChatTemplate | None:
 def special_tokens(tokenizer: str) -> dict[str, str]:
     """Return the special tokens of a tokenizer by the names that templates use. Raises CheckpointError."""
     settings = tokenizer_settings(tokenizer)
-    texts = {name: _token_text(token) for name, token in settings.items() if name.endswith("_token")}
+    names = [name for name in settings if name.endswith("_token") and not name.startswith("add_")]
+    texts = {name: special_token(settings[name]) for name in names}
+    for name in names:
+        if settings[name] and not texts[name]:
+            log.warning("%s: %s is %s, no text; templates do not get it", tokenizer, name, shown(settings[name]))
     return {name: text for name, text in texts.items() if text}
 
 
@@ -448,28 +453,18 @@ def _find(tokenizer: str) -> dict[str, str]:
     if file is not None:
         tool_file = _first_file(tokenizer, _TOOL_FILES)
         return {"default": _read(str(file))} | ({"tool_use": _read(str(tool_file))} if tool_file else {})
-    found = _named(tokenizer, tokenizer_settings(tokenizer).get("chat_template"))
-    return found or _named(tokenizer, json_settings(tokenizer, _JSON_FILE).get("chat_template"))
+    found = _named(tokenizer_settings(tokenizer).get("chat_template"))
+    return found or _named(json_settings(tokenizer, _JSON_FILE).get("chat_template"))
 
 
 def _first_file(tokenizer: str, names: Sequence[str]) -> Path | None:
     return next((file for name in names if (file := fetch_file(tokenizer, name)) is not None), None)
 
 
-def _named(tokenizer: str, value: object) -> dict[str, str]:
-    """Return templates by name, of one text, a mapping, or a list of objects. Raises CheckpointError for another form."""
-    if isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value):
-        value = {str(one["name"]): one.get("template") for one in value}
-    named: dict[str, Any] = value if isinstance(value, dict) else {"default": value} if value else {}
-    if wrong := [name for name, text in named.items() if not isinstance(text, str)]:
-        raise CheckpointError(f"chat_template of {tokenizer} has no text for {wrong[0]!r}; give a Jinja template")
+def _named(value: object) -> dict[str, str]:
+    """Return templates by name; a single one is the default."""
+    named = {name: text for name, text in named_texts(value).items() if text and isinstance(text, str)}
     return named if "default" in named or len(named) != 1 else {"default": next(iter(named.values()))}
-
-
-def _token_text(token: object) -> str:
-    """Return a special token's text; tokenizer_config.json has it as a string or inside an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from eyas.errors import CheckpointError
 
-Kind = Literal["whole number", "number", "true or false", "text", "list of texts", "mapping", "token ids", "whole numbers"]
+Kind = Literal[
+    "whole number", "number", "true or false", "text", "list of texts", "mapping", "token ids", "whole numbers",
+    "text, or an object with it as content", "text, or texts by name",
+]  # fmt: skip
 Setting = TypeVar("Setting", int, float, bool, str)
 # Most characters of a value that an error shows.
 MAX_SHOWN = 80
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 # Mappings inside a config.json whose values are checked too; others belong to transformers or to other parts of a model.
 NESTED = ("text_config", "transformer_layer_config", "dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 KINDS: Mapping[type, Kind] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -45,8 +50,13 @@ class FileValue:
                 return type(value) in (int, float) and self._is_inside(value)  # type: ignore[arg-type]
             case "true or false":
                 return isinstance(value, bool)
+            case "text, or an object with it as content":
+                return is_text(value.get("content") if isinstance(value, dict) else value)
+            case "text, or texts by name":
+                named = named_texts(value)
+                return bool(named) and all(map(is_text, named.values()))
             case "text":
-                return isinstance(value, str) and (not self.choices or value.removeprefix("torch.") in self.choices)
+                return is_text(value) and (not self.choices or value.removeprefix("torch.") in self.choices)
             case "mapping":
                 return isinstance(value, dict)
         items = value if isinstance(value, list) else [value] if self.kind == "token ids" else None
@@ -60,7 +70,7 @@ class FileValue:
             return f"one of {', '.join(self.choices)}"
         low = f" {'above' if self.is_open else 'from'} {self.low:.0f}" if self.low > -math.inf else ""
         high = f" to {self.high:.0f}" if self.high < math.inf else ""
-        article = "" if self.kind in ("true or false", "token ids", "text", "whole numbers") else "a "
+        article = "" if self.kind.startswith(("text", "true", "token", "whole numbers")) else "a "
         return f"{article}{self.kind}{low}{high}"
 
 
@@ -175,6 +185,18 @@ HEAD_VALUES: Mapping[str, FileValue] = {
     "hydra_head_arch": TEXT,
     "grounded_heads": FLAG,
 }
+SPECIAL_TOKEN = FileValue("text, or an object with it as content")
+TOKENIZER_VALUES: Mapping[str, FileValue] = {
+    "bos_token": SPECIAL_TOKEN,
+    "eos_token": SPECIAL_TOKEN,
+    "unk_token": SPECIAL_TOKEN,
+    "pad_token": SPECIAL_TOKEN,
+    "sep_token": SPECIAL_TOKEN,
+    "cls_token": SPECIAL_TOKEN,
+    "mask_token": SPECIAL_TOKEN,
+    "add_bos_token": FLAG,
+    "chat_template": FileValue("text, or texts by name"),
+}
 GENERATION_VALUES: Mapping[str, FileValue] = {"eos_token_id": TOKENS}
 CONFIG_VALUES = {**MODEL_VALUES, **ROPE_VALUES, **HEAD_VALUES}
 
@@ -231,6 +253,18 @@ def get_setting(
         is_what = "left out" if value is None else shown(value)
         raise CheckpointError(f"{source}: {key} is {is_what}; it must be {known}")
     return kind(value)
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether a value is a text that can be encoded: JSON may hold half a surrogate pair."""
+    return isinstance(value, str) and _HALF_A_PAIR.search(value) is None
+
+
+def named_texts(value: object) -> dict[str, object]:
+    """The entries of a mapping, of a list of objects with name and template, or of one text as `default`; else none."""
+    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value):
+        return {one["name"]: one.get("template") for one in value}
+    return value if isinstance(value, dict) else {"default": value} if isinstance(value, str) else {}
 
 
 def shown(value: object) -> str:

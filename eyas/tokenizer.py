@@ -5,7 +5,7 @@ The text of a stream does not depend on how its tokens are grouped into chunks.
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.errors import CheckpointError, InvalidRequest
+from eyas.file_values import TOKENIZER_VALUES, check_values, is_text, read_json, shown
 
 _INCOMPLETE = "\ufffd"
 # An incomplete character is at most 3 bytes long, and so are at most 3 tokens; more than this many are not all one.
@@ -29,6 +30,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
 # Characters of a token above which a text is unusual.
 _PLENTY = 8
+
+log = logging.getLogger(__name__)
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -43,9 +46,21 @@ def load_tokenizer(source: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = tokenizer_settings(source)
-    bos = settings.get("bos_token")
-    content = bos["content"] if isinstance(bos, dict) else bos
-    return Tokenizer(tokenizer, tokenizer.token_to_id(content) if content and settings.get("add_bos_token") else None)
+    if not settings.get("add_bos_token"):
+        return Tokenizer(tokenizer)
+    bos = special_token(settings.get("bos_token"))
+    bos_id = tokenizer.token_to_id(bos)
+    if bos_id is None:
+        log.warning(
+            "%s: add_bos_token is set, but its bos_token, %s, is no token; prompts begin without", source, shown(bos)
+        )
+    return Tokenizer(tokenizer, bos_id)
+
+
+def special_token(value: object) -> str:
+    """The text of a special token in tokenizer_config.json, which may stand in an object; empty for another value."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if is_text(text) else ""
 
 
 class Tokenizer:
@@ -445,27 +460,28 @@ def _too_long(least: int, max_tokens: int) -> InvalidRequest:
 
 def _parsed(file: Path) -> HuggingFaceTokenizer:
     try:
-        return HuggingFaceTokenizer.from_buffer(file.read_bytes())
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
+        tokenizer = HuggingFaceTokenizer.from_buffer(file.read_bytes())
+        if not any(tokenizer.get_vocab()):
+            raise ValueError("it has no tokens")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises nothing narrower, and panics are no Exception
+        raise CheckpointError(f"{file} is damaged: {shown(str(error))}; fetch it again") from error
+    return tokenizer
 
 
 def tokenizer_settings(source: str) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty without one. Raises CheckpointError for a damaged file."""
+    """The content of tokenizer_config.json, empty without one. Raises CheckpointError for a wrong value or file."""
     return json_settings(source, "tokenizer_config.json")
 
 
 def json_settings(source: str, name: str) -> dict[str, Any]:
-    """The content of a file of settings, empty without one. Raises CheckpointError for a damaged file."""
+    """The content of a file of settings, empty without one. Raises CheckpointError for a wrong value or file."""
     file = fetch_file(source, name)
     if file is None:
         return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} holds no settings but a {type(settings).__name__}; fetch it again")
+    settings = read_json(file)
+    check_values(settings, file, TOKENIZER_VALUES)
     return settings
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.file_values import CONFIG_VALUES
+from eyas.file_values import CONFIG_VALUES, TEXT, TOKENIZER_VALUES
 
 LEFT_OUT = object()
 VALUES: dict[str, Any] = {
     "a text": "many", "negative": -1, "zero": 0, "huge": 10**12, "NaN": math.nan, "null": None, "left out": LEFT_OUT,
     "an empty text": "", "an empty list": [], "an empty object": {}, "a list": [1], "true": True, "a fraction": 1.5,
-    "lists in lists": [[1], {"a": 1}],
+    "lists in lists": [[1], {"a": 1}], "half a surrogate pair": "\ud800",
 }  # fmt: skip
 # Tensors of a head that the target's replace, or that are one instance with others (the later blocks of a Medusa head).
 REPLACEABLE = ("lm_head.weight", "embed_tokens.weight", "t2d", ".1.linear.weight", ".1.linear.bias")
@@ -88,7 +88,7 @@ def _damaged_values(file: Path) -> Iterator[Damage]:
         for label, wrong in VALUES.items():
             if wrong is not LEFT_OUT and type(wrong) is type(value) and wrong == value:
                 continue
-            known = CONFIG_VALUES.get(path[-1])
+            known = {**CONFIG_VALUES, **TOKENIZER_VALUES, "content": TEXT}.get(path[-1])
             is_left_out = wrong is None or wrong is LEFT_OUT
             may_differ = is_left_out or (known is not None and known.holds(wrong))
             name = f"{file.name}: {'.'.join(path)} is {label}"

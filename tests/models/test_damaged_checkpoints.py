@@ -1,5 +1,6 @@
 """Whatever is wrong in a checkpoint's files ends in an error of Eyas in one line, in a warning, or changes nothing."""
 
+import json
 import logging
 import random
 from collections.abc import Callable
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.config import DraftingConfig, TreeConfig
+from eyas.chat_template import load_template, special_tokens
+from eyas.config import DraftingConfig, ServedModel, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.errors import EyasError
 from eyas.models.inputs import Segment
 from eyas.models.target import load_target
 from eyas.request import NoiseKey
+from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree
 from tests.models.damage import Damage, damaged, damages
 from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import write_eagle1_head, write_head, write_target
+from tests.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target
 from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import tiny_heads
 
@@ -28,6 +31,7 @@ from tests.tiny_medusa_hydra import tiny_heads
 SAMPLE = 25
 MAX_MESSAGE = 700
 TREE = TreeConfig(num_draft_tokens=10, num_steps=2, top_k=3)
+TOKENIZERS = ("tokenizer",)
 HEADS = ("eagle2", "eagle3", "peagle", "dspark", "dflash2", "medusa", "hydra")
 TARGETS = ("llama", "gemma-3", "phi-3", "mixtral")
 
@@ -55,8 +59,32 @@ def head_result(method: str, target: str, folder: Path) -> Result:
     return [list(tree.tokens), list(tree.parents), [round(score, 4) for score in tree.log_probs]]
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer with every setting that Eyas reads, one of each form."""
+    folder.mkdir()
+    write_spelling_tokenizer(folder)
+    settings = {
+        "bos_token": {"content": "<bos>"}, "add_bos_token": True, "eos_token": "<eos>", "unk_token": "<eos>",
+        "pad_token": "<pad>", "sep_token": "<eos>", "cls_token": {"content": "<bos>"}, "mask_token": "<pad>",
+        "chat_template": [{"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}],
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    return folder
+
+
+def tokenizer_result(folder: Path) -> Result:
+    """A prompt, its text, the special tokens, and a chat."""
+    tokenizer, template = load_tokenizer(str(folder)), load_template(ServedModel("m", str(folder)))
+    ids = tokenizer.encode("ab12")
+    chat = template.render([{"role": "user", "content": "ab"}], {}) if template else None
+    return [list(ids), tokenizer.decode(ids), special_tokens(str(folder)), chat]
+
+
 def write_checkpoint(name: str, folder: Path) -> tuple[Path, Callable[[Path], Result]]:
     """A checkpoint, and what reads it."""
+    if name in TOKENIZERS:
+        return write_tokenizer(folder / name), tokenizer_result
     if name in TARGETS:
         kind, settings = FAMILIES.get(name, ("llama", {}))
         return Path(
@@ -118,14 +146,14 @@ def faults(name: str, count: int, folder: Path, log: pytest.LogCaptureFixture) -
     return found
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *HEADS])
+@pytest.mark.parametrize("name", [*TARGETS, *HEADS, *TOKENIZERS])
 def test_a_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not faults(name, SAMPLE, tmp_path, caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*TARGETS, *HEADS])
+@pytest.mark.parametrize("name", [*TARGETS, *HEADS, *TOKENIZERS])
 def test_many_damaged_files_are_named_or_do_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All damages of heads and of Llama, and as many of the other targets as take half a minute."""
     assert not faults(name, 300 if name in TARGETS[1:] else 10_000, tmp_path, caplog)

@@ -15,7 +15,7 @@ from eyas import validation
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
-from eyas.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, FileValue
+from eyas.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKENIZER_VALUES, FileValue
 from eyas.models.cuda.backend import WORKSPACES, PassSizes, graph_bytes, launched_bytes
 from eyas.models.cuda.metadata import FIXED_PART, Tiling
 from tests.repo.repository import ROOT, files, name, python_files, syntax
@@ -223,7 +223,10 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
         assert int(tokens.replace(",", "")) == pytest.approx(float(kept) * 2**30 / slot, rel=0.02)
 
 
-@pytest.mark.parametrize("values", [MODEL_VALUES, ROPE_VALUES, HEAD_VALUES], ids=["models", "RoPE", "heads"])
+TABLES = {"models": MODEL_VALUES, "RoPE": ROPE_VALUES, "heads": HEAD_VALUES, "tokenizers": TOKENIZER_VALUES}
+
+
+@pytest.mark.parametrize("values", TABLES.values(), ids=TABLES.keys())
 def test_the_page_of_checkpoints_has_the_table_of_the_code(values: Mapping[str, FileValue]) -> None:
     by_range: dict[str, list[str]] = {}
     for key, known in values.items():

@@ -373,3 +373,22 @@ def test_names_of_special_tokens_stop_where_the_tokens_are() -> None:
     assert stopped("</", 263, end, 263) == ("aa", None, 3), "a part of a name is text, and the token has none"
     assert stopped("</s>", end, 263, end, min_tokens=2) == ("a", "</s>", 3)
     assert TextStream(tokenizer, ["</s>"], stop_specials=[end]).push([263, end], ends=True).stopped
+
+
+@pytest.mark.parametrize("bos", ["<nowhere>", "", None])
+def test_a_bos_that_is_no_token_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, bos: str | None) -> None:
+    tokenizer = load_tokenizer(folder_with(tmp_path, {"add_bos_token": True, "bos_token": bos}))
+    assert tokenizer.bos is None
+    assert "add_bos_token" in caplog.text
+
+
+@pytest.mark.parametrize("model", [{"vocab": {}}, {"continuing_subword_prefix": "many"}], ids=["no tokens", "panic"])
+def test_a_tokenizer_that_cannot_work_is_refused(tmp_path: Path, model: dict[str, object]) -> None:
+    settings = json.loads((DEMO / "tokenizer.json").read_text())
+    if "vocab" in model:
+        settings |= {"added_tokens": []}
+        model |= {"merges": []}
+    settings["model"] |= model
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_tokenizer(str(tmp_path))

@@ -351,6 +351,7 @@ def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> N
     assert found(tokenizer_config={"chat_template": [{"name": "rag", "template": "only"}]}) == "only"
     with pytest.raises(CheckpointError, match="chat_template"):
         found(tokenizer_config={"chat_template": [{"name": "default"}]})
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_templates").mkdir()
     (tmp_path / "chat_templates" / "default.jinja").write_text("folder")
     (tmp_path / "chat_templates" / "tool_use.jinja").write_text("tools")
