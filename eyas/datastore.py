@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from eyas.errors import ConfigError
+from eyas.text_rows import check_text, text_of, token_ids_of, usable_rows
 
 VERSION = 1
 HEADER, TOKENS, SUFFIXES, STARTS = "datastore.json", "tokens.npy", "suffixes.npy", "starts.npy"
@@ -157,20 +159,21 @@ def build(
     from eyas.tokenizer import load_tokenizer
 
     tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus, exclude)
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    rejected = Counter[str]()
     with Progress(console=Console(stderr=True)) as progress:
-        documents = _tokenized(files, corpus, tokenizer, progress)
-        num_tokens = build_datastore(documents, vocab_size, vocabulary_digest(tokenizer), out)
+        documents = _tokenized(files, corpus, tokenizer, progress, rejected)
+        num_tokens = build_datastore(documents, _vocab_size(tokenizer), vocabulary_digest(tokenizer), out)
     print(f"{num_tokens} tokens written to {out}")
+    for reason, count in rejected.most_common():
+        print(f"{count} rows left out: {reason}")
 
 
 def _tokenized(
-    files: Sequence[Path], named: Sequence[Path], tokenizer: Tokenizer, progress: Progress
+    files: Sequence[Path], named: Sequence[Path], tokenizer: Tokenizer, progress: Progress, rejected: Counter[str]
 ) -> Iterator[list[int]]:
     task = progress.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
     for file in files:
-        if (text := _read(file, is_named=file in named)) is not None:
-            yield from documents_of(file, text, tokenizer)
+        yield from documents_of(file, file in named, tokenizer, rejected)
         progress.advance(task, file.stat().st_size)
     progress.add_task("sorting suffixes", total=None)
 
@@ -219,31 +222,35 @@ def _read(file: Path, is_named: bool) -> str | None:
         return None
 
 
-def documents_of(file: Path, text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids of each document in the text of a file, without special tokens.
+def documents_of(file: Path, is_named: bool, tokenizer: Tokenizer, rejected: Counter[str]) -> Iterator[list[int]]:
+    """Token ids of each document of a file, without special tokens.
 
-    A document is a line of a .jsonl file with `text` or `token_ids`, or any other file as a whole. Raises ConfigError for a
-    line that has neither.
+    A document is a line of a .jsonl file with `text` or `token_ids`, or any other file as a whole. rejected: counts lines
+    that cannot be used. Raises ConfigError for a .jsonl file of such lines only.
     """
-    entries = _entries(file, text) if file.suffix == ".jsonl" else iter([text])
+    if file.suffix == ".jsonl":
+        vocab_size = _vocab_size(tokenizer)
+        entries: Iterator[str | list[int]] = usable_rows(file, lambda row: _entry(row, vocab_size), rejected)
+    else:
+        entries = iter([] if (text := _read(file, is_named)) is None else [text])
     while batch := list(islice(entries, BATCH)):
         encoded = iter(tokenizer.encode_batch([e for e in batch if isinstance(e, str)], add_special_tokens=False))
         for entry in batch:
             yield next(encoded).ids if isinstance(entry, str) else entry
 
 
-def _entries(file: Path, text: str) -> Iterator[str | list[int]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            if "token_ids" in entry:
-                yield [int(token) for token in entry["token_ids"]]
-            else:
-                yield str(entry["text"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file}, line {number}: {error!r}; expected a JSON object with text or token_ids") from error
+def _entry(row: Mapping[str, Any], vocab_size: int) -> str | list[int]:
+    """A row's token ids, or else its text; raises BadRow."""
+    if "token_ids" in row:
+        ids: list[int] = token_ids_of(row, vocab_size).tolist()
+        return ids
+    text = text_of(row, "text or token_ids")
+    check_text(text)
+    return text
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
 
 def build_datastore(documents: Iterable[Sequence[int]], vocab_size: int, vocabulary: str, folder: Path) -> int:

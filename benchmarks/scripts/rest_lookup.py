@@ -7,6 +7,7 @@ import json
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -150,11 +151,7 @@ def _open_ms(folder: Path) -> float:
 def _sources(tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Documents from installed packages only: the demo prompts are from the standard library."""
     for file in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        yield from documents_of(file, text, tokenizer)
+        yield from documents_of(file, False, tokenizer, Counter())
 
 
 if __name__ == "__main__":

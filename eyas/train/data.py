@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 import sys
 from bisect import bisect_left, insort
@@ -31,6 +30,7 @@ from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.config.loader import at_least, require
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.text_rows import FIELDS, BadRow, check_text, text_of, token_ids_of, usable_rows
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
 INFO_FILE, FREQUENCY_FILE = "prepared.json", "token_freq.safetensors"
@@ -40,14 +40,8 @@ FOLDER_SUFFIXES = {".jsonl", ".txt", ".md", ".py", ".rst"}
 FAILED, SKIPPED = "error", "skipped"
 UNANSWERED = {FAILED, SKIPPED}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-FIELDS = "messages, conversations, prompt and completion, text or token_ids"
 # Documents that are held out at least, unless that is more than half of them.
 MIN_HELDOUT = 8
-# Rows that the log names for each reason to leave them out.
-MAX_NAMED_ROWS = 3
-
-log = logging.getLogger(__name__)
-
 # What is in memory at a time: entries, characters of their texts, and parts on their way to disk.
 BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
@@ -64,14 +58,6 @@ class Entry(NamedTuple):
 
     documents: list[Document]
     are_together: bool
-
-
-class BadRow(ValueError):
-    """A row that cannot be used. Its text is the reason, and what is particular to the row after a colon."""
-
-    @property
-    def reason(self) -> str:
-        return str(self).partition(": ")[0]
 
 
 class RenderedText(NamedTuple):
@@ -299,25 +285,14 @@ class DocumentReader:
 
     def _usable(self, file: Path) -> Iterator[list[RenderedText | Document]]:
         """The texts of the rows that can be used. Raises ConfigError if there are rows, and none can be."""
-        first, num_good = "", 0
-        for number, row in read_entries(file):
-            if not isinstance(row, BadRow) and UNANSWERED & row.keys():
-                self.num_unanswered += 1
-                continue
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                texts = self._texts(row)
-                num_good += 1
-            except BadRow as error:
-                self.rejected[error.reason] += 1
-                first = first or f"line {number}: {error}"
-                if self.rejected[error.reason] <= MAX_NAMED_ROWS:
-                    log.warning("%s, line %d is left out: %s", file, number, error)
-                continue
-            yield texts
-        if first and not num_good:
-            raise ConfigError(f"no row of {file} can be used; {first}")
+        yield from usable_rows(file, self._answered, self.rejected)
+
+    def _answered(self, row: Mapping[str, Any]) -> list[RenderedText | Document] | None:
+        """The texts of a row; None if it was not answered. Raises BadRow."""
+        if UNANSWERED & row.keys():
+            self.num_unanswered += 1
+            return None
+        return self._texts(row)
 
     def _texts(self, entry: Mapping[str, Any]) -> list[RenderedText | Document]:
         texts: list[RenderedText | Document] = []
@@ -332,7 +307,7 @@ class DocumentReader:
             texts.append(RenderedText(text_of(entry)))
         for text in texts:
             if isinstance(text, RenderedText):
-                _check_text(text.text)
+                check_text(text.text)
         return texts
 
     def _given_ids(self, entry: Mapping[str, Any]) -> Document:
@@ -435,66 +410,6 @@ def prompt_of(entry: Mapping[str, Any]) -> str | None:
         if not isinstance(entry[name], str):
             raise BadRow(f"wrong {name}: expected a text, found a {type(entry[name]).__name__}")
     return str(entry["prompt"])
-
-
-def token_ids_of(entry: Mapping[str, Any], vocab_size: int = 2**31) -> NDArray[np.int64]:
-    """The token ids of a row, int64 [n]. Raises BadRow, also for one beyond the vocabulary."""
-    ids = entry["token_ids"]
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise BadRow("wrong token_ids: expected a list of whole numbers")
-    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-        raise BadRow(f"wrong token_ids: {wrong[0]} is not in the vocabulary of {vocab_size}")
-    return np.array(ids, np.int64)
-
-
-def text_of(entry: Mapping[str, Any]) -> str:
-    """The plain text of a row. Raises BadRow."""
-    if "text" not in entry:
-        raise BadRow(f"no known field: expected {FIELDS}, found {', '.join(entry)[:80] or 'nothing'}")
-    if not isinstance(entry["text"], str):
-        raise BadRow(f"wrong text: expected a text, found a {type(entry['text']).__name__}")
-    return str(entry["text"])
-
-
-def _check_text(text: str) -> None:
-    """Raises BadRow for half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeError as error:
-        raise BadRow(f"wrong text: {error}") from error
-
-
-def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """The objects of a JSON Lines file, or of a JSON list, with their numbers; or one with the text of any other file.
-
-    A row that holds none is a BadRow in its place. Raises ConfigError for a file that cannot be read at all.
-    """
-    try:
-        if file.suffix not in (".jsonl", ".json"):
-            yield 1, {"text": file.read_text(encoding="utf-8", errors="replace")}
-            return
-        with file.open("rb") as lines:
-            if lines.peek(1)[:1] == b"[" and file.suffix == ".json":
-                yield from enumerate(map(_object, json.load(lines)), 1)
-                return
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _parsed(line)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {file}: {error}; give JSON Lines, an object on each line, or a JSON list") from error
-
-
-def _parsed(line: bytes) -> dict[str, Any] | BadRow:
-    try:
-        return _object(json.loads(line.decode("utf-8-sig")))
-    except UnicodeError as error:
-        return BadRow(f"no UTF-8: {error}")
-    except (ValueError, RecursionError) as error:
-        return BadRow(f"no JSON object: {error}")
-
-
-def _object(entry: object) -> dict[str, Any] | BadRow:
-    return entry if isinstance(entry, dict) else BadRow(f"no JSON object: found a {type(entry).__name__}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from eyas.config.loader import at_least, require
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
 from eyas.request import Prompt, SamplingParams
-from eyas.train.data import FAILED, SKIPPED, BadRow, messages_of, prompt_of, read_entries, text_of, token_ids_of
+from eyas.text_rows import BadRow, read_entries, text_of, token_ids_of
+from eyas.train.data import FAILED, SKIPPED, messages_of, prompt_of
 
 
 @dataclass(frozen=True)

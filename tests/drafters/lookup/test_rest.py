@@ -129,10 +129,19 @@ def test_the_command_builds_from_text_and_json_lines(target: str, tmp_path: Path
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert open_datastore(tmp_path / "store").tokens.tolist() == [3, 4, 5, 48, 6, 7, 48, 8, 9, 10, 48]
+    bad = ['{"txt": "t6"}', '{"text": 7}', "{", "[1]", '{"token_ids": [48]}', '{"token_ids": 3}', '{"text": "\\ud800"}']
+    (corpus / "b.jsonl").write_bytes(
+        "\n".join([*bad, '{"text": "t6 t7"}', '{"txt": 1}', ""]).encode() + b'{"text": "\xff"}\n'
+    )
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert open_datastore(tmp_path / "store").tokens.tolist() == [3, 4, 5, 48, 6, 7, 48]
+    for counted in ("2 rows left out: no known field", "2 rows left out: wrong text", "2 rows left out: wrong token_ids"):
+        assert counted in result.output
     (corpus / "b.jsonl").write_text('{"txt": "t6"}\n')
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
-    assert "b.jsonl, line 1" in result.output
+    assert "b.jsonl can be used; line 1" in result.output.replace("\n", " ")
     result = CliRunner().invoke(app, [*arguments[:2], str(corpus / "c.bin"), *arguments[3:]])
     assert (result.exit_code, "c.bin as text" in result.output.replace("\n", " ")) == (1, True)
 
