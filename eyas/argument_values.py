@@ -160,7 +160,7 @@ def python_json(text: str) -> str | None:
 def _keywords(text: str) -> tuple[list[str], int]:
     """Return the members of a JSON object that whole keyword arguments make, and where the first other character is."""
     values, at = dict[str, str](), 1
-    while True:
+    while len(values) < MAX_PIECES:
         start = at = _skip_space(text, at)
         key = _KEY.match(text, at)
         equals = _skip_space(text, key.end()) if key else at
@@ -184,12 +184,18 @@ def _members(values: Mapping[str, str]) -> list[str]:
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
-    """Return a value of JSON or Python as `_literal` does. Raises ValueError."""
+    """Return a value as `_literal` does, also a very long one of JSON. Raises ValueError.
+
+    JSON comes last, since its errors count the lines before them: for each argument, their time would be quadratic.
+    """
     try:
-        value, end = _JSON.raw_decode(text, at)
-        return _dumped(value), _skip_space(text, end)
-    except (ValueError, RecursionError):
         return _literal(text, at)
+    except ValueError:
+        try:
+            value, end = _JSON.raw_decode(text, at)
+            return _dumped(value), _skip_space(text, end)
+        except RecursionError as error:
+            raise ValueError("too many brackets") from error
 
 
 def _skip_space(text: str, at: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.argument_values import Tools, python_json
+from eyas.argument_values import MAX_PIECES, Tools, python_arguments, python_json
 from eyas.call_formats import MARKS
 from eyas.chat_message import ChatMessage, ToolCall
 from eyas.chat_output import ChatFormat, detect_format
@@ -294,6 +294,11 @@ SLIPS: list[tuple[ChatFormat, str, ChatMessage]] = [
     (ChatFormat("llama4_pythonic"), f"<|python_start|>{LIST[1:-1]}<|python_end|>", ChatMessage("", "", calls(ADD))),
     (R1, "Hm</think>", ChatMessage("", "Hm")),
     (QWEN3, f"<think>Hm<tool_call>{LIST}</tool_call>", ChatMessage("", "Hm", calls(ADD))),
+    (
+        ChatFormat("kimi_k2", "qwen3"),
+        f"<think>Hm{KIMI.call}functions.add:0{KIMI.separator}{ADD[1]}{KIMI.call_end}ok",
+        ChatMessage("ok", "Hm", calls(ADD)),
+    ),
     (
         QWEN3,
         f"<think>A <tool_call> begins a call.</think>Yes<tool_call>{LIST}</tool_call>",
@@ -596,3 +601,13 @@ def test_long_white_space_takes_linear_time() -> None:
     message = read(HERMES, ["a", *spaces, "b", *spaces])
     assert message.content == f"a{''.join(spaces)}b{''.join(spaces)}"
     assert time.thread_time() - started < 2
+
+
+def test_many_arguments_of_python_take_linear_time() -> None:
+    text = f"({','.join(f'a{n}=None' for n in range(MAX_PIECES))})"
+    started = time.thread_time()
+    assert len(json.loads(python_arguments(text) or "")) == MAX_PIECES
+    assert time.thread_time() - started < 0.3
+    assert python_arguments(f"{text[:-1]},more=1)") is None
+    many = f"[{', '.join(['1'] * MAX_PIECES)}]"
+    assert python_arguments(f"(a={many})") == f'{{"a": {many}}}'
