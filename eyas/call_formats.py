@@ -685,7 +685,7 @@ READERS: Mapping[str, Callable[[CallReader], Steps]] = {
 _OPENERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("hermes", "qwen3_coder", "qwen3_xml", "glm45", "glm47"), ("<tool_call>",)),
     **dict.fromkeys(("pythonic", "llama4_pythonic"), ("<|python_start|>",)),
-    **{name: marks.sections for name, marks in MARKS.items()},
+    **{name: (*marks.sections, marks.call) for name, marks in MARKS.items()},
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
 }
