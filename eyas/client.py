@@ -201,7 +201,7 @@ class Client:
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt, given as text or as token ids; one output each, in order. options: as of `stream`."""
-        calls = paired(prompts, sampling_params)
+        calls = _paired(prompts, sampling_params)
         with ThreadPoolExecutor(min(len(calls), MAX_PARALLEL_CALLS) or 1) as pool:
             return list(pool.map(lambda call: self._whole(*call, **options), calls))
 
@@ -222,7 +222,7 @@ class Client:
 
         Args:
             prompt: text or token ids.
-            sampling_params: how to draw tokens.
+            sampling_params: how to draw tokens; None takes the model's own defaults, as `LLM.generate` does.
             request_id: for logs; the router makes one if it is empty.
             model: name of the model; needed if the router serves several.
             session_id: groups the requests of a conversation.
@@ -262,7 +262,7 @@ class Client:
             self._current = next(self._turns)
             time.sleep(delay_s)
 
-    def _whole(self, prompt: Prompt, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
+    def _whole(self, prompt: Prompt, sampling_params: SamplingParams | None, **options: Any) -> RequestOutput:
         timeout_s = options.pop("timeout_s", None)
         call = _call(prompt, sampling_params, **options)
         builder = _builder(call)
@@ -308,7 +308,7 @@ class AsyncClient:
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt; one output each, in order. options: as of `Client.stream`. An error cancels the rest."""
-        tasks = [asyncio.create_task(self._whole(*call, **options)) for call in paired(prompts, sampling_params)]
+        tasks = [asyncio.create_task(self._whole(*call, **options)) for call in _paired(prompts, sampling_params)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -351,13 +351,21 @@ class AsyncClient:
             self._channels[self._current] = open_channel(self._current, self._options)
         return GenerationStub(self._channels[self._current])
 
-    async def _whole(self, prompt: Prompt, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
+    async def _whole(self, prompt: Prompt, sampling_params: SamplingParams | None, **options: Any) -> RequestOutput:
         timeout_s = options.pop("timeout_s", None)
         call = _call(prompt, sampling_params, **options)
         builder = _builder(call)
         async for chunk in self.chunks(call, timeout_s):
             _added(builder, chunk)
         return builder.output()
+
+
+def _paired(
+    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Return each prompt with its parameters; None where the model's own count. Raises InvalidRequest."""
+    pairs = paired(prompts, sampling_params)
+    return [(prompt, None if sampling_params is None else params) for prompt, params in pairs]
 
 
 def _call(
@@ -373,7 +381,8 @@ def _call(
     text, ids = split_prompt(prompt)
     sampling = sampling_params or SamplingParams()
     request = Request(request_id, ids or (), sampling, session_id, priority, cache_salt=cache_salt)
-    return GenerateCall(request, text if ids is None else None, model, "" if draft else NO_DRAFTER)
+    drafter = "" if draft else NO_DRAFTER
+    return GenerateCall(request, text if ids is None else None, model, drafter, uses_model_defaults=sampling_params is None)
 
 
 def _builder(call: GenerateCall) -> OutputBuilder:

@@ -8,7 +8,7 @@ not checked here: drafter and verifier check what they receive.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast, get_args
 
@@ -69,14 +69,15 @@ def _values(message: Message) -> dict[str, Any]:
 # types.proto
 
 
-def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
+def sampling_params_to_proto(sampling: SamplingParams, left_out: Collection[str] = ()) -> types_pb2.SamplingParams:
+    """Return the message, without the parameters in `left_out`, which the receiver chooses."""
     values = vars(sampling) | {
         "logit_bias": [types_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
         "bad_token_ids": [types_pb2.TokenIds(ids=ids) for ids in sampling.bad_token_ids],
         "structured_outputs": sampling.structured_outputs and structured_outputs_to_proto(sampling.structured_outputs),
         "reasoning_budget": sampling.reasoning_budget and types_pb2.ReasoningBudget(**vars(sampling.reasoning_budget)),
     }
-    return types_pb2.SamplingParams(**values)
+    return types_pb2.SamplingParams(**{name: value for name, value in values.items() if name not in left_out})
 
 
 def sampling_params_from_proto(
@@ -133,7 +134,7 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
             request_id=request.id,
             session_id=request.session,
             model=call.model,
-            sampling=sampling_params_to_proto(request.sampling),
+            sampling=sampling_params_to_proto(request.sampling, DEFAULTED if call.uses_model_defaults else ()),
             drafter=call.drafter,
             num_emitted=request.num_emitted,
             priority=request.priority,

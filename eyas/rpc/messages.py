@@ -179,6 +179,8 @@ class GenerateCall:
         kept_tokens: for the router: special tokens that stay in the text; not part of the message.
         arrived_at: for the router: when the client's request arrived, by time.perf_counter(); 0 where it is not known.
         stop_specials: for the router: special tokens whose names stop strings hold; not part of the message.
+        uses_model_defaults: from a client: the message leaves out the sampling parameters in DEFAULTED, so that the model's
+            count. A call that was received has them already.
     """
 
     request: Request
@@ -192,6 +194,7 @@ class GenerateCall:
     kept_tokens: frozenset[int] = frozenset()
     arrived_at: float = field(default=0.0, compare=False)
     stop_specials: frozenset[int] = frozenset()
+    uses_model_defaults: bool = False
 
 
 # Drafting

@@ -12,6 +12,7 @@ from eyas.client import AsyncClient, Client, RetryPolicy
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, TimedOut, Unavailable
 from eyas.services.cluster import free_port
 from tests.services.router.scripted_verifier import (
+    MODEL,
     PROMPT,
     PROMPT_TEXT,
     REST,
@@ -58,6 +59,31 @@ def test_both_clients_return_the_outputs_of_vllm(url: str) -> None:
             assert one.stats.num_accepted > 0
             assert output.finished
         assert outputs[1].prompt_token_ids == list(PROMPT)
+
+    asyncio.run(body())
+
+
+def test_a_call_without_parameters_uses_the_model_defaults(url: str) -> None:
+    defaults = {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5, "max_tokens": 7}
+    model = replace(MODEL, sampling_defaults=tuple(defaults.items()))
+
+    def synchronous(address: str) -> None:
+        with Client(address) as client:
+            client.generate(PROMPT_TEXT)
+            list(client.stream(PROMPT_TEXT))
+            client.generate([PROMPT_TEXT, PROMPT_TEXT], SamplingParams(seed=1))
+            list(client.stream(PROMPT_TEXT, SamplingParams(seed=1)))
+
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script, model=model), router(url) as address:
+            await asyncio.to_thread(synchronous, address)
+            async with AsyncClient(address) as client:
+                await client.generate(PROMPT_TEXT)
+                await client.generate(PROMPT_TEXT, SamplingParams(seed=1))
+        left_out, stated = SamplingParams(**defaults), SamplingParams()  # type: ignore[arg-type]
+        received = [replace(call.request.sampling, seed=None) for call in script.calls]
+        assert received == [left_out, left_out, stated, stated, stated, left_out, stated]
 
     asyncio.run(body())
 
