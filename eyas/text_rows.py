@@ -16,6 +16,8 @@ from eyas.errors import ConfigError
 
 Row = TypeVar("Row")
 FIELDS = "messages, conversations, prompt and completion, text or token_ids"
+JSON_SUFFIXES = {".jsonl", ".json"}
+UTF8_MARK = b"\xef\xbb\xbf"
 # Rows that the log names for each reason to leave them out.
 MAX_NAMED_ROWS = 3
 
@@ -88,12 +90,13 @@ def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     A row that holds none is a BadRow in its place. Raises ConfigError for a file that cannot be read at all.
     """
     try:
-        if file.suffix not in (".jsonl", ".json"):
+        if file.suffix not in JSON_SUFFIXES:
             yield 1, {"text": file.read_text(encoding="utf-8", errors="replace")}
             return
         with file.open("rb") as lines:
-            if lines.peek(1)[:1] == b"[" and file.suffix == ".json":
-                yield from enumerate(map(_object, json.load(lines)), 1)
+            start = lines.peek(64).lstrip(UTF8_MARK + b" \t\r\n")
+            if start[:1] == b"[" and file.suffix == ".json":
+                yield from enumerate(map(_object, json.loads(lines.read().decode("utf-8-sig"))), 1)
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():

@@ -102,7 +102,7 @@ class WaitingQueue:
         if not queue.keys:
             del self._queues[sequence.request.tenant]
             return
-        if len(queue.by_key) > 2 * len(queue.keys) + SPARE_ENTRIES:
+        if max(len(queue.by_key), len(queue.by_number)) > 2 * len(queue.keys) + SPARE_ENTRIES:
             queue.by_key = sorted((key, waiting) for waiting, key in queue.keys.items())
             queue.by_number = sorted((key.number, key, waiting) for waiting, key in queue.keys.items())
         while queue.keys.get(queue.by_key[0][-1]) != queue.by_key[0][0]:

@@ -50,7 +50,13 @@ from eyas.models.checkpoint import (
     stored_shapes,
     weight_map,
 )
-from eyas.models.cpu import PackedEmbedding, copy_stored_weights, optimize_for_cpu
+from eyas.models.cpu import (
+    MergedLinearPart,
+    PackedEmbedding,
+    PackedLinear,
+    copy_stored_weights,
+    optimize_for_cpu,
+)
 from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack
@@ -514,6 +520,11 @@ def _check_finite(target: TargetModel, logits: Tensor) -> None:
     if is_finite(logits):
         return
     wrong = [name for name, weight in target.model.named_parameters() if not is_finite(weight)]
+    wrong += [
+        f"{name}.weight"
+        for name, module in target.model.named_modules()
+        if isinstance(module, PackedLinear | MergedLinearPart | PackedEmbedding) and not is_finite(module.weight)
+    ]
     what = f"{shortened(wrong)} hold NaN or infinity" if wrong else "its layers compute NaN or infinity"
     raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
 

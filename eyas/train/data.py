@@ -30,7 +30,7 @@ from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.config.loader import at_least, require
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.text_rows import FIELDS, BadRow, check_text, text_of, token_ids_of, usable_rows
+from eyas.text_rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
 INFO_FILE, FREQUENCY_FILE = "prepared.json", "token_freq.safetensors"
@@ -54,7 +54,7 @@ class Document(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The documents of a row. are_together: whether all belong in one split, as turns of a conversation do."""
+    """The documents of a row. are_together: whether they and their parts belong in one split; not in a plain-text file."""
 
     documents: list[Document]
     are_together: bool
@@ -272,12 +272,12 @@ class DocumentReader:
 
     def read(self, files: Iterable[Path]) -> Iterator[Entry]:
         """Yield the documents of each row; a conversation may have several. Raises ConfigError for a file without any."""
-        entries: list[list[RenderedText | Document]] = []
+        entries: list[tuple[list[RenderedText | Document], bool]] = []
         num_characters = 0
         for file in files:
-            for entry in self._usable(file):
-                entries.append(entry)
-                num_characters += sum(len(text[0]) for text in entry)
+            for texts in self._usable(file):
+                entries.append((texts, file.suffix in JSON_SUFFIXES))
+                num_characters += sum(len(text[0]) for text in texts)
                 if len(entries) >= BATCH_ENTRIES or num_characters >= BATCH_CHARACTERS:
                     yield from self._encoded(entries)
                     entries, num_characters = [], 0
@@ -347,16 +347,16 @@ class DocumentReader:
         self.num_separate += len(separate)
         return ([RenderedText(text, tuple(spans), is_chat=True)] if spans or not separate else []) + separate
 
-    def _encoded(self, entries: Sequence[Sequence[RenderedText | Document]]) -> Iterator[Entry]:
-        """Encode the texts of these rows, on all cores."""
-        texts = [text for entry in entries for text in entry if isinstance(text, RenderedText)]
+    def _encoded(self, entries: Sequence[tuple[Sequence[RenderedText | Document], bool]]) -> Iterator[Entry]:
+        """Encode the texts of these rows, on all cores. With each row goes whether its documents stay together."""
+        texts = [text for entry, _ in entries for text in entry if isinstance(text, RenderedText)]
         plain = iter(self._tokenizer.encode_batch([text.text for text in texts if text.spans is None]))
         rendered = {
             is_chat: iter(self._tokenizer.tokenizer.encode_batch(marked, add_special_tokens=not is_chat) if marked else ())
             for is_chat in (False, True)
             for marked in [[text.text for text in texts if text.spans is not None and text.is_chat == is_chat]]
         }
-        for entry in entries:
+        for entry, are_together in entries:
             documents = []
             for text in entry:
                 if isinstance(text, Document):
@@ -370,7 +370,7 @@ class DocumentReader:
                     inside = [(start <= begins) & (begins < end) & (begins < ends) for start, end in text.spans]
                     mask = np.any(inside, axis=0) if inside else np.zeros(len(begins), bool)
                     documents.append(Document(np.array(encoded.ids, np.int64), mask))
-            yield Entry(documents, any(isinstance(text, RenderedText) and text.is_chat for text in entry))
+            yield Entry(documents, are_together)
 
 
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

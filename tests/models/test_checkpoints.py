@@ -1,6 +1,7 @@
 """Heads load strictly: what is missing, left over or made for another target is named."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -162,10 +163,13 @@ def test_the_setting_behind_a_wrong_shape_is_named(tmp_path: Path) -> None:
         load_target(str(folder))
 
 
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["norm", "layers.1.self_attn.k_proj", "layers.1.self_attn.o_proj"])
+def test_weights_that_are_no_numbers_are_named(name: str, tmp_path: Path) -> None:
+    """Also those of layers that are packed and merged."""
     folder = write_target(tmp_path)
-    edit_tensors(folder, **{"model.norm.weight": torch.full((32,), float("nan"))})
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight hold NaN or infinity"):
+    weight = load_file(folder / "model.safetensors")[f"model.{name}.weight"]
+    edit_tensors(folder, **{f"model.{name}.weight": weight * math.nan})
+    with pytest.raises(CheckpointError, match=rf": model\.{name}\.weight hold NaN or infinity"):
         load_target(str(folder))
 
 

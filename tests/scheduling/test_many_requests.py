@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from eyas import LLM, SamplingParams
 from eyas.engine.sequence import QueueKey, Sequence
-from eyas.engine.waiting_queue import WaitingQueue
+from eyas.engine.waiting_queue import SPARE_ENTRIES, WaitingQueue
 from eyas.request import Request
 from tests.tiny import DEMO
 
@@ -79,6 +81,20 @@ def generate_one_token_each(llm: LLM, count: int) -> int:
 @pytest.mark.parametrize("work", [admit_all, remove_from_the_end], ids=["admit", "cancel"])
 def test_work_of_the_queue_is_linear_in_requests(work: Callable[[int], int]) -> None:
     assert work(2000) < FOURFOLD * work(500)
+
+
+def test_the_queue_keeps_no_cancelled_requests() -> None:
+    """An old request of low priority stays at the top of one heap while urgent ones come and go."""
+    queue, cancelled = WaitingQueue(), list[weakref.ref[Sequence]]()
+    queue.add(sequence(0, priority=0, due=1.0))
+    for number in range(1, 1001):
+        urgent = sequence(number, priority=1)
+        queue.add(urgent)
+        queue.remove(urgent)
+        cancelled.append(weakref.ref(urgent))
+    del urgent
+    gc.collect()
+    assert sum(kept() is not None for kept in cancelled) <= SPARE_ENTRIES + 2
 
 
 def test_work_of_generate_is_linear_in_prompts() -> None:

@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,36 @@ def test_all_layouts_of_conversations_give_one_document(name: str, tmp_path: Pat
     for (ids, mask), *_ in found:
         assert np.array_equal(ids, found[0][0].input_ids)
         assert np.array_equal(mask, found[0][0].loss_mask)
+
+
+@pytest.mark.parametrize("start", ["\ufeff", " \n\t", "\ufeff\r\n"])
+def test_a_list_may_follow_a_mark_or_white_space(start: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.json"
+    file.write_text(start + json.dumps([{"text": "a = 1"}, {"text": "b = 2"}], indent=1), encoding="utf-8")
+    assert len(list(DocumentReader(TARGET, 4096).read([file]))) == 2
+
+
+ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "token_ids": lambda text: {"token_ids": load_tokenizer(TARGET).encode_batch([text])[0]},
+    "text": lambda text: {"text": text},
+    "prompt": lambda text: {"prompt": text[:4], "completion": text[4:]},
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_all_parts_of_a_row_are_in_one_split(kind: str, tmp_path: Path) -> None:
+    """Each text is a digit of its own, many times."""
+    file = write(tmp_path / "rows.jsonl", *(ROWS[kind](f" = {digit}" * 60) for digit in range(8)))
+    info = prepare(TARGET, [file], tmp_path / "out", 0.5, 16, 1, 0)
+    assert info.num_documents + info.num_heldout > 3 * 8
+    decode = load_tokenizer(TARGET).decode
+    digits = {
+        split: {char for ids, _ in Windows(tmp_path / "out", 16, split).documents for char in decode(ids.tolist())}
+        & set("01234567")
+        for split in (TRAIN, HELDOUT)
+    }
+    assert not digits[TRAIN] & digits[HELDOUT]
+    assert digits[TRAIN] | digits[HELDOUT] == set("01234567")
 
 
 def test_of_prompt_and_completion_the_completion_counts(tmp_path: Path) -> None:
