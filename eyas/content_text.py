@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, models
@@ -41,11 +41,14 @@ class ContentText:
                 raise ConfigError(f"{reason}; leave the setting out")
 
     def mark(self, value: Any) -> Any:
-        """Return a value of JSON with a mark in each name of a special token, also in one that its end begins."""
+        """Return a value of JSON with a mark in each name of a special token, also in one that its end begins.
+
+        Keys get no mark at their end: templates look for them.
+        """
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
-            return {self.mark(key): item if key in _KEPT_KEYS else self.mark(item) for key, item in value.items()}
+            return {self._marked(key, False): item if key in _KEPT_KEYS else self.mark(item) for key, item in value.items()}
         return [self.mark(item) for item in value] if isinstance(value, list | tuple) else value
 
     def plain(self, rendered: str) -> str:
@@ -60,15 +63,21 @@ class ContentText:
             at = end
         return self._tokenizer.encode_within(self.plain("".join([*parts, rendered[at:]])), max_tokens, is_rendered)
 
-    def _marked(self, text: str) -> str:
-        places = [start + 1 for start, _ in self._spans(text)]
+    def _marked(self, text: str, may_go_on: bool = True) -> str:
+        """Return a text with marks. may_go_on: whether its end may begin a name."""
+        # A mark may uncover a name that overlaps: at most as often as the longest name has characters.
+        while spans := self._spans(text):
+            text = self._with_marks(text, [start + 1 for start, _ in spans])
+        if not may_go_on:
+            return text
         end = len(text.rstrip())
-        for length in range(min(self._longest - 1, end), 0, -1):
-            if text[end - length : end] in self._beginnings:
-                places.append(end - length + 1)
-                break
+        lengths = range(min(self._longest - 1, end), 0, -1)
+        tails = [length for length in lengths if text[end - length : end] in self._beginnings]
+        return self._with_marks(text, [end - length + 1 for length in tails])
+
+    def _with_marks(self, text: str, places: Sequence[int]) -> str:
         parts, at = [], 0
-        for place in sorted(set(places)):
+        for place in places:
             parts.append(text[at:place])
             at = place
         return self._mark.join([*parts, text[at:]])

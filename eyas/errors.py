@@ -87,3 +87,8 @@ class PermissionDenied(EyasError):
 
 class RequestFailed(EyasError):
     """A request that died of an internal error; the log has the traceback."""
+
+
+def first_line(message: str) -> str:
+    """Return the beginning of a library's message."""
+    return next(iter(message.strip().splitlines()), "")[:200]

@@ -68,8 +68,8 @@ class FileValue:
     def __str__(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        low = f" {'above' if self.is_open else 'from'} {self.low:.0f}" if self.low > -math.inf else ""
-        high = f" to {self.high:.0f}" if self.high < math.inf else ""
+        low = f" {'above' if self.is_open else 'from'} {self.low:.12g}" if self.low > -math.inf else ""
+        high = f" to {self.high:.12g}" if self.high < math.inf else ""
         article = "" if self.kind.startswith(("text", "true", "token", "whole numbers")) else "a "
         return f"{article}{self.kind}{low}{high}"
 

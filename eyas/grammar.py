@@ -6,6 +6,8 @@ a hostile schema or expression is refused, or ends its own request (decision 003
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 import time
@@ -20,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.bounded_calls import BoundedCalls, Call
-from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
-from eyas.grammar_trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, first_line, parser_limits
+from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, first_line
+from eyas.grammar_trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, parser_limits
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import load_tokenizer
 
@@ -35,6 +37,8 @@ ResultT = TypeVar("ResultT")
 # Grammars that are kept, and their summed length as text.
 MAX_CACHED = 64
 MAX_CACHED_LENGTH = 2**23
+# Constraints that are remembered because they are too costly, and not tried again.
+MAX_REFUSED = 1024
 # Grammars that may wait to be compiled. A tenant without its share of them may add some all the same.
 MAX_COMPILING = 64
 # Outputs that may wait to be followed, with the same rule.
@@ -195,6 +199,7 @@ class GrammarCompiler:
         self._vocabulary: tuple[GrammarTrials, LLTokenizer] | None = None
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the digest of the constraint
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
         self._num_running, self._num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
 
@@ -206,6 +211,11 @@ class GrammarCompiler:
         """
         with self._lock:
             job = self._grammars.get(structured)
+            if job is None and (reason := self._refused.get(_digest(structured))) is not None:
+                self._refused.move_to_end(_digest(structured))
+                refused = Future[Grammar]()
+                refused.set_exception(CostlyGrammar(reason, "structured_outputs"))
+                return refused
             if job is None:
                 waiting = {other: sum(job.is_new for job in queue) for other, queue in self._queues.items()}
                 _check_share(waiting, tenant, MAX_COMPILING, "grammars wait to be compiled")
@@ -274,7 +284,9 @@ class GrammarCompiler:
             job.future.set_exception(error)
         with self._lock:
             self._num_running[tenant] -= 1
-            self._num_late[tenant] += is_late
+            self._num_running += Counter()  # only tenants with some are kept
+            if is_late:
+                self._num_late[tenant] += 1
         if is_late:
             call.add_done_callback(partial(self._late_ended, tenant))
         self._run_next_soon()  # this tenant may have been the only one that waits
@@ -288,7 +300,7 @@ class GrammarCompiler:
                 del self._queues[tenant]
             if not job.is_new:
                 self._num_following[tenant] -= 1
-                self._num_following += Counter()  # only tenants with some are kept
+                self._num_following += Counter()
             # else it was in the queue of another tenant too, or is not wanted any more
             if not job.future.running() and not job.future.done() and job.future.set_running_or_notify_cancel():
                 self._num_running[tenant] += 1
@@ -301,14 +313,19 @@ class GrammarCompiler:
     def _late_ended(self, tenant: str, call: Call[object]) -> None:
         with self._lock:
             self._num_late[tenant] -= 1
+            self._num_late += Counter()
         self._run_next_soon()
 
     def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
-        """Forget what failed, unless that took long, and the oldest ones beyond the limits."""
+        """Forget what failed, but not why it was too costly, and the oldest ones beyond the limits."""
+        error = future.exception()
         with self._lock:
-            is_failed = future.exception() is not None and not isinstance(future.exception(), CostlyGrammar)
-            if is_failed and self._grammars.pop(structured, None) is not None:
+            if error is not None and self._grammars.pop(structured, None) is not None:
                 self._cached_length -= _length(structured)
+            if isinstance(error, CostlyGrammar):
+                self._refused[_digest(structured)] = str(error)
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
             while len(self._grammars) > MAX_CACHED or self._cached_length > MAX_CACHED_LENGTH:
                 oldest = next((key for key, job in self._grammars.items() if job.future.done()), None)
                 if oldest is None:
@@ -363,6 +380,10 @@ def _matchers(grammar: Grammar, output: Sequence[int], has_drafts: bool) -> Outp
     committed = grammar.followed(output)
     committed.mask()
     return OutputMatchers(committed, grammar.followed(output) if has_drafts else None)
+
+
+def _digest(structured: StructuredOutputs) -> bytes:
+    return hashlib.sha256(json.dumps(vars(structured)).encode()).digest()
 
 
 def _length(structured: StructuredOutputs) -> int:

@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from eyas.errors import InvalidRequest, Unavailable
+from eyas.errors import InvalidRequest, Unavailable, first_line
 from eyas.request import StructuredOutputs
 from eyas.schema_keywords import known_schema
 from eyas.structural_tag import grammar_to_lark, structural_tag_to_lark
@@ -86,10 +86,14 @@ class GrammarTrials:
         """Return a constraint in llguidance's form, after a child has compiled it and taken a first token.
 
         Raises InvalidRequest for what cannot be compiled, CostlyGrammar if the child dies of it or needs more than
-        `seconds` of processor time, and Unavailable if the child is lost otherwise.
+        `seconds` of processor time, and Unavailable if no child starts or it is lost otherwise.
         """
         names = set(_NAMED_TOKEN.findall(structured.structural_tag))
-        tokens = {text: self._token_id(text) for text in map(json.loads, names)}
+        try:
+            tokens = {text: self._token_id(text) for text in map(json.loads, names)}
+        except ValueError as error:  # half a surrogate pair, or no text of JSON
+            reason = f"structured_outputs names a token that cannot be read: {first_line(str(error))}"
+            raise InvalidRequest(reason, "structured_outputs") from error
         asked = {"structured": vars(structured), "tokens": tokens, "seconds": seconds}
         child = self._take()
         try:
@@ -114,9 +118,28 @@ class GrammarTrials:
             if child.process.poll() is None:
                 return child
             child.connection.close()
-        ours, theirs = Pipe()
-        with theirs:
-            command = f"from eyas.grammar_trial import serve; serve({theirs.fileno()})"
+        try:
+            child = _started()
+        except OSError as error:
+            raise Unavailable(f"cannot start a process that tries new grammars: {error}") from error
+        try:
+            child.connection.send_bytes(self._setup)
+            if not child.connection.poll(_WALL_SECONDS):
+                raise EOFError
+            child.connection.recv_bytes()
+        except (OSError, EOFError):
+            _close([child])
+            reason = f"the process that tries new grammars does not start (exit code {child.process.returncode})"
+            raise Unavailable(f"{reason}; see docs/troubleshooting.md") from None
+        return child
+
+
+def _started() -> _Child:
+    """Start a child. Raises OSError."""
+    ours, theirs = Pipe()
+    with theirs:
+        command = f"from eyas.grammar_trial import serve; serve({theirs.fileno()})"
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", command],
                 stdin=subprocess.DEVNULL,
@@ -125,23 +148,20 @@ class GrammarTrials:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        child = _Child(process, ours)
-        try:
-            ours.send_bytes(self._setup)
-            ours.recv_bytes()
-        except (OSError, EOFError):
-            _close([child])
-            reason = f"the process that tries new grammars does not start (exit code {process.returncode})"
-            raise Unavailable(f"{reason}; see docs/troubleshooting.md") from None
-        return child
+        except OSError:
+            ours.close()
+            raise
+    return _Child(process, ours)
 
 
 def _ended(child: _Child, seconds: float) -> InvalidRequest | Unavailable:
     """Return the error for a child that gave no answer, and see it dead."""
     child.connection.close()
+    is_hung = False
     try:
         code = child.process.wait(1.0)
     except subprocess.TimeoutExpired:
+        is_hung = True
         child.process.kill()
         code = child.process.wait()
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -150,7 +170,7 @@ def _ended(child: _Child, seconds: float) -> InvalidRequest | Unavailable:
             f"structured_outputs takes more than {seconds:g} s to compile; simplify it", "structured_outputs"
         )
     _log.warning("The trial of a new grammar ended: %s.", name)
-    if -code in _FAULTS:
+    if is_hung or code >= 0 or -code in _FAULTS:  # of its own accord: all memory is taken, or llguidance panics
         reason = f"structured_outputs takes too much stack or memory to compile ({name})"
         return CostlyGrammar(f"{reason}; shorten its chains of references or rules", "structured_outputs")
     return Unavailable(f"the process that tries new grammars was ended ({name}); send the request again")
@@ -278,8 +298,3 @@ def compile_error(message: str) -> str:
     below: list[str] = message.strip().splitlines()[1:]
     detail = next((line.removeprefix("error: ") for line in below if line.startswith("error: ")), "")
     return f"structured_outputs cannot be compiled: {first_line(message)} {detail[:200]}".rstrip()
-
-
-def first_line(message: str) -> str:
-    """Return the beginning of a library's message."""
-    return next(iter(message.strip().splitlines()), "")[:200]

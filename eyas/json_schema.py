@@ -59,10 +59,6 @@ class Alternative:
             return []
         return None if self.values is None else [value for value in self.values.values() if isinstance(value, str)]
 
-    def may_be(self, text: str) -> bool:
-        """Whether a text may do."""
-        return self.texts is None or text in self.texts
-
 
 def resolve(path: object, whole: Schema) -> object:
     """Return what a `$ref` of the form "#" or "#/..." leads to in the whole schema; None if it leads nowhere."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from eyas.errors import InvalidRequest
+from eyas.errors import InvalidRequest, first_line
 from eyas.json_schema import MAX_WRITTEN, Alternative, Alternatives, Definitions, properties_of
 from eyas.schema_keywords import known_schema
 
@@ -80,8 +80,7 @@ def grammar_to_lark(text: str) -> str:
     try:
         return any_to_lark(text)
     except Exception as error:  # a parser of its own, with errors of its own; RecursionError too
-        reason = next(iter(str(error).strip().splitlines()), "")[:200]
-        raise InvalidRequest(f"grammar cannot be read: {reason}", "structured_outputs") from error
+        raise InvalidRequest(f"grammar cannot be read: {first_line(str(error))}", "structured_outputs") from error
 
 
 class _LarkWriter:

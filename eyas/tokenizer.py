@@ -388,10 +388,9 @@ class TextStream:
         text, self._held = self._held[:length], self._held[length:]
         hidden, self._hidden = self._hidden, []
         for name in reversed(hidden):
-            if name.end <= length:
-                text = text[: name.start] + text[name.end :]
-            else:
-                self._hidden.insert(0, _HiddenName(name.start - length, name.end - length, name.token))
+            text = text[: name.start] + text[name.end :]
+            if name.end > length:  # a stop string may begin inside a name
+                self._hidden.insert(0, _HiddenName(max(name.start - length, 0), name.end - length, name.token))
         return text
 
     def _is_hidden(self, token: int, is_end: bool) -> bool:

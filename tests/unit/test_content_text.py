@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.chat_template import ChatTemplate
@@ -92,3 +93,26 @@ def test_a_copy_with_other_names_has_the_same_ids() -> None:
         copy = renamed(tokenizer.tokenizer, {"<s>": "<other>"})
         assert copy.get_vocab_size() == tokenizer.tokenizer.get_vocab_size()
         assert copy.encode("is a", add_special_tokens=False).ids == list(tokenizer.encode_rendered("is a"))
+
+
+def with_specials(*names: str) -> Tokenizer:
+    copy = HuggingFaceTokenizer.from_str(TOKENIZERS["demo"].tokenizer.to_str())
+    copy.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    return Tokenizer(copy)
+
+
+@pytest.mark.parametrize("texts", [["<<", "s>"], ["<<s>x"], ["<<<s>x>"], ["<<", "SYS>>"], ["<<s> "], ["<", "<", "s>x"]])
+def test_names_that_overlap_are_text(texts: list[str]) -> None:
+    tokenizer = with_specials("<s>", "<<SYS>>", "<<s>x")
+    content = ContentText(tokenizer)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = rendered(content, *({"role": "user", "content": text} for text in texts), template=template)
+    assert content.plain(text) == "".join(texts)
+    assert not set(content.encode(text, 2**20)) & set(tokenizer.special_ids(["<s>", "<<SYS>>", "<<s>x"]))
+
+
+def test_keys_that_begin_a_name_are_kept() -> None:
+    content = ContentText(with_specials("s|", "<s>"))
+    marked = content.mark({"tools": 1, "<s>": 2})
+    assert marked["tools"] == 1
+    assert "<s>" not in marked

@@ -16,6 +16,7 @@ import pytest
 from eyas import grammar
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
+from eyas.grammar_trial import CostlyGrammar
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
@@ -240,7 +241,7 @@ def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.Monkey
         with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s to compile"):
             future.result()
     assert other.result().matcher().mask().any()
-    assert compiler.submit(wide(220)) is slow[0], "it is not compiled again"
+    assert compiler.submit(wide(220)).done(), "it is not compiled again"
 
 
 def test_the_oldest_grammars_are_forgotten() -> None:
@@ -249,6 +250,36 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     for number in range(MAX_CACHED + 1):
         compiler.compile(StructuredOutputs(regex=f"a{number}"))
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
+
+
+def test_costly_grammars_and_good_ones_evict_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, costly = GrammarCompiler(TARGET, 4096, frozenset({1})), StructuredOutputs(regex="costly")
+    first = compiler.submit(StructuredOutputs(regex="first"), "tenant")
+    first.result()
+    monkeypatch.setattr(grammar, "MAX_REFUSED", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", refuse)
+        for number in range(MAX_CACHED):
+            with pytest.raises(CostlyGrammar):
+                compiler.compile(StructuredOutputs(regex=f"costly{number}"))
+        compiler.submit(costly).exception()
+    assert compiler.submit(StructuredOutputs(regex="first")) is first
+    assert compiler.submit(costly).done()
+    assert len(compiler._refused) == 2
+
+
+def refuse(_: StructuredOutputs) -> None:
+    raise CostlyGrammar("too costly", "structured_outputs")
+
+
+def test_tenants_without_grammars_are_forgotten(compiler: GrammarCompiler) -> None:
+    for number in range(3):
+        compiler.submit(StructuredOutputs(regex=f"of a tenant {number}"), f"tenant {number}").result()
+    deadline = time.monotonic() + 10
+    while compiler._num_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not compiler._num_running
+    assert not compiler._num_late
 
 
 def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler) -> None:

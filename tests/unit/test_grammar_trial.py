@@ -6,12 +6,15 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
+from eyas import grammar_trial
 from eyas.errors import InvalidRequest, Unavailable
 from eyas.grammar import GrammarCompiler
 from eyas.request import StructuredOutputs
@@ -101,7 +104,7 @@ def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.3 s to compile; simplify it") as caught:
         refused.result()
     assert caught.value.param == "structured_outputs"
-    assert compiler.submit(SLOW) is refused, "it is not tried again"
+    assert compiler.submit(SLOW).done(), "it is not tried again"
 
 
 def children() -> list[int]:
@@ -132,7 +135,9 @@ def test_a_grammar_that_its_trial_dies_of_is_refused() -> None:
     compiler, error = killed_trial(signal.SIGSEGV)
     assert isinstance(error, InvalidRequest)
     assert "too much stack or memory to compile (SIGSEGV)" in str(error)
-    assert compiler.submit(SLOW).exception() is error, "it is not tried again"
+    again = compiler.submit(SLOW)
+    assert again.done(), "it is not tried again"
+    assert str(again.exception()) == str(error)
     assert compiler.compile(StructuredOutputs(regex="second"))
 
 
@@ -141,6 +146,38 @@ def test_a_grammar_is_not_blamed_for_a_trial_that_is_killed() -> None:
     assert isinstance(error, Unavailable)
     assert "send the request again" in str(error)
     assert compiler.compile(StructuredOutputs(regex="second"))
+
+
+@pytest.mark.parametrize("name", ['"\\ud800"', r'"\q"'])
+def test_a_token_that_is_no_text_is_refused(name: str, compiler: GrammarCompiler) -> None:
+    text = f'{{"type": "structural_tag", "format": {{"type": "token", "token": {name}}}}}'
+    with pytest.raises(InvalidRequest, match="a token that cannot be read") as caught:
+        compiler.compile(StructuredOutputs(structural_tag=text))
+    assert caught.value.param == "structured_outputs"
+
+
+def test_a_trial_that_cannot_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(Unavailable, match="cannot start a process that tries new grammars: "):
+        new_compiler().compile(StructuredOutputs(regex="first"))
+
+
+def test_a_trial_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = subprocess.Popen(["sleep", "60"])
+    ours, theirs = Pipe()
+    monkeypatch.setattr(grammar_trial, "_WALL_SECONDS", 0.1)
+    monkeypatch.setattr(grammar_trial, "_started", lambda: grammar_trial._Child(asleep, ours))
+    with theirs, pytest.raises(Unavailable, match="does not start"):
+        new_compiler().compile(StructuredOutputs(regex="first"))
+    assert asleep.returncode == -signal.SIGKILL
+
+
+def test_a_grammar_is_blamed_for_a_trial_that_ends_or_hangs() -> None:
+    for command in (["true"], ["sleep", "60"]):
+        ours, theirs = Pipe()
+        with theirs:
+            error = grammar_trial._ended(grammar_trial._Child(subprocess.Popen(command), ours), 1.0)
+        assert isinstance(error, grammar_trial.CostlyGrammar)
 
 
 def test_a_trial_ends_with_its_compiler() -> None:

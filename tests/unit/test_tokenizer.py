@@ -392,3 +392,11 @@ def test_a_tokenizer_that_cannot_work_is_refused(tmp_path: Path, model: dict[str
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="is damaged"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_stop_string_may_begin_inside_a_hidden_name(demo: Tokenizer) -> None:
+    (hidden,) = demo.special_ids(["<|eos|>"])
+    stop = ">\n<|eos|>"
+    stream = TextStream(demo, [stop], stop_specials=demo.specials_in([stop]))
+    ids = (*demo.encode("a "), hidden, *demo.encode(" abcdefghijklmnop"), hidden, *demo.encode("b"))
+    assert stream.push(ids).text + stream.flush() == "a  abcdefghijklmnopb"
