@@ -176,7 +176,7 @@ def test_a_chats_turns_are_answered_one_after_another(tmp_path: Path) -> None:
     for end in (1, 3):
         (output,) = llm.chat([messages[:end]], SamplingParams(8, 0.0), use_tqdm=False)
         assert messages[end]["content"] == output.outputs[0].text
-    ((document,),) = DocumentReader(str(DEMO / "target"), 4096).read([tmp_path / "out.jsonl"])
+    (((document,), _),) = DocumentReader(str(DEMO / "target"), 4096).read([tmp_path / "out.jsonl"])
     assert any(document.loss_mask)
 
 
