@@ -74,6 +74,7 @@ class Tokenizer:
         self.tokenizer = tokenizer
         self.bos = bos
         added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._alphabet = _byte_alphabet()
         self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
@@ -137,6 +138,11 @@ class Tokenizer:
         if ids[: len(self._prefix)] == self._prefix:
             return ids[len(self._prefix) :]
         return self._encode(text, add_special_tokens=False)
+
+    def mark_ids(self, text: str) -> tuple[int, ...] | None:
+        """Return the token ids of a mark; None if it begins or ends in ordinary text, which may be one token with others."""
+        ids = self._encode_inside(text)
+        return ids if ids and {ids[0], ids[-1]} <= self._added else None
 
     def left_context(self, prompt: Sequence[int], is_constrained: bool = False) -> tuple[int, ...]:
         """The end of a prompt, on which the first text after it depends: some tokenizers drop a space at the beginning.

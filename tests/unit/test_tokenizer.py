@@ -325,6 +325,17 @@ def test_bad_words_are_banned_inside_of_texts() -> None:
     )
 
 
+def test_a_mark_has_ids_if_no_text_beside_it_changes_them() -> None:
+    tokenizer = llama2_like()
+    assert tokenizer.mark_ids("Paris") is None
+    tokenizer.tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("</think>", "<|a|>", "<|b|>")])
+    tokenizer = Tokenizer(tokenizer.tokenizer)
+    (end,) = tokenizer.mark_ids("</think>") or ()
+    assert tokenizer.name_of(end) == "</think>"
+    assert tokenizer.mark_ids("<|a|>is<|b|>") == tokenizer.encode_rendered("<|a|>is<|b|>")
+    assert tokenizer.mark_ids("<|a|>is") is None
+
+
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
 
 

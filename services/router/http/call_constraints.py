@@ -6,8 +6,10 @@ Constraints are structural tags, as of xgrammar. To constrain the calls of anoth
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from eyas.argument_values import ArgumentTypes, is_python_key
@@ -24,6 +26,8 @@ PROMPT_END_TOKENS = 32
 # Values in the parameters of one tool, about as many as fit into a constraint; and parameters in Python's form if all
 # may be left out: each may be the first one, so that their grammar grows with the square of their number.
 MAX_TOOL_VALUES, MAX_OPTIONAL = 2**16, 64
+
+log = logging.getLogger(__name__)
 
 Format = dict[str, Any]  # of a structural tag
 
@@ -53,6 +57,7 @@ class ChatOutput:
         if not tools and form.tool_call_parser != "openai":
             form = replace(form, tool_call_parser="")
         self._fields = fields
+        self._model = model
         self._form = form
         self._tokenizer = tokenizer
         self._prompt_end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
@@ -73,17 +78,29 @@ class ChatOutput:
         return output_constraint(self._fields, self._form, in_reasoning, given, self._is_special)
 
     def reasoning_budget(self, num_tokens: int | None) -> ReasoningBudget | None:
-        """Return what limits the reasoning to a number of tokens; None for no limit, and if the model writes none."""
+        """Return what limits the reasoning to a number of tokens.
+
+        None for no limit, if the model writes no reasoning, and if its marks are ordinary text, which has many spellings.
+        """
         marks = REASONING_MARKS.get(self._form.reasoning_parser)
         if num_tokens is None or num_tokens < 0 or marks is None:
             return None
-        start_ids, end_ids = (self._tokenizer.tokenizer.encode(mark, add_special_tokens=False).ids for mark in marks)
+        start_ids, end_ids = map(self._tokenizer.mark_ids, marks)
+        if start_ids is None or end_ids is None:
+            _warn_of_no_budget(self._model, *marks)
+            return None
         is_open = self._form.begins_with_reasoning(self._prompt_end)
-        return ReasoningBudget(num_tokens, tuple(end_ids), tuple(start_ids), is_open)
+        return ReasoningBudget(num_tokens, end_ids, start_ids, is_open)
 
     def _is_special(self, text: str) -> bool | None:
         token = self._tokenizer.tokenizer.token_to_id(text)
         return None if token is None else self._tokenizer.is_special(token)
+
+
+@cache
+def _warn_of_no_budget(model: str, start: str, end: str) -> None:
+    """Log once that a model's reasoning cannot be limited."""
+    log.warning("%s: thinking budgets are not kept: its tokenizer has no token for %s or %s", model, start, end)
 
 
 def output_constraint(

@@ -12,7 +12,7 @@ from eyas.call_formats import MARKS
 from eyas.chat_output import ChatFormat
 from eyas.errors import InvalidRequest
 from eyas.grammar import GrammarCompiler
-from eyas.request import StructuredOutputs
+from eyas.request import ReasoningBudget, StructuredOutputs
 from eyas.services.router.http.call_constraints import ChatOutput
 from eyas.services.router.http.tools import ToolFields
 from eyas.tokenizer import Tokenizer, load_tokenizer
@@ -450,3 +450,16 @@ def test_text_holds_no_unchecked_call(name: Any, marker: str) -> None:
     assert constraint.admits("Hello <|python")
     for text in (wrong, marker + wrong, f"Hello {marker}{wrong}"):
         assert not constraint.admits(text), text
+
+
+def test_a_budget_is_kept_where_the_marks_are_tokens(special_tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def budget(folder: str | Path) -> ReasoningBudget | None:
+        output = ChatOutput(ToolFields(), "marks", ChatFormat("", "qwen3"), tokenizer_of(folder), ())
+        return output.reasoning_budget(3)
+
+    assert [budget(DEMO), budget(DEMO)] == [None, None]
+    assert [record.message for record in caplog.records] == [
+        "marks: thinking budgets are not kept: its tokenizer has no token for <think> or </think>"
+    ]
+    ids = tokenizer_of(special_tokenizer).tokenizer.token_to_id
+    assert budget(special_tokenizer) == ReasoningBudget(3, (ids("</think>"),), (ids("<think>"),), is_open=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.services.http.http_router import (
     CHAT,
     PROMPT_TEXT,
@@ -23,7 +25,7 @@ from tests.services.http.http_router import (
     with_router,
     worker,
 )
-from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
+from tests.services.router.scripted_verifier import DEMO, MODEL, PROMPT, REST, TEXT, TOKENS
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic  # its import takes 4 s, in every process that collects tests
@@ -461,7 +463,9 @@ THINKING += "{# <tool_call> </think> #}"
 
 
 def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
-    script = Script(TOKENS * 40)
+    script, marked = Script(TOKENS * 40), load_tokenizer(DEMO).tokenizer
+    marked.add_tokens(["<think>", "</think>"])
+    model = replace(MODEL, vocab_size=marked.get_vocab_size())
     past: Any = [
         {"type": "thinking", "thinking": "Earlier", "signature": "s"},
         {"type": "redacted_thinking", "data": "x"},
@@ -471,7 +475,8 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     kinds: list[Any] = [{"type": "enabled", "budget_tokens": 2}, {"type": "adaptive"}, {"type": "disabled"}]
 
     async def body() -> None:
-        async with worker(url, script), http_router(url, template=THINKING) as base:
+        tokenizer = Tokenizer(marked)
+        async with worker(url, script, model=model), http_router(url, template=THINKING, tokenizer=tokenizer) as base:
             for kind in kinds:
                 asked = {"model": "demo", "messages": turns, "thinking": kind}
                 assert (await post(base, "/v1/messages", asked | {"max_tokens": 3})).status_code == 200
@@ -490,4 +495,4 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     budgets = [call.request.sampling.reasoning_budget for call in script.calls]
     assert [budget and budget.num_tokens for budget in budgets] == [2, None, None, 0, None]
     assert budgets[0] is not None
-    assert TOKENIZER.decode(budgets[0].end_ids) == "</think>"
+    assert marked.decode(budgets[0].end_ids) == "</think>"
