@@ -65,7 +65,7 @@ class BoundedCalls:
         self._stack_size = stack_size
         self._lock = threading.Lock()
         self._calls: deque[Call[object]] = deque()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._threads = self._new_threads()
 
     def submit(self, function: Callable[Params, ResultT], *args: Params.args, **kwargs: Params.kwargs) -> Call[ResultT]:
         """Run the function as soon as a thread is free."""
@@ -95,21 +95,35 @@ class BoundedCalls:
             if late.is_late:
                 return
             late.is_late = True
-            self._threads.shutdown(wait=False)
-            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
+            try:
+                late_ones, self._threads = self._threads, self._new_threads()
+            except RuntimeError:  # there are no more: what waits runs after the late call
+                return
+            late_ones.shutdown(wait=False)
             for _ in range(len(self._calls)):
                 self._run_first_soon()
 
     def _run_first_soon(self) -> None:
+        self._threads.submit(_run_first, self._calls)
+
+    def _new_threads(self) -> ThreadPoolExecutor:
+        """Return threads, all started if their stacks have a size: none may start later, with a stack of another size."""
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
         if not self._stack_size:
-            self._threads.submit(_run_first, self._calls)
-            return
+            return threads
+        all_started = threading.Event()
         with _STACK_SIZE:
             before = threading.stack_size(self._stack_size)
             try:
-                self._threads.submit(_run_first, self._calls)  # may start a thread
+                for _ in range(self._num_threads):
+                    threads.submit(all_started.wait)  # no thread is idle, so each starts another one
+            except RuntimeError:  # the system has no more, or the interpreter exits
+                threads.shutdown(wait=False)
+                raise
             finally:
                 threading.stack_size(before)
+                all_started.set()
+        return threads
 
 
 def _run_first(calls: deque[Call[object]]) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from eyas import grammar
+from eyas.bounded_calls import BoundedCalls
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
 from eyas.grammar_trial import CostlyGrammar
@@ -196,7 +198,8 @@ def wide(number: int) -> StructuredOutputs:
 
 def test_a_tenant_with_many_grammars_delays_no_other() -> None:
     compiler, done = GrammarCompiler(TARGET, 4096, frozenset({1})), list[str]()
-    compiler.compile(StructuredOutputs(regex="first"))
+    trials, _ = compiler._load()
+    trials._idle.extend([trials._take() for _ in range(2)])  # one takes as long to start as many grammars to compile
     futures = []
 
     def fill() -> None:
@@ -282,6 +285,14 @@ def test_tenants_without_grammars_are_forgotten(compiler: GrammarCompiler) -> No
     assert not compiler._num_late
 
 
+def test_threads_for_calls_start_at_once() -> None:
+    before = threading.active_count()
+    calls = BoundedCalls(3, "sized", 2**20)
+    assert threading.active_count() == before + 3
+    assert threading.stack_size() == 0
+    assert calls.submit(int, "7").result() == 7
+
+
 def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler) -> None:
     """Copies of one matcher share the states of its lexer, so that all of them would fail with the first one."""
     rng, found = random.Random(0), compiler.compile(StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)"))
@@ -301,6 +312,7 @@ def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler)
 
 EXIT = """
 from eyas import grammar
+from eyas.bounded_calls import BoundedCalls
 from eyas.errors import InvalidRequest
 from eyas.request import StructuredOutputs
 
