@@ -14,13 +14,15 @@ from eyas.text_reader import JsonValue
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
 
-MAX_PIECES = 2**13  # of a Python literal: an event loop reads it
+# Brackets, values and commas of a call in Python's form, which an event loop reads at once. An escape takes less work.
+MAX_PIECES = 6000
+_ESCAPES_OF_PIECE = 16
 
 _NAMES = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _KINDS = {"true": "boolean", "false": "boolean", "null": "null", "{": "object", "[": "array"}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"'\\]+""")
-_STRING = re.compile(r"""(?s)([rRuU]?)(?:"([^"\\]*(?:\\.[^"\\]*)*)"|'([^'\\]*(?:\\.[^'\\]*)*)')\s*""")
+_STRING = re.compile(r"""(?s)([rRuU]?)(?:"([^"\\]*+(?:\\.[^"\\]*+)*+)"|'([^'\\]*+(?:\\.[^'\\]*+)*+)')\s*""")
 _WORD = re.compile(r"[\w.+-]+")
 _SPACE = re.compile(r"\s*")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
@@ -151,7 +153,7 @@ def python_json(text: str) -> str | None:
     Names, numbers and strings may also be JSON's. Tuples and sets become lists.
     """
     try:
-        value, at = _literal(text, _skip_space(text, 0))
+        value, at = _literal(text, _skip_space(text, 0), _Work())
     except ValueError:
         return None
     return value if at == len(text) else None
@@ -159,15 +161,15 @@ def python_json(text: str) -> str | None:
 
 def _keywords(text: str) -> tuple[list[str], int]:
     """Return the members of a JSON object that whole keyword arguments make, and where the first other character is."""
-    values, at = dict[str, str](), 1
-    while len(values) < MAX_PIECES:
+    values, at, work = dict[str, str](), 1, _Work()
+    while len(values) < MAX_PIECES // 2:
         start = at = _skip_space(text, at)
         key = _KEY.match(text, at)
         equals = _skip_space(text, key.end()) if key else at
         if key is None or key[0] in values or text[equals : equals + 1] != "=":
             break
         try:
-            value, at = _value(text, _skip_space(text, equals + 1))
+            value, at = _value(text, _skip_space(text, equals + 1), work)
         except ValueError:
             return _members(values), start
         if text[at : at + 1] not in (",", ")"):
@@ -183,13 +185,13 @@ def _members(values: Mapping[str, str]) -> list[str]:
     return [f"{_dumped(key)}: {value}" for key, value in values.items()]
 
 
-def _value(text: str, at: int) -> tuple[str, int]:
+def _value(text: str, at: int, work: _Work) -> tuple[str, int]:
     """Return a value as `_literal` does, also a very long one of JSON. Raises ValueError.
 
     JSON comes last, since its errors count the lines before them: for each argument, their time would be quadratic.
     """
     try:
-        return _literal(text, at)
+        return _literal(text, at, work)
     except ValueError:
         try:
             value, end = _JSON.raw_decode(text, at)
@@ -199,8 +201,21 @@ def _value(text: str, at: int) -> tuple[str, int]:
 
 
 def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
+    found = _SPACE.match(text, at) if text[at : at + 1].isspace() else None
     return found.end() if found else at
+
+
+@dataclass
+class _Work:
+    """The work that may still be spent on values in Python's form."""
+
+    num_pieces: int = MAX_PIECES
+
+    def spend(self, num_pieces: int) -> None:
+        """Raise ValueError if less is left."""
+        self.num_pieces -= num_pieces
+        if self.num_pieces < 0:
+            raise ValueError("too many brackets, values and commas")
 
 
 @dataclass
@@ -215,13 +230,14 @@ class _Bracket:
     has_comma: bool = False
 
 
-def _literal(text: str, at: int) -> tuple[str, int]:
+def _literal(text: str, at: int, work: _Work) -> tuple[str, int]:
     """Return the literal that begins at a place as JSON, and where the text after it and white space begins.
 
     Raises ValueError.
     """
     out, open_ = list[str](), list[_Bracket]()
-    while len(out) < MAX_PIECES:
+    while True:
+        work.spend(2)  # with the comma, the colon or the end that follows
         mark = text[at : at + 1]
         if mark in _CLOSERS and mark:
             out.append(mark)
@@ -230,12 +246,11 @@ def _literal(text: str, at: int) -> tuple[str, int]:
             if text[at : at + 1] != _CLOSERS[mark]:
                 continue
         elif not (open_ and mark == _CLOSERS[open_[-1].mark] and open_[-1].has_comma and len(out) == open_[-1].item):
-            value, at = _scalar(text, at)
+            value, at = _scalar(text, at, work)
             out.append(value)
         is_ended, at = _end_values(text, at, out, open_)
         if is_ended:
             return "".join(out), at
-    raise ValueError("too many brackets, values and commas")
 
 
 def _end_values(text: str, at: int, out: list[str], open_: list[_Bracket]) -> tuple[bool, int]:
@@ -275,11 +290,12 @@ def _close(inner: _Bracket, out: list[str], is_empty: bool) -> None:
     out.append("}" if is_object else "]")
 
 
-def _scalar(text: str, at: int) -> tuple[str, int]:
+def _scalar(text: str, at: int, work: _Work) -> tuple[str, int]:
     """Return a name, a number, or strings in a row as JSON, and where the text after it begins. Raises ValueError."""
     strings, first = list[str](), at
     while found := _STRING.match(text, at):
         body = found[2] if found[2] is not None else found[3]
+        work.spend(bool(strings) + body.count("\\") // _ESCAPES_OF_PIECE)
         strings.append(body if found[1] in ("r", "R") else _ESCAPE.sub(_unescaped, body))
         at = found.end()
     if at > first:
