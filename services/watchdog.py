@@ -6,6 +6,7 @@ this file is its program too.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -36,6 +37,8 @@ class Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
         self._loop = loop
         self._interval_s = _interval_s(timeout_s)
+        if os.getpid() == 1:
+            _exit_at_alarm()
         faulthandler.register(signal.SIGALRM, file=2, chain=True)
         reader, self._beats = os.pipe()
         os.set_blocking(self._beats, False)
@@ -48,6 +51,7 @@ class Watchdog:
         """End the watch."""
         self._timer.cancel()
         os.close(self._beats)
+        self._process.kill()  # a forked child may keep the pipe open
         self._process.wait()
         faulthandler.unregister(signal.SIGALRM)
 
@@ -55,6 +59,17 @@ class Watchdog:
         with suppress(OSError):  # without its reader this process goes on unwatched
             os.write(self._beats, b".")
         self._timer = self._loop.call_later(self._interval_s, self._beat)
+
+
+def _exit_at_alarm() -> None:
+    """Let the C library end this process at SIGALRM.
+
+    The first process of a container has no default action for signals, and is immune to SIGKILL from inside.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = ctypes.c_void_p
+    library.signal(signal.SIGALRM, ctypes.cast(library._exit, ctypes.c_void_p))
 
 
 def _interval_s(timeout_s: float) -> float:
@@ -70,6 +85,8 @@ def _watch(beats: int, pid: int, timeout_s: float) -> None:
         signal.signal(number, signal.SIG_IGN)  # a service that was asked to stop still drains
     interval_s, silent_s, looked_at = _interval_s(timeout_s), 0.0, time.monotonic()
     while silent_s < timeout_s:
+        if os.getppid() != pid:  # another process may have its number by now
+            return
         has_beats = bool(select.select([beats], [], [], interval_s)[0])
         if has_beats and not os.read(beats, 4096):
             return

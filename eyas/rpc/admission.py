@@ -206,6 +206,12 @@ class MemoryBudget:
             self._limit.take(callers, -taken)
 
 
+def given_key(headers: Mapping[str, Any]) -> str:
+    """Return the API key in headers or metadata with lower-case names; empty without one."""
+    scheme, _, key = str(headers.get("authorization", "")).partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else "") or str(headers.get("x-api-key", "")).strip()
+
+
 class Admission:
     """The bounds of a server's calls before their messages are decoded. memory: what their bodies hold together.
 
@@ -259,8 +265,8 @@ class Admission:
         needs no key.
         """
         has_key = self._has_keys and not is_open
-        key = next((value for name in KEY_HEADERS if (value := str(headers.get(name, "")))), "") if has_key else ""
-        return (*key.split()[-1:], address_of(peer))
+        key = given_key(headers) if has_key else ""
+        return (*([key] if key else ()), address_of(peer))
 
     @asynccontextmanager
     async def read(self, method: str, context: Any) -> AsyncIterator[bytes]:

@@ -24,7 +24,7 @@ from eyas.config import LogFormat
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _JSON_FIELDS = ["timestamp", "levelname", "name", "message"]
 _JSON_NAMES = {"levelname": "level", "name": "logger"}
-_LIBRARIES = ("grpc", "uvicorn")  # they log what they cannot decode
+_LIBRARIES = ("asyncio", "grpc", "uvicorn")  # they log what peers cause
 _ENDED_TWICE = "cannot reuse already awaited coroutine"  # of grpc.aio, when a call is cancelled as it ends
 
 

@@ -28,7 +28,7 @@ from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
 from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
 from eyas.outputs import TextChunk
-from eyas.rpc.admission import KEY_HEADERS, address_of
+from eyas.rpc.admission import KEY_HEADERS, address_of, given_key
 from eyas.rpc.channel import Reloaded
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.errors import error_response
@@ -42,7 +42,6 @@ KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
 # Seconds between two looks at the file of keys.
 RELOAD_INTERVAL_S = 1.0
 
-_SCHEME = "bearer "
 _HASH = "sha256:"
 
 log = logging.getLogger(__name__)
@@ -405,11 +404,10 @@ def _given_key(headers: Iterable[tuple[str, str]]) -> str:
             if name in given:
                 raise Unauthenticated(f"the header or metadata {name!r} is there twice; send one key, once")
             given[name] = value
-    authorization, other = given.get("authorization", ""), given.get("x-api-key", "").strip()
-    key = authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else ""
-    if key and other and key != other:
+    key, other = given_key(given), given.get("x-api-key", "").strip()
+    if other and key != other:
         raise Unauthenticated("'authorization' and 'x-api-key' hold two keys; send one of them")
-    return key or other
+    return key
 
 
 class Authenticator:
@@ -434,7 +432,7 @@ class Authenticator:
             access = self._keys.access(Headers(scope=scope).items())
             access.begin(_scope_of(path))
             caller = access.caller((scope.get("client") or ("",))[0])
-            scope.setdefault("state", {}).update(access=access, caller=caller)
+            scope.setdefault("state", {}).update(access=access, caller=caller, arrived_at=time.perf_counter())
         except EyasError as error:
             app = error_response(error, scope)
 
@@ -447,7 +445,7 @@ class Authenticator:
 
 
 def _scope_of(path: str) -> KeyScope:
-    """The scope that a path below /v1 needs."""
+    """Return the scope that a path below /v1 needs."""
     if path == "/v1/cluster":
         return "cluster"
     return "models" if path.startswith(("/v1/models", "/version")) else "generate"

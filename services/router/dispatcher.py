@@ -42,6 +42,9 @@ DEADLINE_TOLERANCE_S = 0.05
 # Log-probabilities of a prompt from which a thread parses their chunk.
 LARGE_NUM_LOGPROBS = 256
 
+# Verifiers that a request may lose in a row before its first token, also if others waited there each time.
+MAX_LOST = 3
+
 # Parts of gRPC's texts for a connection that ended under a call. A refused call, or one that a drain ended, has others.
 _BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
 
@@ -164,6 +167,11 @@ class Dispatcher:
                     self._workers.record_failure(pair.verifier)
                 if isinstance(error, VerifierLost) and state.lose(pair, attempt):
                     raise self._poison.refuse(call, attempt, state.lost) from error
+                if len(state.lost) >= MAX_LOST:  # never alone, so no one is proven guilty
+                    log.error(
+                        "request %s lost the verifiers %s before its first token", call.request.id, ", ".join(state.lost)
+                    )
+                    raise error
                 state.fail(pair, error)
 
     @asynccontextmanager
@@ -171,7 +179,8 @@ class Dispatcher:
         """Follow a call to a verifier. A suspect first waits until no other call there lacks its first token."""
         with self._poison.attempt(pair.verifier.incarnation, context.body, bool(state.lost)) as attempt:
             if attempt.trial_until:
-                await self._workers.wait_for(lambda: self._poison.isolate(attempt) or None, ISOLATION_S)
+                left_s = max(context.deadline - asyncio.get_running_loop().time(), 0.0)
+                await self._workers.wait_for(lambda: self._poison.isolate(attempt) or None, min(ISOLATION_S, left_s))
             yield attempt
 
     async def _next_pair(self, state: _RetryState, context: RequestContext) -> Pair:
@@ -451,7 +460,7 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
     if error.code() is grpc.StatusCode.CANCELLED:
         return Unavailable("the verifier cancelled the call")
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
-        return Unavailable("the verifier does not answer keepalive pings; it hangs, or the network is broken")
+        return VerifierLost("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     if is_connection_error(error):  # the log has gRPC's text, which is not for clients
         is_lost = any(text in (error.details() or "").lower() for text in _BROKEN_CONNECTION)
         return (VerifierLost if is_lost else Unavailable)("the connection to the verifier failed")

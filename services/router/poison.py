@@ -13,7 +13,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -24,6 +23,8 @@ from eyas.rpc.messages import GenerateCall
 ISOLATION_S = 5.0
 REFUSAL_S = 600.0
 MAX_REFUSED = 1024
+# Sampling parameters that one of n completions has by itself.
+_OF_ONE_COMPLETION = frozenset({"n", "stop", "seed", "prompt_logprobs"})
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class PoisonDetector:
     def isolate(self, attempt: Attempt) -> bool:
         """Return whether a suspect is the only one that waits for its first chunk; from then on others are noticed."""
         attempt.is_alone = len(self._attempts[attempt.incarnation]) == 1
+        if attempt.is_alone:
+            attempt.trial_until = self._clock() + ISOLATION_S
         return attempt.is_alone
 
     def begin(self, attempt: Attempt) -> None:
@@ -106,10 +109,10 @@ class PoisonDetector:
         The verifier of its last attempt stays closed for a moment, so that no completion of the same body is tried before
         the error has ended them all.
         """
-        digest, now = request_digest(call), self._clock()
-        is_over = {name for name, trial in self._trials.items() if name not in self._attempts and trial.trial_until <= now}
-        self._trials = {name: trial for name, trial in self._trials.items() if name not in is_over}
-        self._trials[attempt.incarnation], attempt.trial_until = attempt, now + ISOLATION_S
+        digest = request_digest(call)
+        now = self._clock()
+        attempt.trial_until = now + ISOLATION_S
+        self._trials[attempt.incarnation] = attempt
         self._refused[digest] = now + REFUSAL_S
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
@@ -134,16 +137,20 @@ class PoisonDetector:
         waiting.discard(attempt)
         if not waiting:
             self._attempts.pop(attempt.incarnation, None)
-        if self._trials.get(attempt.incarnation) is attempt:
-            del self._trials[attempt.incarnation]
+        now = self._clock()
+        self._trials = {
+            name: trial
+            for name, trial in self._trials.items()
+            if trial is not attempt and (name in self._attempts or now < trial.trial_until)
+        }
         if self._trials or attempt.trial_until:
             self._on_change()
 
 
 def request_digest(call: GenerateCall) -> bytes:
     """Return a digest of all that decides how a verifier computes a request, its random draws excepted."""
-    request, sampling = call.request, copy(call.request.sampling)
-    vars(sampling).update(n=1, stop=(), seed=None, prompt_logprobs=None)  # one of n completions has these
+    request = call.request
+    sampling = {name: value for name, value in vars(request.sampling).items() if name not in _OF_ONE_COMPLETION}
     digest = blake2b(array("q", request.prompt_ids), digest_size=16)
     digest.update(f"{call.model} {request.num_draft_tokens} {sampling}".encode())
     return digest.digest()

@@ -177,7 +177,7 @@ class RouterTelemetry:
         host, _, port = pair.verifier.address.rpartition(":")
         attributes: Attributes = {
             "server.address": host,
-            "server.port": int(port),
+            **({"server.port": int(port)} if port.isdigit() else {}),
             "eyas.retry_count": num_failed,
             **({"eyas.drafter": drafter} if drafter else {}),
         }

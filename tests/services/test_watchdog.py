@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def program(how: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def can_unshare() -> bool:
+    """Return whether a process may be the first one of a namespace here."""
+    with suppress(OSError):
+        return subprocess.run(["unshare", "-Urpf", "true"], capture_output=True, check=False).returncode == 0
+    return False
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs unshare of util-linux, and the right to make a PID namespace")
+def test_the_first_process_of_a_container_ends_too() -> None:
+    command = ["unshare", "-Urpf", "--kill-child", sys.executable, "-c", PROGRAM, str(TIMEOUT_S), "thread"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == signal.SIGALRM
+    assert "hold_the_lock" in result.stderr
 
 
 @pytest.mark.parametrize(("how", "function"), [("thread", "hold_the_lock"), ("loop", "block_the_loop")])

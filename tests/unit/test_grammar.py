@@ -95,7 +95,7 @@ def test_a_constraint_accepts_what_it_should(
 REFUSED: list[tuple[StructuredOutputs, str]] = [
     (StructuredOutputs(json={"type": "nonsense"}), "cannot be compiled"),
     (StructuredOutputs(json={"not": {"type": "string"}}), "not"),
-    (StructuredOutputs(json={"title": "\ud800"}), "structured_outputs cannot be read"),
+    (StructuredOutputs(json={"const": "\ud800"}), "structured_outputs cannot be read"),
     (StructuredOutputs(json={"$ref": "http://127.0.0.1/schema"}), "not present in a registry"),
     (StructuredOutputs(regex="(a"), "cannot be compiled: .* regex parse error: unclosed group$"),
     (

@@ -89,7 +89,7 @@ def build_app(
     app = FastAPI(title="Eyas", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
-    app.state.client_threads = service.threads
+    app.state.service = service
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, admission=admission)
     app.add_middleware(Authenticator, keys=keys)
@@ -240,7 +240,7 @@ class GenerationEndpoints:
                     check_prompt_length(len(prompt), info.max_model_len)
             with _field_names(body):
                 requested = _completion_calls(body, info)
-            calls = await self._prepare(body, received, request, requested)
+            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
@@ -299,7 +299,8 @@ class GenerationEndpoints:
         received = _received_call(prefix, request, body.request_id)
         with self.service.record_rejection(received, "chat"):
             info = await self._model(body.model, request)
-            calls = await self._prepare(body, received, request, [await self._chat_call(body, info, request)])
+            requested = [await self._chat_call(body, info, request)]
+            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             chunks = self._chunks(body, received, request.state.access, calls, "chat")
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
@@ -309,7 +310,8 @@ class GenerationEndpoints:
 
     async def _run(self, request: Request, function: Callable[..., ResultT], *args: Any) -> ResultT:
         """Return what a function makes of a client's text, in one of its threads."""
-        return await self.service.threads.run(request.state.caller, function, *args)
+        work = self.service.threads.run(request.state.caller, function, *args)
+        return await cancel_on_disconnect(request.receive, work)
 
     async def _model(self, name: str, request: Request) -> ModelInfo:
         """Return the requested model; the client may have to wait for a verifier of it."""
@@ -354,7 +356,7 @@ class GenerationEndpoints:
         with _field_names(body):
             sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
-            constraint = await asyncio.to_thread(output.constraint, sampling.structured_outputs)  # tools may be large
+            constraint = await self._run(request, output.constraint, sampling.structured_outputs)  # tools may be large
             budget = output.reasoning_budget(body.thinking_token_budget)
             sampling = replace(sampling, structured_outputs=constraint, reasoning_budget=budget)
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
@@ -419,7 +421,7 @@ def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateC
     given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
     id_ = f"{prefix}{given or uuid.uuid4().hex}"
     trace = trace_pairs(request.headers.items())
-    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace, arrived_at=time.perf_counter())
+    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace, arrived_at=request.state.arrived_at)
 
 
 def _check(body: CompletionBody) -> None:

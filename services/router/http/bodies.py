@@ -67,7 +67,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "thinking": ({"type": "disabled"},),
     "thinking_token_budget": (-1,),
     "tools": ([],),
-    "top_k": (-1,),
     "truncate_prompt_tokens": (),
     "truncation": ("disabled",),
     "truncation_side": ("left", "right"),
@@ -161,7 +160,7 @@ class StrictModel(BaseModel):
 class JsonRoute(APIRoute):
     """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
 
-    app.state: max_request_values bounds the body; a long one is parsed in a thread of client_threads.
+    app.state: max_request_values bounds the body; a long one is parsed in a thread of `service`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -197,7 +196,7 @@ class _JsonRequest(Request):
         try:
             if len(body) <= LARGE_REQUEST_BYTES:
                 return parse_body(body, self._model, state.max_request_values)
-            threads: ClientThreads = state.client_threads
+            threads: ClientThreads = state.service.threads
             return await threads.run(self.state.caller, parse_body, body, self._model, state.max_request_values)
         except ValidationError as error:
             self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])

@@ -25,9 +25,11 @@ MAX_HEADER_LINES = 256
 # Bytes of a body for each byte of its framing, which is chunk sizes, chunk extensions and trailers, beyond max_header_bytes.
 BODY_BYTES_PER_FRAMING = 64
 # Seconds for which a client that still sends may read its answer.
-LINGER_S = 5.0
+LINGER_S = 30.0
 # Seconds between two reads of bytes that are dropped, of all connections together.
 DROP_INTERVAL_S = 0.002
+# Bytes that are dropped at most, in multiples of max_request_bytes: many clients read no answer before they have sent all.
+MAX_DROPPED = 16
 MAX_QUOTED = 200
 STOPPING = "the router is stopping; send the request again"
 
@@ -95,8 +97,9 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         except httptools.HttpParserError as error:
             self._refuse_input(error)
             return
-        self._check_framing()
-        self._update_timer()
+        if not self._drops_input:
+            self._check_framing()
+            self._update_timer()
 
     def on_message_begin(self) -> None:
         """Begin a request. Raises ValueError before the last one is answered: the client may send it again."""
@@ -158,6 +161,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close the connection, or let it end with the request that is running."""
         self._keeps_alive = False
+        if self._drops_input:  # its client still reads an answer
+            return
         if self._timed == "headers" and self._num_framing:
             self._respond(503, STOPPING)
         else:
@@ -174,7 +179,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
         The system would reset a connection with unread bytes, and the client could lose its answer.
         """
-        if self._awaits != "body" and not self._drops_input:
+        is_read = self._awaits != "body" and not self._drops_input
+        if is_read or self.transport.is_closing():
             self.transport.close()
             return
         self._start_dropping()
@@ -183,6 +189,11 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self.transport.write_eof()
         self.flow.resume_reading()
         self._start_timer("end", LINGER_S)
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether the connection only waits until its client has read the answer."""
+        return self._drops_input
 
     @property
     def _is_answered(self) -> bool:
@@ -233,7 +244,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _drop(self, num_bytes: int) -> None:
         """Drop what has been read, and read on a little later: a client can finish, and many cost next to nothing."""
         self._num_dropped += num_bytes
-        if self._num_dropped > self._limits.max_request_bytes:
+        if self._num_dropped > MAX_DROPPED * self._limits.max_request_bytes:
             self.transport.abort()
             return
         self.flow.pause_reading()
@@ -301,7 +312,9 @@ class _Answer:
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
         self.write = connection.transport.write
-        self.is_closing = connection.transport.is_closing
+
+    def is_closing(self) -> bool:
+        return self._connection.is_ending or self._connection.transport.is_closing()
 
     def close(self) -> None:
         self._connection.close_after_answer()

@@ -56,9 +56,10 @@ class LimitedListener(socket.socket):
         if self._num_open >= self._limits.max_connections or self._peers[peer] >= self._limits.max_connections_per_peer:
             self._refuse(connection)
             raise ConnectionAbortedError("too many connections")
+        counted = _Connection(connection.detach(), partial(self._forget, peer))
         self._num_open += 1
         self._peers[peer] += 1
-        return _Connection(connection.detach(), partial(self._forget, peer)), address
+        return counted, address
 
     def close(self) -> None:
         """Close it, and the spare descriptor."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
@@ -155,7 +155,7 @@ class SamplingBody(UnusedFields):
     priority: int = 0
     drafter: Literal["", "none"] = ""
     num_draft_tokens: int = 0
-    top_k: int = 0
+    top_k: Annotated[int, AfterValidator(lambda value: 0 if value == -1 else value)] = 0
     min_p: float = 0.0
     min_tokens: int = 0
     repetition_penalty: float = 1.0

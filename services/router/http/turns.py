@@ -29,14 +29,16 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._run)
 
     def _run(self) -> None:
-        for _ in range(STARTS_PER_ROUND):
-            if not self._waiting:
-                break
-            address, starts = self._waiting.popitem(last=False)
-            start = starts.popleft()
-            if starts:
-                self._waiting[address] = starts
-            start()
-        self._is_running = bool(self._waiting)
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._run)
+        try:
+            for _ in range(STARTS_PER_ROUND):
+                if not self._waiting:
+                    break
+                address, starts = self._waiting.popitem(last=False)
+                start = starts.popleft()
+                if starts:
+                    self._waiting[address] = starts
+                start()
+        finally:
+            self._is_running = bool(self._waiting)
+            if self._is_running:
+                asyncio.get_running_loop().call_soon(self._run)

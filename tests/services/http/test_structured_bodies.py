@@ -46,7 +46,7 @@ WAYS: list[tuple[dict[str, Any], StructuredOutputs | None]] = [
 @pytest.mark.parametrize(("fields", "expected"), WAYS)
 def test_every_name_of_a_constraint_means_the_same(fields: dict[str, Any], expected: StructuredOutputs | None) -> None:
     data = json.dumps({"prompt": "a"} | fields).encode()
-    assert parse_body(data, CompletionBody, 1000).sampling(8).structured_outputs == expected
+    assert parse_body(data, CompletionBody, 1000).sampling({}, 8).structured_outputs == expected
 
 
 def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
