@@ -51,7 +51,7 @@ def test_the_request_of_the_notes_is_answered(node: Node) -> None:
 
 
 def test_every_service_is_scraped_where_the_monitor_looks(node: Node) -> None:
-    for service in (ROUTER, VERIFIER, DRAFT):
+    for service in (f"{ROUTER}-metrics", VERIFIER, DRAFT):
         with urllib.request.urlopen(f"http://{node.endpoint(service, 'metrics')}/metrics", timeout=60) as answer:
             assert b"# TYPE eyas_" in answer.read(), service
 
