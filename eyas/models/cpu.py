@@ -300,7 +300,8 @@ class PackedWeight:
         """Some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
         if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
             numbers = rows.numpy()
-            found = torch.from_numpy(self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS])
+            found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
+            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
