@@ -153,7 +153,7 @@ def test_a_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, capl
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*TARGETS, *HEADS, *TOKENIZERS])
+@pytest.mark.parametrize("name", ["llama", "eagle3", "medusa", "dspark", *TOKENIZERS])
 def test_many_damaged_files_are_named_or_do_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All damages of heads and of Llama, and as many of the other targets as take half a minute."""
-    assert not faults(name, 300 if name in TARGETS[1:] else 10_000, tmp_path, caplog)
+    """All damages of one target and of one head of each kind; samples of the others are above."""
+    assert not faults(name, 10_000, tmp_path, caplog)
