@@ -72,7 +72,7 @@ class ValueType:
 
     @property
     def may_be_text(self) -> bool:
-        """Whether a value may be text. If not, it is JSON."""
+        """Return whether a value may be text. If not, it is JSON."""
         return not self.kinds - {"string"} or self.is_any_text or bool(self.texts)
 
     def json(self, text: str) -> str:

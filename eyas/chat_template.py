@@ -203,7 +203,7 @@ class ChatTemplate:
         return bool(self._shows(_USER, *_calls("first", _PROBE)))
 
     def _is_hidden(self, *messages: dict[str, Any]) -> bool:
-        """Whether the text of these messages is the same without the last one. Not if the template refuses them."""
+        """Return whether the text of these messages is the same without the last one. Not if the template refuses them."""
         with suppress(InvalidRequest):
             variables = {"tools": [_PROBE_TOOL]}
             return self._text(messages, variables) == self._text(messages[:-1], variables)

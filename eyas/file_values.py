@@ -39,7 +39,7 @@ class FileValue:
     choices: tuple[str, ...] = ()
 
     def holds(self, value: object) -> bool:
-        """Whether a value is of this kind and in this range. Left out (null) is always right."""
+        """Return whether a value is of this kind and in this range. Left out (null) is always right."""
         match self.kind:
             case "whole number":
                 return type(value) is int and self._is_inside(value)
@@ -256,7 +256,7 @@ def get_setting(
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether a value is a text that can be encoded: JSON may hold half a surrogate pair."""
+    """Return whether a value is a text that can be encoded: JSON may hold half a surrogate pair."""
     return isinstance(value, str) and _HALF_A_PAIR.search(value) is None
 
 

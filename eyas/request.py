@@ -147,7 +147,7 @@ class SamplingParams:
 
     @property
     def has_logit_rules(self) -> bool:
-        """Whether biases, penalties, bans or a budget change logits before a draw, see eyas.sampling.logit_rules."""
+        """Return whether biases, penalties, bans or a budget change logits before a draw, see eyas.sampling.logit_rules."""
         is_asked = bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.reasoning_budget is not None
         return is_asked or self.has_penalties
 

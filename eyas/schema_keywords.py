@@ -83,7 +83,7 @@ class _Translation:
         return found
 
     def _limits(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-        """Whether a keyword may limit values, or hold what does."""
+        """Return whether a keyword may limit values, or hold what does."""
         match key:
             case "format":
                 return not isinstance(value, str) or value in _FORMATS
@@ -175,7 +175,7 @@ def _name_pattern(limits: Mapping[str, Any]) -> str | None:
 
 
 def _is_tag(name: str, properties: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a property has other values in each object."""
+    """Return whether a property has other values in each object."""
     seen = set[str]()
     for own in properties:
         schema = own.get(name)

@@ -98,7 +98,7 @@ class TextReader:
         return self.rest.startswith(text)
 
     def is_cut(self, *markers: str) -> bool:
-        """Whether the text ended before one of the markers, or inside of it; without any, whether it ended here."""
+        """Return whether the text ended before one of the markers, or inside of it; without any, whether it ended here."""
         return self._is_complete and any(marker.startswith(self.rest) for marker in markers or ("",))
 
     def skip(self, text: str) -> Generator[None, None, bool]:

@@ -161,7 +161,7 @@ class Tokenizer:
         return tuple(text) or tuple(prompt[-1:])
 
     def has_text(self, prompt: Sequence[int]) -> bool:
-        """Whether text, and not special tokens alone, comes before what follows a prompt."""
+        """Return whether text, and not special tokens alone, comes before what follows a prompt."""
         return bool(self._text_ids(prompt))
 
     def _text_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -400,7 +400,7 @@ class TextStream:
         return text
 
     def _is_hidden(self, token: int, is_end: bool) -> bool:
-        """Whether the text does not show a special token."""
+        """Return whether the text does not show a special token."""
         is_end = is_end and not self._includes_stop
         is_skipped = self._skips_special and token not in self._kept
         return (is_end or is_skipped) and self._tokenizer.is_special(token)

@@ -291,7 +291,7 @@ class AdaptiveDraftBudget:
         return found
 
     def _is_fresh(self, plan: Plan, known_size: int, num_rows: int, all_rows: int) -> bool:
-        """Whether a plan still holds, for about as many sequences and rows."""
+        """Return whether a plan still holds, for about as many sequences and rows."""
         most = 1.1 if plan.size.depth else 2.0  # prompts differ in length
         is_same = 0.9 < plan.num_rows / num_rows < 1.1 and 1 / most < plan.all_rows / all_rows < most
         return (

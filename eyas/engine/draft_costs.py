@@ -76,7 +76,7 @@ class DraftBudget(Protocol):
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether prompts are worth sending to a drafter, as trees may follow soon."""
+        """Return whether prompts are worth sending to a drafter, as trees may follow soon."""
         ...
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:

@@ -408,7 +408,7 @@ def explained(problem: str) -> Iterator[None]:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether the last frame of an error is of this package, and no library has named the problem."""
+    """Return whether the last frame of an error is of this package, and no library has named the problem."""
     frames = list(walk_tb(error.__traceback__))
     package = Path(__file__).parents[1]
     own = bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(package)
@@ -485,7 +485,7 @@ def _wrong_numbers(name: str, tensor: Tensor) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite. A sum is several times faster than a look at each; it may only overflow."""
+    """Return whether all numbers are finite. A sum is several times faster than a look at each; it may only overflow."""
     plain = tensor if tensor.itemsize > 1 else tensor.float()
     return bool(plain.sum(dtype=torch.float32).isfinite()) or bool(plain.isfinite().all())
 

@@ -206,7 +206,7 @@ def _can_pack(module: Any, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def _has_embedding(module: Any) -> TypeGuard[nn.Embedding]:
-    """Whether a module is an embedding that looks rows up in a plain weight, as `nn.Embedding` does."""
+    """Return whether a module is an embedding that looks rows up in a plain weight, as `nn.Embedding` does."""
     weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) and module.max_norm is None else None
     return type(weight) is nn.Parameter and weight.device.type == "cpu"
 
@@ -420,7 +420,7 @@ def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool
 
 
 def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
+    """Return whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
     return has_numba() and (_converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
 
 
@@ -431,7 +431,7 @@ def _converts_halves() -> bool:
 
 @cache
 def _multiplies_halves(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for products of a half precision."""
+    """Return whether the processor has instructions for products of a half precision."""
     words = {torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"}, torch.float16: {"amx_fp16", "avx512_fp16", "asimdhp"}}
     return bool(words.get(dtype, set()) & _processor_words())
 

@@ -136,7 +136,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie, which an init that does not reap may keep."""
+    """Return whether a process is there and no zombie, which an init that does not reap may keep."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:

@@ -111,7 +111,7 @@ class OutputConfig(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Whether the model thinks before it answers, for its chat template. display has no effect.
+    """Return whether the model thinks before it answers, for its chat template. display has no effect.
 
     budget_tokens: most tokens of reasoning, of models that write it.
     """
