@@ -18,8 +18,10 @@ from eyas.errors import EyasError
 
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
-# n log n at these sizes is below 1.15; caches that overflow add some. Quadratic work gives 2.
-MAX_EXPONENT = 1.4
+# n log n at these sizes is below 1.15; caches that overflow add up to .4 on a busy machine. Quadratic work gives 2.
+MAX_EXPONENT = 1.6
+# Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
+MAX_ROUNDS = 6
 # Below this a time is as much noise as work, and does no harm.
 NOISE_SECONDS = 0.01
 
@@ -66,13 +68,24 @@ def label(value: object) -> str:
 
 
 def growth(reader: Reader, shape: str) -> Growth:
-    """Measure a reader with inputs of one shape. Stops early where the work is already far too much."""
-    seconds = list[float]()
-    for part in (8, 4, 2, 1):
-        seconds.append(_least_seconds(reader, reader.shapes[shape](reader.limit // part)))
-        if seconds[-1] > 5 and seconds[-1] > 10 * seconds[0]:
+    """Measure a reader with inputs of one shape, again while it seems too slow. Stops early where the work is too much."""
+    values = [reader.shapes[shape](reader.limit // part) for part in (8, 4, 2, 1)]
+    least = Growth(())
+    for _ in range(MAX_ROUNDS):
+        seconds = list[float]()
+        for value in values:
+            seconds.append(_least_seconds(reader, value))
+            if seconds[-1] > 5 and seconds[-1] > 10 * seconds[0]:
+                return Growth(tuple(seconds))
+        least = Growth(tuple(map(min, seconds, least.seconds or seconds)))
+        if not is_too_slow(reader, least):
             break
-    return Growth(tuple(seconds))
+    return least
+
+
+def is_too_slow(reader: Reader, found: Growth) -> bool:
+    """Whether the work grows faster than n log n, or keeps the event loop too long."""
+    return found.exponent >= MAX_EXPONENT or (reader.on_loop and found.seconds[-1] >= LOOP_SECONDS)
 
 
 def check_growth(reader: Reader, shape: str) -> None:
@@ -80,8 +93,7 @@ def check_growth(reader: Reader, shape: str) -> None:
     found = growth(reader, shape)
     shown = f"{reader.name}, {shape}: {', '.join(f'{1000 * one:.1f}' for one in found.seconds)} ms"
     assert len(found.seconds) == 4, shown
-    assert found.exponent < MAX_EXPONENT, shown
-    assert not reader.on_loop or found.seconds[-1] < LOOP_SECONDS, f"{shown} on the event loop"
+    assert not is_too_slow(reader, found), f"{shown}{' on the event loop' if reader.on_loop else ''}"
 
 
 def _least_seconds(reader: Reader, value: Any) -> float:
