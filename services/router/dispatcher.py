@@ -47,6 +47,8 @@ MAX_LOST = 3
 
 # Parts of gRPC's texts for a connection that ended under a call. A refused call, or one that a drain ended, has others.
 _BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
+# In the text for a call that no verifier got: none was connected, whatever ended the attempt to connect.
+_NOT_CONNECTED = "failed to connect"
 
 TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
@@ -462,7 +464,8 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
         return VerifierLost("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     if is_connection_error(error):  # the log has gRPC's text, which is not for clients
-        is_lost = any(text in (error.details() or "").lower() for text in _BROKEN_CONNECTION)
+        details = (error.details() or "").lower()
+        is_lost = _NOT_CONNECTED not in details and any(text in details for text in _BROKEN_CONNECTION)
         return (VerifierLost if is_lost else Unavailable)("the connection to the verifier failed")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         log.warning("a verifier refuses this router: %s", error.details(), extra={"rate_limited": True})

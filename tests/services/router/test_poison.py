@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+import math
 import re
 from dataclasses import replace
 
 import grpc
 import pytest
 
-from eyas.errors import PoisonRequest
-from eyas.services.router.poison import REFUSAL_S, PoisonDetector
+from eyas.errors import PoisonRequest, Unavailable
+from eyas.services.router.dispatcher import _read
+from eyas.services.router.poison import REFUSAL_S, PoisonDetector, VerifierLost
 from tests.services.router.mortal_verifier import POISON, SLOW, call_of, mortal_verifiers, num_alive
 from tests.services.router.scripted_verifier import (
     CALL,
@@ -108,3 +110,28 @@ def test_verifiers_that_drain_make_no_suspects(url: str, caplog: pytest.LogCaptu
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("details", "is_lost"),
+    [
+        ("Stream removed (Socket closed)", True),
+        ("recvmsg:Connection reset by peer", True),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: recvmsg:Connection reset by peer",
+            False,
+        ),
+        ("GOAWAY received", False),
+    ],
+)
+def test_a_call_that_no_verifier_got_makes_no_suspect(details: str, is_lost: bool) -> None:
+    class BrokenCall:
+        async def read(self) -> None:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    async def body() -> None:
+        with pytest.raises(Unavailable) as raised:
+            await _read(BrokenCall(), math.inf, math.inf)  # type: ignore[arg-type]
+        assert isinstance(raised.value, VerifierLost) is is_lost
+
+    asyncio.run(body())
