@@ -11,7 +11,7 @@ from docs.site.__main__ import CONFIG, LINK, main, pages, pictures
 from docs.site.reference import commands
 from tests.repo.repository import ROOT
 
-LISTED = ("docs/decisions/", "benchmarks/results/")
+LISTED = ("docs/decisions/", "docs/lab-notes/", "benchmarks/results/")
 MENU = re.compile(r"^ +- .*?([\w./-]+\.md)$", re.MULTILINE)
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 
@@ -42,7 +42,7 @@ def test_the_reference_names_routes_messages_and_options() -> None:
 def eyas_commands() -> Iterator[tuple[str, str]]:
     """Page and text of every command of eyas in a block of code, in one line; pages of the past are left out."""
     for page, text in pages().items():
-        if page.startswith(("docs/decisions/", "benchmarks/", "docs/lab-log", "docs/command-line", "CHANGELOG")):
+        if page.startswith(("docs/decisions/", "benchmarks/", "docs/lab-notes/", "docs/command-line", "CHANGELOG")):
             continue
         for command in re.findall(r"^(?: {4})?(?:\.venv/bin/)?(eyas .*)$", text.replace("\\\n", " "), re.MULTILINE):
             yield page, command
