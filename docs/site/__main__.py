@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,6 @@ REPOSITORY = "https://github.com/eyas-project/eyas"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/*.md", "docs/*/*.md")
 OTHER_PAGES = ("benchmarks/results/*.md", "deploy/helm/README.md", "models/demo/README.md")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
-TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
 @cache
@@ -38,8 +37,7 @@ def pages() -> dict[str, str]:
         "docs/http-schema.md": http_page(),
         "docs/command-line.md": command_line_page(),
         "protos/eyas/v1/README.md": protos_page(ROOT / "protos"),
-        "docs/decisions/README.md": _list_of("docs/decisions", "Decisions", texts),
-        "benchmarks/results/README.md": _list_of("benchmarks/results", "Benchmarks", texts),
+        "benchmarks/results/README.md": _list_of_reports(texts),
     }
     return {path: _rewritten(path, texts) for path in texts}
 
@@ -50,14 +48,10 @@ def pictures() -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).iterdir()) if path.suffix in {".svg", ".png"})
 
 
-def _list_of(folder: str, title: str, texts: Mapping[str, str]) -> str:
-    """Return a page that lists the pages of a folder by their titles."""
-    entries = []
-    for path, text in texts.items():
-        if posixpath.dirname(path) == folder:
-            heading = TITLE.search(text)
-            entries.append(f"- [{heading[1] if heading else path}]({posixpath.basename(path)})")
-    return "\n".join([f"# {title}", "", *entries, ""])
+def _list_of_reports(paths: Iterable[str]) -> str:
+    """Return a page that lists the reports of benchmarks."""
+    reports = [posixpath.basename(path) for path in paths if posixpath.dirname(path) == "benchmarks/results"]
+    return "\n".join(["# Benchmarks", "", *(f"- [{report.removesuffix('.md')}]({report})" for report in reports), ""])
 
 
 def _rewritten(page: str, texts: Mapping[str, str]) -> str:
