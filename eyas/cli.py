@@ -16,11 +16,15 @@ from eyas.errors import EyasError
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand is defined: `attribute` of `module` is a typer app or a function. summary: its line in the help."""
+    """Where a subcommand is defined: `attribute` of `module` is a typer app or a function. summary: its line in the help.
+
+    extra: of the package's extras, the one that brings the packages that it needs.
+    """
 
     module: str
     attribute: str
     summary: str
+    extra: str = "serve"
 
 
 SUBCOMMANDS = {
@@ -30,16 +34,38 @@ SUBCOMMANDS = {
     "serve draft": Subcommand("eyas.services.draft.__main__", "app", "Run one draft service from a config file."),
     "generate": Subcommand("eyas.terminal", "generate", "Stream the continuation of a prompt."),
     "chat": Subcommand("eyas.terminal", "chat", "Talk to a served or a local model."),
-    "keys new": Subcommand("eyas.services.router.auth", "new_key", "Make an API key, and its entry for the file of keys."),
+    "run-batch": Subcommand("eyas.services.batch", "run_batch", "Run a file of requests in OpenAI's batch format."),
+    "keys": Subcommand("eyas.services.router.auth", "keys", "Make API keys for a router."),
     "models": Subcommand("eyas.terminal", "models", "List the models that a router serves."),
     "drafters": Subcommand("eyas.check.command", "drafters", "List the drafting methods."),
     "check": Subcommand("eyas.check.command", "check", "Check a model and its draft head before serving them."),
-    "bench": Subcommand("eyas.bench.command", "bench", "Measure speed and acceptance length; write a dated report."),
+    "bench": Subcommand("eyas.bench.command", "bench", "Measure speed and acceptance; write a dated report.", "bench"),
     "bench split": Subcommand("eyas.services.split", "split", "Measure verifier and drafter apart, on emulated devices."),
     "plan": Subcommand("eyas.bench.command", "plan", "Plan verifiers and drafters: throughput, latency and price."),
-    "train": Subcommand("eyas.train.command", "train", "Train a draft head for a model."),
-    "datastore": Subcommand("eyas.datastore", "datastore", "Build the datastore of the rest method."),
+    "train": Subcommand("eyas.train.command", "train", "Train a draft head for a model.", "train"),
+    "datastore": Subcommand("eyas.datastore", "datastore", "Build the datastore of the rest method.", "rest"),
+    "env": Subcommand("eyas.environment", "env", "Print versions, processor, GPUs and compiled kernels, for a bug report."),
 }
+
+
+def _children(name: str) -> list[str]:
+    """Return the names of the subcommands one word below a subcommand; without a name, of all of one word."""
+    return [each for each in SUBCOMMANDS if each.rpartition(" ")[0] == name]
+
+
+class LazyCommand(TyperCommand):
+    """A subcommand that is imported when it runs, or when its words are completed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name.rpartition(" ")[2], help=SUBCOMMANDS[name].summary)
+        self._path = name
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Begin the command itself, or the one below it that the first word names."""
+        path = f"{self._path} {args[0]}" if args else ""
+        if path in _children(self._path):
+            return _load(path).make_context(path, args[1:], parent, **extra)
+        return _load(self._path).make_context(info_name, args, parent, **extra)
 
 
 class LazyGroup(TyperGroup):
@@ -47,15 +73,8 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for name, subcommand in SUBCOMMANDS.items():
-            self.add_command(TyperCommand(name, help=subcommand.summary))
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the subcommand of one or two words that `args` begin with."""
-        if (name := " ".join(args[:2])) in SUBCOMMANDS:
-            return name, _load(name), args[name.count(" ") + 1 :]
-        found, _, rest = super().resolve_command(ctx, args)
-        return found, _load(str(found)), rest
+        for name in _children(""):
+            self.add_command(LazyCommand(name))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand. An EyasError, or a path that cannot be used, is one line on stderr and exit status 1."""
@@ -76,12 +95,16 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "eyas").partition(".")[0] == "eyas":
             raise
-        print(f"error: `eyas {name}` needs the package {error.name}; run: pip install 'eyas[serve]'", file=sys.stderr)
+        needs = f"`eyas {name}` needs the package {error.name}; run: pip install 'eyas[{subcommand.extra}]'"
+        print(f"error: {needs}", file=sys.stderr)
         raise typer.Exit(1) from error
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False)
         found.command()(function)
-    return typer.main.get_command(found)
+    command: Any = typer.main.get_command(found)
+    for child in _children(name) if isinstance(command, TyperGroup) else ():
+        command.add_command(LazyCommand(child))
+    return command
 
 
 def _print_version(wanted: bool) -> None:

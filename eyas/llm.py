@@ -26,10 +26,11 @@ from eyas.config import (
     SpecialTokensInContent,
     TreeConfig,
 )
+from eyas.config.drafting import NO_DRAFTS
 from eyas.config.loader import one_of
 from eyas.config.vllm import Speculation, engine_config, speculation
 from eyas.content_text import ContentText
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
+from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
@@ -38,6 +39,7 @@ from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
+from eyas.process import transient_line
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.tensors import use_threads
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -134,7 +136,7 @@ class LLM:
         name, head = drafts.method, drafts.draft_model
         shape = drafts.tree or TreeConfig()
         fuser = build_fuser(name, head, model, dtype, device)
-        with ExitStack() as undo:
+        with transient_line(f"loading {model}"), ExitStack() as undo:
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
             target = load_model(model, fuser, dtype, device, engine, ranks)

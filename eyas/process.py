@@ -11,10 +11,12 @@ import importlib
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 # Microseconds of processor time that the control group may use in a period, or "max"; and the period.
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -23,7 +25,30 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER_TRIM, _LARGEST_MMAP_THRESHOLD = 2**31 - 1, 32 << 20
 
+# What a process does until it is ready. compiling: kernels and graphs, also to time them. checking: the draft head.
+StartPhase = Literal["loading", "checking", "compiling"]
+# What the log lines about phases begin with.
+PHASE_PREFIX = "start: "
+
 log = logging.getLogger(__name__)
+
+
+def report_phase(phase: StartPhase) -> None:
+    """Log what a process does until it is ready. `eyas serve` reads it there."""
+    log.info("%s%s", PHASE_PREFIX, phase)
+
+
+@contextmanager
+def transient_line(text: str) -> Iterator[None]:
+    """Show a line on stderr while the body runs, if that is a terminal; it is gone afterwards."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"\r{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 @cache

@@ -20,9 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eyas import options
 from eyas.client import Client, RetryPolicy
+from eyas.config.drafting import NO_DRAFTS
 from eyas.errors import CheckpointError, ConfigError, EyasError, InvalidRequest, RequestFailed, Unavailable
 from eyas.outputs import TextChunk, Totals
+from eyas.process import transient_line
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.rpc.status import status_of
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 ROUTER = "127.0.0.1:50050"
 CHAT_URL = "http://127.0.0.1:8000"
 RETRY = RetryPolicy(budget_s=5.0)
+WARM_UP_TOKENS = 16
 ACCEPTED_STYLE = "bold green"
 TARGET_STYLE = "yellow"
 # A word like this one names a model; a prompt has other characters.
@@ -43,7 +47,8 @@ _MODEL = re.compile(r"[~.]{0,2}/?[\w.-]+(?:/[\w.-]+)+/?")
 class JsonPrinter:
     """Prints chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
 
-    def __init__(self) -> None:
+    def start(self) -> None:
+        """Start the clock of the rate."""
         self._started_at = time.perf_counter()
 
     def add(self, chunk: TextChunk) -> None:
@@ -76,9 +81,12 @@ class ScreenPrinter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started_at = time.perf_counter()
         self._waiting: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
         self._current = 0
+
+    def start(self) -> None:
+        """Start the clock of the rate."""
+        self._started_at = time.perf_counter()
 
     def add(self, chunk: TextChunk) -> None:
         """Print a chunk once the completions before its own are done."""
@@ -125,21 +133,18 @@ def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> di
 Address = Annotated[
     str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of a router; several, with commas, take turns on failures.")
 ]
-ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the router requires one.")]
 Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Use TLS.")]
 Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file that signed the router's certificate; implies --tls.")]
 TlsName = Annotated[
     str,
     typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
 ]
-DraftModel = Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model, for a local MODEL.")]
-Method = Annotated[str, typer.Option(help="Drafting method of a local MODEL; none decodes plainly, at a router too.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16, for a local MODEL.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N, for a local MODEL.")]
+
+ModelName = Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")]
 
 
 def generate(
-    options: typer.Context,
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[MODEL] [PROMPT]", help="Folder or hub id of a local model; the text to continue."),
@@ -166,12 +171,19 @@ def generate(
     bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Report this many likeliest tokens per token; needs --json.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
-    draft_model: DraftModel = "",
-    method: Method = "",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    model: Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")] = "",
-    api_key: ApiKey = "",
+    draft_model: options.DraftModel = "",
+    method: options.Method = "",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    validate_head: options.ValidateHead = "auto",
+    quantization: options.Quantization = "",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
+    config: options.ConfigFile = None,
+    model: ModelName = "",
+    api_key: options.ApiKey = "",
     tls: Tls = False,
     ca: Ca = "",
     tls_name: TlsName = "",
@@ -180,28 +192,41 @@ def generate(
 ) -> None:
     """Stream the continuation of PROMPT; accepted draft tokens have a style of their own.
 
-    With a MODEL it runs in this process, otherwise at a router. Without a PROMPT, standard input is the prompt.
+    With a MODEL it runs in this process, otherwise at a router. Without a PROMPT, standard input is the prompt. The options
+    about weights, memory and drafting are for a MODEL in this process.
     """
     with _reported():
         source, prompt = _source_and_prompt(words or [], address)
-        printer, sampling = _printer(options.params), _sampling(options.params)
-        if source:
-            chunks = _load(source, options.params).chunks(prompt, sampling)
-        else:
-            if draft_model or method not in ("", "none"):
-                why = "a PROMPT without a MODEL goes to a router, whose verifiers choose how to draft"
-                raise ConfigError(f"{why}; name a MODEL, or leave out --draft-model, and --method but none")
-            drafter = NO_DRAFTER if method else ""
-            call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model, drafter=drafter)
-            chunks = _client(address or ROUTER, options.params).chunks(call)
+        printer, sampling = _printer(context.params), _sampling(context.params)
+        stream = _local_chunks if source else _remote_chunks
+        chunks = stream(source or address or ROUTER, prompt, sampling, context.params)
+        printer.start()
         for chunk in chunks:
             printer.add(chunk)
             if chunk.chunk.finish_reason == "error":
                 raise RequestFailed(chunk.chunk.message)
 
 
+def _local_chunks(source: str, prompt: str, sampling: SamplingParams, given: dict[str, Any]) -> Iterator[TextChunk]:
+    """Load a model in this process; return the chunks of its continuation."""
+    llm = _load(source, given)
+    _warm_up(llm, prompt, sampling)
+    return llm.chunks(prompt, sampling)
+
+
+def _remote_chunks(address: str, prompt: str, sampling: SamplingParams, given: dict[str, Any]) -> Iterator[TextChunk]:
+    """Return the chunks of a router. Raises ConfigError for options that only a local model has."""
+    method = given["method"]
+    if given["draft_model"] or method not in ("", NO_DRAFTS):
+        why = "a PROMPT without a MODEL goes to a router, whose verifiers choose how to draft"
+        raise ConfigError(f"{why}; name a MODEL, or leave out --draft-model, and --method but none")
+    request, drafter = Request("", (), sampling, given["session"]), NO_DRAFTER if method else ""
+    call = GenerateCall(request, prompt_text=prompt, model=given["model"], drafter=drafter)
+    return _client(address, given).chunks(call)
+
+
 def chat(
-    options: typer.Context,
+    context: typer.Context,
     source: Annotated[
         str, typer.Argument(metavar="[URL|MODEL]", help="Base URL of a router's HTTP API, or a local model.")
     ] = CHAT_URL,
@@ -210,19 +235,25 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
-    model: Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")] = "",
-    api_key: ApiKey = "",
-    draft_model: DraftModel = "",
-    method: Method = "",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a local MODEL.")] = "",
+    model: ModelName = "",
+    api_key: options.ApiKey = "",
+    draft_model: options.DraftModel = "",
+    method: options.Method = "",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    chat_template: options.Template = "",
+    validate_head: options.ValidateHead = "auto",
+    quantization: options.Quantization = "",
+    max_model_len: options.MaxModelLen = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
+    config: options.ConfigFile = None,
 ) -> None:
     """Talk to a model: each line is a message. /reset forgets the conversation, /exit or Ctrl-D ends it."""
     with _reported():
         start = [{"role": "system", "content": system}] if system else []
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        answer = _http_chat(source, options.params) if "://" in source else _local_chat(source, options.params, sampling)
+        answer = _http_chat(source, context.params) if "://" in source else _local_chat(source, context.params, sampling)
         messages = list(start)
         for line in _lines():
             if line == "/reset":
@@ -245,16 +276,16 @@ def chat(
 
 
 def models(
-    options: typer.Context,
+    context: typer.Context,
     address: Address = ROUTER,
-    api_key: ApiKey = "",
+    api_key: options.ApiKey = "",
     tls: Tls = False,
     ca: Ca = "",
     tls_name: TlsName = "",
 ) -> None:
     """List the models that the router serves now."""
     with _reported():
-        infos = _client(address, options.params).models()
+        infos = _client(address, context.params).models()
     table = Table("model", "context", "vocabulary", "target", "draft head")
     for info in infos:
         digests = (info.fingerprint[:12], info.features_fingerprint[:12] or "none")
@@ -262,17 +293,17 @@ def models(
     Console().print(table)
 
 
-def _client(address: str, options: dict[str, Any]) -> Client:
+def _client(address: str, given: dict[str, Any]) -> Client:
     """A client with the TLS options of a command. Raises ConfigError."""
-    if options["tls_name"] and not (options["tls"] or options["ca"]):
-        name = options["tls_name"]
+    if given["tls_name"] and not (given["tls"] or given["ca"]):
+        name = given["tls_name"]
         raise ConfigError(f"--tls-name {name} needs TLS; add --tls, or --ca FILE with the CA certificate")
     return Client(
         address,
-        api_key=options["api_key"],
-        tls=options["tls"],
-        ca_file=options["ca"],
-        tls_server_name=options["tls_name"],
+        api_key=given["api_key"],
+        tls=given["tls"],
+        ca_file=given["ca"],
+        tls_server_name=given["tls_name"],
         retry=RETRY,
     )
 
@@ -294,26 +325,34 @@ def _names_model(word: str) -> bool:
     return Path(word).is_dir() or _MODEL.fullmatch(word) is not None
 
 
-def _load(source: str, options: dict[str, Any], chat_template: str = "") -> LLM:
-    """Load a local model. A missing folder is reported before torch is imported."""
+def _load(source: str, given: dict[str, Any]) -> LLM:
+    """Load a local model, with a command's options. A missing folder is reported before torch is imported."""
     check_source(source)
-    if options["draft_model"]:
-        check_source(options["draft_model"])
-    from eyas.llm import LLM
+    if given["draft_model"]:
+        check_source(given["draft_model"])
+    with transient_line(f"loading {source}"):
+        from eyas.llm import LLM
 
-    method = options["method"] or None
-    draft_model = (options["draft_model"] or None) if method != "none" else None
-    names = {name: options[name] for name in ("dtype", "device")}
-    with Console(stderr=True).status(f"loading {source}"):
-        return LLM(source, draft_model, method, chat_template=chat_template, **names)
+        method = given["method"] or None
+        draft_model = (given["draft_model"] or None) if method != NO_DRAFTS else None
+        return LLM(source, draft_model, method, **options.llm_arguments(given))
+
+
+def _warm_up(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
+    """Compile what the first steps would: the rate leaves it out. The tokens are the prompt's, backwards: none is cached."""
+    tokens = llm.get_tokenizer().encode(prompt)[: -WARM_UP_TOKENS - 1 : -1]
+    few = min(WARM_UP_TOKENS, llm.llm_engine.max_model_len - len(tokens))
+    if tokens and few > 0:
+        short = dataclasses.replace(sampling, max_tokens=few, min_tokens=0, n=1, prompt_logprobs=None)
+        llm.generate([{"prompt_token_ids": tokens}], short, use_tqdm=False)
 
 
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
-def _local_chat(source: str, options: dict[str, Any], sampling: SamplingParams) -> Answer:
+def _local_chat(source: str, given: dict[str, Any], sampling: SamplingParams) -> Answer:
     """Answers of a model in this process."""
-    llm = _load(source, options, options["chat_template"])
+    llm = _load(source, given)
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         for output in llm.stream(llm.chat_prompts(messages), sampling):
@@ -322,14 +361,14 @@ def _local_chat(source: str, options: dict[str, Any], sampling: SamplingParams) 
     return answer
 
 
-def _http_chat(url: str, options: dict[str, Any]) -> Answer:
+def _http_chat(url: str, given: dict[str, Any]) -> Answer:
     """Answers of a server of OpenAI's API. Raises Unavailable if none answers, InvalidRequest if it refuses."""
     endpoint = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
     names = ("max_tokens", "temperature", "top_p", "seed", "model")
-    body = {name: options[name] for name in names if options[name] not in (None, "")} | {"stream": True}
+    body = {name: given[name] for name in names if given[name] not in (None, "")} | {"stream": True}
     headers = {"Content-Type": "application/json"}
-    if options["api_key"]:
-        headers["Authorization"] = f"Bearer {options['api_key']}"
+    if given["api_key"]:
+        headers["Authorization"] = f"Bearer {given['api_key']}"
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         data = json.dumps(body | {"messages": messages}).encode()
@@ -378,17 +417,17 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _printer(options: dict[str, Any]) -> JsonPrinter | ScreenPrinter:
-    if options["as_json"]:
+def _printer(given: dict[str, Any]) -> JsonPrinter | ScreenPrinter:
+    if given["as_json"]:
         return JsonPrinter()
-    if options["logprobs"] is not None or options["prompt_logprobs"] is not None:
+    if given["logprobs"] is not None or given["prompt_logprobs"] is not None:
         raise InvalidRequest("log-probabilities are shown as JSON only; add --json")
     return ScreenPrinter(Console(highlight=False, soft_wrap=True))
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
+def _sampling(given: dict[str, Any]) -> SamplingParams:
     """Of the options, those that are parameters by name."""
-    named = {field.name: options[field.name] for field in dataclasses.fields(SamplingParams) if field.name in options}
+    named = {field.name: given[field.name] for field in dataclasses.fields(SamplingParams) if field.name in given}
     return SamplingParams(**(named | {"logit_bias": tuple(map(_bias, named["logit_bias"] or ()))}))
 
 

@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import fcntl
 import functools
+import json
 import os
 import random
 import re
@@ -25,13 +26,15 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import DraftConfig, RouterConfig, ServiceConfig, VerifierConfig, load
-from eyas.errors import ConfigError, Unavailable
+from eyas.config import DraftConfig, RouterConfig, VerifierConfig, load
+from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.server import GENERATION_SERVICE
+from eyas.services.preflight import check_settings
 
+AnyServiceConfig = DraftConfig | VerifierConfig | RouterConfig
 # In the order in which they start.
-CONFIG_TYPES: Mapping[str, type[DraftConfig | VerifierConfig | RouterConfig]] = {
+CONFIG_TYPES: Mapping[str, type[AnyServiceConfig]] = {
     "draft": DraftConfig,
     "verifier": VerifierConfig,
     "router": RouterConfig,
@@ -54,22 +57,37 @@ SERVICE_PORTS = (10_000, 32_000)
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What one service is started with: a YAML file, if any, then key=value settings."""
+    """What one service is started with: a YAML file, if any, then key=value settings.
+
+    environment: variables of this service alone, for what no command line may show.
+    """
 
     name: str
     file: Path | None = None
     assignments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def add(self, *assignments: str) -> ServiceSettings:
         """The same with more key=value settings; later ones win."""
         return replace(self, assignments=(*self.assignments, *assignments))
 
-    def validate(self) -> ServiceConfig:
-        """Read the config as the service will. Raises ConfigError if it is invalid or asks for TLS."""
+    def load(self) -> AnyServiceConfig:
+        """Read the config as the service will. Raises ConfigError for an invalid one."""
         try:
-            config = load(CONFIG_TYPES[self.name], self.file, self.assignments)
+            return load(CONFIG_TYPES[self.name], self.file, self.assignments)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
+
+    def validate(self) -> AnyServiceConfig:
+        """Read the config, and check all that needs no weights.
+
+        Raises ConfigError for settings that the service would refuse, or that ask for TLS; CheckpointError for a model.
+        """
+        config = self.load()
+        try:
+            check_settings(config, {**os.environ, **self.environment})
+        except (ConfigError, CheckpointError) as error:
+            raise type(error)(f"{self.name}: {error}") from error
         has_public_tls = isinstance(config, RouterConfig) and config.tls.cert_file
         if config.peers.ca_file or config.peers.cert_file or has_public_tls:
             raise ConfigError(
@@ -115,6 +133,7 @@ class Child:
     stop_timeout_s: float = STOP_TIMEOUT_S
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     process: Popen[bytes] = field(init=False)
+    _num_read: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.start()
@@ -157,6 +176,15 @@ class Child:
             text = file.read().decode(errors="replace")
         return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-count:]
 
+    def new_messages(self) -> list[str]:
+        """Return what the service has logged since the last call, without times and names of loggers."""
+        with self.log.open("rb") as file:
+            file.seek(self._num_read)
+            lines = file.read().splitlines(keepends=True)
+        lines = lines[: -1 if lines and not lines[-1].endswith(b"\n") else None]
+        self._num_read += sum(map(len, lines))
+        return [_message(line.decode(errors="replace")) for line in lines]
+
     def wait_or_kill(self, deadline: float) -> None:
         """Wait for the end; kill the process at the deadline (by time.monotonic)."""
         try:
@@ -164,6 +192,14 @@ class Child:
         except TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _message(line: str) -> str:
+    """Return the message of a log line, in text or JSON."""
+    if line.startswith("{"):
+        with suppress(ValueError):
+            return str(json.loads(line).get("message", ""))
+    return line.partition(": ")[2].strip()
 
 
 @dataclass(frozen=True)
@@ -180,6 +216,11 @@ class Cluster:
     @property
     def services(self) -> Sequence[Child]:
         return self.children[1:]
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder of the logs."""
+        return self.children[0].log.parent
 
     def __getitem__(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
@@ -205,11 +246,13 @@ class Cluster:
                 on_poll()
                 time.sleep(POLL_INTERVAL_S)
 
-    def watch(self, on_restart: Callable[[str], object] = lambda reason: None) -> None:
+    def watch(
+        self, on_restart: Callable[[str], object] = lambda reason: None, on_poll: Callable[[], object] = lambda: None
+    ) -> None:
         """Block while the processes live. Raises Unavailable with the reason when one ends.
 
         A draft service that ends is started again, at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds. Meanwhile
-        the verifier decodes plainly. on_restart: receives the reason.
+        the verifier decodes plainly. on_restart: receives the reason. on_poll: called every POLL_INTERVAL_S seconds.
         """
         restarts: list[float] = []
         while True:
@@ -223,6 +266,7 @@ class Cluster:
                     restarts.append(time.monotonic())
                     on_restart(str(error))
                     child.start()
+            on_poll()
             time.sleep(POLL_INTERVAL_S)
 
 
@@ -245,7 +289,7 @@ def running_cluster(
     The services share a token of their own, unless the settings name one. It is passed by environment.
     The logs are removed at the end, unless an error ends the context. Those of a process that was killed are removed at the
     next start.
-    Raises ConfigError, before anything starts, for settings that a service would refuse.
+    Raises ConfigError and CheckpointError, before anything starts, for what a service would refuse.
     """
     configs = [service.validate() for service in services]
     http_port = http_port or free_port()
@@ -267,8 +311,8 @@ def running_cluster(
                 service = service.add("ready_without_verifiers=false")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
-            log = logs / f"{service.name}.log"
-            children.append(Child(service.name, address, service.command(), log, folder, timeout_s, environment))
+            log, own = logs / f"{service.name}.log", {**environment, **service.environment}
+            children.append(Child(service.name, address, service.command(), log, folder, timeout_s, own))
         http = f"http://{_reachable(host)}:{http_port}"
         has_page = any(isinstance(config, RouterConfig) and config.http.playground for config in configs)
         yield Cluster(children, http, f"{http}/" if has_page else "")

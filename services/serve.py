@@ -8,117 +8,168 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, get_args
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from eyas import options
+from eyas.config import VerifierConfig
+from eyas.config.drafting import NO_DRAFTS
 from eyas.config.loader import MAX_PORT
-from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.errors import ConfigError, EyasError
-from eyas.process import num_cores
-from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
+from eyas.process import PHASE_PREFIX, num_cores
+from eyas.services.cluster import Cluster, ServiceSettings, assign, is_free, running_cluster
 from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
 REPORT_INTERVAL_S = 30.0
-MAX_STATUS_CHARS = 100
+# The environment variable with the keys of --api-key: a command line would show them.
+KEYS_VARIABLE = "EYAS_SERVED_API_KEYS"
 
 AssignmentsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="SERVICE.KEY=VALUE", help="Setting of a service, such as verifier.engine.max_num_seqs=64."
+        "--set", metavar="SERVICE.KEY=VALUE", help="Setting of a service, such as verifier.engine.max_queued_requests=64."
     ),
 ]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder or hub id of the target model.", autocompletion=lambda: ["router", "verifier", "draft"]
+    ),
+]
+Names = Annotated[
+    list[str] | None, typer.Option(help="Name that requests give; MODEL by default. Further ones are aliases.")
+]
+Keys = Annotated[
+    list[str] | None, typer.Option(envvar="EYAS_API_KEY", help="API key that requests must send; may be repeated.")
+]
+Host = Annotated[str, typer.Option(help="Address that the router listens on.")]
+Port = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API; 0 takes a free one.")]
+GrpcPort = Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the gRPC API.")]
+LogRequests = Annotated[bool, typer.Option("--log-requests", help="Print a line for each request that ends.")]
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of the target model.")],
-    draft_model: Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")] = "",
-    method: Annotated[
-        str, typer.Option(help="Drafting method (see `eyas drafters`); by default the one that the draft model is for.")
-    ] = "",
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most nodes of a draft tree, the root included.")] = None,
-    num_steps: Annotated[int | None, typer.Option(help="Levels of a draft tree; by default those of the method.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Nodes that each level of a draft tree expands.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
-    chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")] = "",
-    tool_call_parser: Annotated[
-        str, typer.Option(help=f"How MODEL writes tool calls: {', '.join(get_args(ToolCallParser))}.")
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str, typer.Option(help=f"How MODEL writes reasoning: {', '.join(get_args(ReasoningParser))}.")
-    ] = "auto",
-    generation_config: Annotated[
-        str,
-        typer.Option(help="Sampling defaults: auto takes those of generation_config.json; vllm or none takes none."),
-    ] = "auto",
-    host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API; 0 takes a free one.")
-    ] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the gRPC API.")] = GRPC_PORT,
+    context: typer.Context,
+    model: Model,
+    config: options.ConfigFile = None,
+    draft_model: options.DraftModel = "",
+    method: options.Method = "",
+    num_draft_tokens: options.NumDraftTokens = None,
+    num_steps: options.NumSteps = None,
+    top_k: options.TopK = None,
+    draft_placement: options.DraftsAt = "auto",
+    validate_head: options.ValidateHead = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantization: options.Quantization = "",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
+    served_model_name: Names = None,
+    chat_template: options.Template = "",
+    tool_call_parser: options.ToolParser = "auto",
+    reasoning_parser: options.ThinkingParser = "auto",
+    special_tokens_in_content: options.SpecialTokens = "token",
+    generation_config: options.SamplingDefaults = "auto",
+    api_key: Keys = None,
+    host: Host = "127.0.0.1",
+    port: Port = HTTP_PORT,
+    grpc_port: GrpcPort = GRPC_PORT,
+    log_requests: LogRequests = False,
     assignments: AssignmentsOption = None,
 ) -> None:
-    """Serve MODEL on this machine until Ctrl-C: a router, a verifier and Redis, and a draft service if there is a method.
+    """Serve MODEL on this machine until Ctrl-C: a router, a verifier and Redis, and a draft service for methods with a head.
 
     `eyas serve router`, `eyas serve verifier` and `eyas serve draft` run one service from a config file.
     """
     console = Console(highlight=False, soft_wrap=True)
-    tree = {"tree.num_draft_tokens": num_draft_tokens, "tree.num_steps": num_steps, "tree.top_k": top_k}
     with exit_on_error(console):
         for source in filter(None, (model, draft_model)):
             check_source(source)
-        settings = {"dtype": dtype, "device": device, **tree}
-        chats = {"chat_template": chat_template, "tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-        services = plan(model, draft_model, method, served_model_name, settings, chats, generation_config)
-        if port == grpc_port:
-            raise ConfigError(f"--port and --grpc-port are both {port}; choose two ports")
-        for option, number in (("--port", port), ("--grpc-port", grpc_port)):
-            if not is_free(number):
-                raise ConfigError(f"port {number} is in use; choose another with {option}")
-        with running_cluster(assign(services, assignments or ()), grpc_port, port, host) as cluster:
+        names = served_model_name or [model]
+        settings = options.service_settings(context.params)
+        services = plan(model, draft_model, method, names, settings, assignments or ())
+        services = with_keys(services, api_key or ())
+        _check_ports(port, grpc_port)
+        with running_cluster(services, grpc_port, port, host) as cluster:
             wait_until_ready(console, cluster)
-            name = served_model_name or model
             page = f"playground: {cluster.playground}, " if cluster.playground else ""
-            announcement = f"Serving {name} at {cluster.http} ({page}gRPC: {host}:{grpc_port}); Ctrl-C stops it"
-            watch_until_interrupted(console, cluster, announcement)
+            announcement = f"Serving {', '.join(names)} at {cluster.http} ({page}gRPC: {host}:{grpc_port}); Ctrl-C stops it"
+            watch_until_interrupted(console, cluster, announcement, log_requests)
+
+
+def _check_ports(port: int, grpc_port: int) -> None:
+    """Raise ConfigError for ports that the router cannot have."""
+    if port == grpc_port:
+        raise ConfigError(f"--port and --grpc-port are both {port}; choose two ports")
+    for option, number in (("--port", port), ("--grpc-port", grpc_port)):
+        if not is_free(number):
+            raise ConfigError(f"port {number} is in use; choose another with {option}")
 
 
 def plan(
     model: str,
-    draft_model: str,
-    method: str,
-    name: str,
-    settings: Mapping[str, str | int | None],
-    chats: Mapping[str, str] | None = None,
-    generation_config: str = "auto",
+    draft_model: str = "",
+    method: str = "",
+    names: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    assignments: Sequence[str] = (),
 ) -> list[ServiceSettings]:
-    """The services that serve a model; without a method and a draft model there is no draft service.
+    """Return the services that serve a model, with their settings.
 
-    settings: further settings of verifier and draft service; None keeps the default. chats: of the router's model.
-    On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
+    There is a draft service if there is a method or a draft model, and the verifier does not draft itself. On the CPU,
+    verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
+
+    names: of the model in requests; the first one is in responses. settings: service.key=value, of services that may not
+    be started. assignments: the same, which override them and must be of services that are.
+
+    Raises ConfigError for settings that are not valid.
     """
-    name, method = name or model, method or ("" if draft_model else "none")
-    shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method, **settings}
-    worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
-    served = {"name": name, "tokenizer": model, **(chats or {})}
-    router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
-    verifier = ServiceSettings("verifier", assignments=(*worker, _assignment("generation_config", generation_config)))
-    if method == "none":
-        return [verifier, router]
-    draft = ServiceSettings("draft", assignments=worker)
-    if not str(settings.get("device")).startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
-        draft_threads, verifier_threads = share_cores(num_cores())
-        draft, verifier = draft.add(f"threads={draft_threads}"), verifier.add(f"threads={verifier_threads}")
-    return [draft, verifier, router]
+    name, *aliases = names or [model]
+    method = method or ("" if draft_model else NO_DRAFTS)
+    shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method}
+    worker = tuple(_assignment(key, value) for key, value in shared.items())
+    served = {"name": name, "tokenizer": model, "aliases": aliases}
+    services = [
+        ServiceSettings("verifier", assignments=worker),
+        ServiceSettings("router", assignments=(_assignment("models", [served]),)),
+    ]
+    if _needs_draft_service(services[0], [*settings, *assignments]):
+        services.insert(0, ServiceSettings("draft", assignments=worker))
+        device = next((each for each in settings if each.startswith("draft.device=")), "")
+        if "cuda" not in device and "OMP_NUM_THREADS" not in os.environ:
+            draft_threads, verifier_threads = share_cores(num_cores())
+            settings = [f"draft.threads={draft_threads}", f"verifier.threads={verifier_threads}", *settings]
+    started = {service.name for service in services}
+    return assign(services, [*(each for each in settings if each.partition(".")[0] in started), *assignments])
+
+
+def _needs_draft_service(verifier: ServiceSettings, settings: Sequence[str]) -> bool:
+    """Return whether a verifier, with those of the settings that are its own, takes drafts from a draft service."""
+    (verifier,) = assign([verifier], [each for each in settings if each.startswith("verifier.")])
+    config = verifier.load()
+    assert isinstance(config, VerifierConfig)
+    return config.method != NO_DRAFTS and not config.drafts_itself
+
+
+def with_keys(services: Sequence[ServiceSettings], keys: Sequence[str]) -> list[ServiceSettings]:
+    """Return the services with a router that requires one of the keys, if there are any. They are passed by environment."""
+    if not keys:
+        return list(services)
+    if wrong := [key for key in keys if not key.strip() or "," in key]:
+        raise ConfigError(f"--api-key has {len(wrong)} keys that are empty or hold a comma; give others")
+    given = {KEYS_VARIABLE: ",".join(keys)}
+    routers = {each.name: replace(each, environment=given).add(f"api_keys.env={KEYS_VARIABLE}") for each in services}
+    return [routers[each.name] if each.name == "router" else each for each in services]
 
 
 def share_cores(num_cores: int) -> tuple[int, int]:
@@ -155,35 +206,60 @@ def exit_on_error(console: Console) -> Iterator[None]:
 
 
 def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math.inf) -> None:
-    """Return once all services answer SERVING; show which one is loading, and the last line of its log.
+    """Return once all services answer SERVING; show what each one does: loading, checking, compiling, ready.
 
-    Output that is no terminal gets a line every REPORT_INTERVAL_S seconds.
+    Output that is no terminal gets a line for each change, and one every REPORT_INTERVAL_S seconds.
     """
     started = reported = time.monotonic()
-    for child in cluster.services:
-        with spinner(console) as progress:
-            task = progress.add_task("", total=None)
+    phases = {child.name: "starting" for child in cluster.services}
+    console.print(f"logs: {cluster.logs}", markup=False)
+    with spinner(console) as progress:
+        task = progress.add_task("", total=None)
 
-            def report(child: Child = child, progress: Progress = progress, task: TaskID = task) -> None:
-                nonlocal reported
-                line = "".join(child.last_log_lines(1)).strip()[:MAX_STATUS_CHARS]
-                progress.update(task, description=f"starting the {child.name} service: {escape(line)}")
-                if not console.is_terminal and time.monotonic() - reported > REPORT_INTERVAL_S:
-                    reported = time.monotonic()
-                    console.print(f"starting the {child.name} service, {reported - started:.0f} s: {line}", markup=False)
+        def report() -> None:
+            nonlocal reported
+            before = dict(phases)
+            for child in cluster.services:
+                if phases[child.name] != "ready":
+                    phases[child.name] = _phase(child.new_messages()) or phases[child.name]
+            text = ", ".join(f"{name}: {phase}" for name, phase in phases.items())
+            progress.update(task, description=text)
+            is_due = phases != before or time.monotonic() - reported > REPORT_INTERVAL_S
+            if is_due and not console.is_terminal:
+                reported = time.monotonic()
+                console.print(f"{text}, {reported - started:.0f} s", markup=False)
 
+        for child in cluster.services:
             cluster.wait(child, timeout_s, report)
-        console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
+            phases[child.name] = "ready"
+            console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
 
 
-def watch_until_interrupted(console: Console, cluster: Cluster, announcement: str) -> None:
-    """Print the announcement, then block until Ctrl-C or SIGTERM.
+def _phase(messages: Sequence[str]) -> str:
+    """Return the last phase of a start that log messages name; empty if they name none."""
+    phases = [message.removeprefix(PHASE_PREFIX) for message in messages if message.startswith(PHASE_PREFIX)]
+    return phases[-1] if phases else ""
 
-    Raises Unavailable if a process ends, other than the draft service.
+
+def watch_until_interrupted(console: Console, cluster: Cluster, announcement: str, log_requests: bool = False) -> None:
+    """Print the announcement, and what the verifier says of its load, until Ctrl-C or SIGTERM.
+
+    log_requests: also print a line for each request. Raises Unavailable if a process ends, other than the draft service.
     """
+    shown = {"verifier": "load: ", **({"router": "request "} if log_requests else {})}
+
+    def show_activity() -> None:
+        for name, prefix in shown.items():
+            for message in cluster[name].new_messages():
+                if message.startswith(prefix):
+                    console.print(f"{time.strftime('%H:%M:%S')} {message.removeprefix('load: ')}", markup=False)
+
     with suppress(KeyboardInterrupt):
         console.print(announcement, markup=False)
-        cluster.watch(lambda reason: console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False))
+        cluster.watch(
+            lambda reason: console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False),
+            show_activity,
+        )
     console.print("stopping; running requests may finish, another Ctrl-C ends them")
 
 

@@ -34,8 +34,9 @@ from eyas.bench.timing import (
     timed_stages,
 )
 from eyas.config import DraftingConfig, EngineConfig
+from eyas.config.drafting import NO_DRAFTS
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree
+from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.layers import FeatureFuser

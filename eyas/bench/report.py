@@ -100,7 +100,7 @@ class Report:
         """
         command = f"{program} {shlex.join(sys.argv[1:])}".strip()
         versions = {"python": platform.python_version(), "eyas": __version__} | {name: version(name) for name in VERSIONED}
-        return cls(name, command, _machine(device), versions, _commit(), settings, results, tables, date.today())
+        return cls(name, command, _machine(device), versions, checkout_commit(), settings, results, tables, date.today())
 
     def markdown(self) -> str:
         """The page, for people."""
@@ -150,10 +150,10 @@ def _machine(device: str) -> Machine:
         import torch
 
         gpu = torch.cuda.get_device_name(device)
-    return Machine(_processor(), os.cpu_count() or 1, gpu, f"{platform.system()} {platform.machine()}")
+    return Machine(processor_name(), os.cpu_count() or 1, gpu, f"{platform.system()} {platform.machine()}")
 
 
-def _commit() -> str:
+def checkout_commit() -> str:
     """The commit of this checkout, marked if files differ from it; "unknown" outside a checkout."""
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -163,7 +163,8 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the processor's name, as the system gives it."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

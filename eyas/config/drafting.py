@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from eyas.config.loader import at_least, num_bytes, one_of, require
+from eyas.errors import ConfigError
 
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
 DraftAheadMode = Literal["", "auto", "always", "never"]
 DraftQuantization = Literal["", "fp8"]
+
+# The method of plain decoding.
+NO_DRAFTS = "none"
+# Every drafting method, with what must be named as `draft_model` for it, in words; empty if nothing.
+METHOD_HEADS: Mapping[str, str] = {
+    "eagle1": "a draft head of EAGLE-1",
+    "eagle2": "a draft head of EAGLE-1",
+    "eagle3": "a draft head of EAGLE-3",
+    "peagle": "a draft head of P-EAGLE",
+    "dspark": "a draft head of DSpark",
+    "dflash": "a draft head of DFlash",
+    "dflash2": "a draft head of DFlash2",
+    "medusa": "Medusa heads",
+    "hydra": "Hydra heads",
+    "sps": "a causal LM with the target's vocabulary",
+    "prompt_lookup": "",
+    "suffix": "",
+    "rest": "",
+    "lookahead": "",
+}
+# Methods that look tokens up in the request and in earlier ones. They load nothing and take microseconds.
+LOOKUPS = frozenset({"prompt_lookup", "suffix", "lookahead"})
 
 # EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
 MC_SIM_7B_63: TreeChoices = (
@@ -305,3 +329,42 @@ def _valid_tree(choices: TreeChoices) -> None:
             path[:-1] in nodes and min(path) >= 0,
             f"tree_choices has the node {list(path)} without its parent, or with a rank below 0",
         )
+
+
+def split_method(name: str) -> list[str]:
+    """Return the one or two methods that a name such as eagle3 or eagle3+prompt_lookup combines.
+
+    Raises ConfigError for an unknown method, and for two that cannot be combined.
+    """
+    sides = name.split("+")
+    for side in sides:
+        if side not in METHOD_HEADS:
+            known = ", ".join(METHOD_HEADS)
+            raise ConfigError(f"unknown drafter {side!r}; known: {known}, and two of them combined, such as A+B")
+    if len(sides) > 2 or len(set(sides)) < len(sides):
+        raise ConfigError(f"drafter {name!r} is no combination; name two different methods, such as eagle3+prompt_lookup")
+    if len(list(filter(None, map(METHOD_HEADS.__getitem__, sides)))) == 2:
+        raise ConfigError(
+            f"both drafters of {name!r} need a head, and a configuration names one; combine either with one that needs "
+            f"none: {', '.join(method for method, head in METHOD_HEADS.items() if not head)}"
+        )
+    return sides
+
+
+def check_method(name: str, draft_model: str) -> None:
+    """Raise ConfigError for an unknown method, and for one whose head is not named. Empty and NO_DRAFTS pass."""
+    if name in ("", NO_DRAFTS):
+        return
+    needed = next(filter(None, map(METHOD_HEADS.__getitem__, split_method(name))), "")
+    if needed and not draft_model:
+        raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
+
+
+def check_quantization(name: str, quantization: DraftQuantization) -> None:
+    """Raise ConfigError if `drafting.quantization` is set for a method without a head that can be served with 8 bits."""
+    able = [method for method, head in METHOD_HEADS.items() if head and method != "sps"]
+    require(
+        not quantization or bool(set(able) & set(name.split("+"))),
+        f"drafting.quantization is {quantization}, and drafter {name!r} has no head for it; leave it empty, or take one of "
+        f"{', '.join(able)}",
+    )

@@ -47,6 +47,8 @@ class EngineConfig:
             time in the table. See docs/emulation.md. Empty for none.
         tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
             of attention heads, and divide the number of key-value heads or be a multiple of it.
+        quantization: how the checkpoint's weights are quantised, as its config.json says it. Another checkpoint is refused.
+            Empty takes any.
         layer_threads: threads that share a pass of several rows on the CPU, where kernels run its layers: torch has one
             thread, and numba is installed. The output is the same, bit for bit. Set it to the cores that are free then;
             no more threads run than the process has cores.
@@ -69,6 +71,7 @@ class EngineConfig:
     priority_aging_s: float = 10.0
     emulated_device: str = ""
     tensor_parallel_size: int = 1
+    quantization: str = ""
     layer_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -83,3 +86,11 @@ class EngineConfig:
         at_least(0, priority_aging_s=self.priority_aging_s)
         utilization = self.gpu_memory_utilization
         require(0 < utilization <= 1, f"gpu_memory_utilization is {utilization}; it must lie in (0, 1]")
+        require(
+            not self.deterministic or self.tensor_parallel_size == 1,
+            "deterministic is set; it needs tensor_parallel_size 1, as sums over ranks have no fixed order",
+        )
+        require(
+            not self.deterministic or not self.emulated_device,
+            "deterministic is set, which runs each sequence by itself; leave emulated_device empty",
+        )

@@ -28,15 +28,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
 
     Raises ConfigError that names the file or the assignment, the key and, for an unknown key, the most similar valid one.
     """
-    import yaml
-
-    try:
-        data = yaml.safe_load(file.read_text()) if file else {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read config {file}: {error}") from error
-    if not isinstance(data or {}, dict):
-        raise ConfigError(f"{file}: expected a mapping of settings, got {type(data).__name__}")
-    data = data or {}
+    data = read_yaml(file) if file else {}
     assigned = []
     for assignment in assignments:
         _assign(data, assignment)
@@ -47,6 +39,19 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
         return f"--set {own[-1]}" if own else str(file or "settings")
 
     return validated(kind, _with_environment(data, ""), source)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises ConfigError for a file that cannot be read, or holds something else."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read config {file}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected a mapping of settings, got {type(data).__name__}")
+    return data
 
 
 def validated(kind: type[ConfigT], data: Mapping[str, Any], origin: str | Callable[[str], str]) -> ConfigT:

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eyas.chat_output import ReasoningParserName, ToolParserName
-from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, one_of, valid_optional_port, valid_port
+from eyas.config.loader import (
+    above_zero,
+    at_least,
+    cert_and_key,
+    not_below,
+    one_of,
+    require,
+    valid_optional_port,
+    valid_port,
+)
 from eyas.config.serving import ServiceConfig
 
 ToolCallParser = Literal["auto", "none", ToolParserName]
@@ -20,6 +29,7 @@ class ServedModel:
 
     Attributes:
         name: name in requests.
+        aliases: further names that requests may give. Responses name the model by `name`.
         tokenizer: folder or hub id that has its tokenizer.json.
         chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
         tool_call_parser: how the model writes calls of tools; auto finds it in the chat template, none reads no calls.
@@ -34,6 +44,7 @@ class ServedModel:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     special_tokens_in_content: SpecialTokensInContent = "token"
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of(ToolCallParser, tool_call_parser=self.tool_call_parser)
@@ -251,3 +262,6 @@ class RouterConfig(ServiceConfig):
     def __post_init__(self) -> None:
         above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
         above_zero(stuck_loop_exit_timeout_s=self.stuck_loop_exit_timeout_s)
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        twice = next((name for name in names if names.count(name) > 1), "")
+        require(not twice, f"models has the name {twice!r} twice; each model, and each alias, needs a name of its own")

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from eyas.config.drafting import DraftingConfig, MethodsConfig, TreeConfig
+from eyas.config.drafting import (
+    LOOKUPS,
+    NO_DRAFTS,
+    DraftingConfig,
+    MethodsConfig,
+    TreeConfig,
+    check_method,
+    check_quantization,
+)
 from eyas.config.engine import Dtype, EngineConfig, HeadValidation
 from eyas.config.loader import above_zero, at_least, cert_and_key, one_of, require, valid_optional_port, valid_port
 
 LogFormat = Literal["text", "json"]
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
 GenerationDefaults = Literal["auto", "vllm", "none"]
+DraftPlacement = Literal["auto", "service"]
 
 
 @dataclass(frozen=True)
@@ -262,6 +271,9 @@ class VerifierConfig(WorkerConfig):
         draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
         method: drafting method that needs these features, such as "eagle3". Empty takes the one that draft_model is for, and
             "none" without one. "none" accepts no drafts. With any other method, drafters that need no features work too.
+        draft_placement: "auto" runs lookups, which need no model, in the verifier: they take less time than a message.
+            "service" takes their drafts from draft services too. Other methods always do.
+        methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
         device: "auto" takes CUDA if there is a GPU.
@@ -277,10 +289,12 @@ class VerifierConfig(WorkerConfig):
     model: str
     draft_model: str = ""
     method: str = ""
+    draft_placement: DraftPlacement = "auto"
     validate_head: HeadValidation = "auto"
     dtype: Dtype = "auto"
     device: str = "auto"
     tree: TreeConfig = field(default_factory=TreeConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
     max_pending_bytes: int = 2**28
@@ -289,10 +303,23 @@ class VerifierConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_method(self.method, self.draft_model)
+        one_of(DraftPlacement, draft_placement=self.draft_placement)
+        require(
+            not self.drafts_itself or self.engine.acceptance == "match",
+            f"engine.acceptance is rejection, but {self.method} cannot sample drafts; set engine.acceptance to match",
+        )
+        one_of(Dtype, dtype=self.dtype)
+        one_of(HeadValidation, validate_head=self.validate_head)
         above_zero(max_pending_bytes=self.max_pending_bytes)
         one_of(GenerationDefaults, generation_config=self.generation_config)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
         at_least(self.stuck_step_timeout_s, stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the method's drafter runs in the verifier."""
+        return self.draft_placement == "auto" and not set(self.method.split("+")) - LOOKUPS
 
 
 # Draft service
@@ -318,6 +345,14 @@ class DraftedModel:
     tree: TreeConfig = field(default_factory=TreeConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.draft_model)
+        one_of(Dtype, dtype=self.dtype)
+        nothing = not (self.method or self.draft_model) or self.method == NO_DRAFTS
+        if self.method:
+            check_quantization(self.method, self.drafting.quantization)
+        require(not nothing, f"nothing drafts for {self.served_model_name}; set draft_model, or a method that needs none")
 
 
 @dataclass(frozen=True)
@@ -351,6 +386,10 @@ class DraftConfig(DraftedModel, WorkerConfig):
 
     additional_models: tuple[DraftedModel, ...] = ()
     queue: DraftQueueConfig = field(default_factory=DraftQueueConfig)
+
+    def __post_init__(self) -> None:
+        DraftedModel.__post_init__(self)
+        WorkerConfig.__post_init__(self)
 
     @property
     def models(self) -> tuple[DraftedModel, ...]:

@@ -20,7 +20,6 @@ _RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 # Arguments of vLLM that Eyas does not have, with the values that ask for nothing, and what to do instead of another one.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "Eyas runs no code of a checkpoint; docs/models.md lists the models"),
-    "quantization": ((None,), "a quantised checkpoint says so in its config.json; docs/models.md lists the kinds"),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
     "data_parallel_size": ((1,), "run several verifiers behind a router"),
     "swap_space": ((0, None), "the KV cache stays on the device; set max_kv_tokens"),

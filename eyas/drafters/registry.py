@@ -1,6 +1,6 @@
 """The table of drafting methods, and what is built from it by name.
 
-A new method is one module and one entry in METHODS.
+A new method is one module and one entry in `_METHODS`; its name and its head's are in `eyas.config.drafting`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
+from eyas.config.drafting import METHOD_HEADS, NO_DRAFTS, check_method, check_quantization, split_method
 from eyas.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
@@ -30,7 +31,7 @@ from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import CheckpointError
 from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
@@ -52,6 +53,7 @@ from eyas.models.heads.layers import FeatureFuser, LinearFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.target import TargetModel, load_target
+from eyas.process import report_phase
 from eyas.tensors import explain_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -60,9 +62,7 @@ log = logging.getLogger(__name__)
 # prompt: one that resembles what follows it.
 Need = Literal["features", "samples", "prompt"]
 
-# The method of plain decoding.
-NO_DRAFTS = "none"
-BLOCK_HEADS: tuple[tuple[BlockKind, str], ...] = (("dspark", "DSpark"), ("dflash", "DFlash"), ("dflash2", "DFlash2"))
+BLOCK_KINDS: tuple[BlockKind, ...] = ("dspark", "dflash", "dflash2")
 # Features fingerprint of methods without features.
 NO_FEATURES = "none"
 # Levels of a tree whose drafter runs one pass for each.
@@ -134,7 +134,6 @@ class Method:
     features: the target features that it is fed, if any.
     validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
     dtype, device).
-    is_quantisable: whether its head can be served with weights of 8 bits.
     has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
     num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
@@ -145,7 +144,6 @@ class Method:
     needs: tuple[Need, ...] = ()
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
-    is_quantisable: bool = False
     has_probs: bool = False
     num_steps: Callable[[str, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
 
@@ -208,19 +206,15 @@ def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuse
 _FINAL = TargetFeatures(_final_fuser, fingerprint=lambda head: "final")
 _EAGLE2 = Method(
     partial(_build_dynamic_eagle, "eagle"),
-    head="a draft head of EAGLE-1",
     needs=("features",),
     features=_FINAL,
     validate=partial(validate_head, kind="eagle"),
-    is_quantisable=True,
     has_probs=True,
 )
 _MEDUSA = Method(
     partial(_build_multi_head, load_medusa),
-    head="Medusa heads",
     needs=("features",),
     features=_FINAL,
-    is_quantisable=True,
     has_probs=True,
 )
 
@@ -229,7 +223,6 @@ _BLOCK = Method(
     needs=("features",),
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
-    is_quantisable=True,
     has_probs=True,
     num_steps=lambda head, tree: read_block_size(resolve(head)),
 )
@@ -241,35 +234,28 @@ _LOOKUP = Method(
     num_steps=lambda head, tree: max(tree.num_draft_tokens - 1, 1),
 )
 
-METHODS: Mapping[str, Method] = {
+_METHODS: Mapping[str, Method] = {
     "eagle1": replace(_EAGLE2, build=_build_eagle1),
     "eagle2": _EAGLE2,
     "eagle3": Method(
         partial(_build_dynamic_eagle, "eagle3"),
-        head="a draft head of EAGLE-3",
         needs=("features",),
         features=TargetFeatures(load_fuser, head_fingerprint),
         validate=validate_head,
-        is_quantisable=True,
         has_probs=True,
     ),
     "peagle": Method(
         partial(_build_dynamic_eagle, "peagle"),
-        head="a draft head of P-EAGLE",
         needs=("features",),
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
-        is_quantisable=True,
         has_probs=True,
         num_steps=lambda head, tree: trained_depth(read_config(resolve(head))),
     ),
-    **{
-        kind: replace(_BLOCK, build=partial(_build_block, kind), head=f"a draft head of {name}")
-        for kind, name in BLOCK_HEADS
-    },
+    **{kind: replace(_BLOCK, build=partial(_build_block, kind)) for kind in BLOCK_KINDS},
     "medusa": _MEDUSA,
-    "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra), head="Hydra heads"),
-    "sps": Method(_build_draft_model, head="a causal LM with the target's vocabulary", has_probs=True),
+    "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra)),
+    "sps": Method(_build_draft_model, has_probs=True),
     "prompt_lookup": _LOOKUP,
     "suffix": replace(_LOOKUP, build=lambda p: SuffixDrafter(p.tree, p.methods.suffix)),
     "rest": replace(
@@ -279,26 +265,18 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+METHODS: Mapping[str, Method] = {name: replace(_METHODS[name], head=head) for name, head in METHOD_HEADS.items()}
+
+
 def find_method(name: str) -> Method:
     """A method by name, or two combined, such as eagle3+prompt_lookup. Raises ConfigError for an unknown one."""
-    if "+" in name:
-        return _combine(name)
-    if name not in METHODS:
-        raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(METHODS)}, and two of them combined, such as A+B")
-    return METHODS[name]
+    sides = [METHODS[side] for side in split_method(name)]
+    return _combine(sides) if len(sides) == 2 else sides[0]
 
 
-def _combine(name: str) -> Method:
+def _combine(sides: Sequence[Method]) -> Method:
     """Two methods at once; the head is for the one that needs one."""
-    sides = [find_method(side) for side in name.split("+")]
-    if len(sides) != 2 or sides[0] is sides[1]:
-        raise ConfigError(f"drafter {name!r} is no combination; name two different methods, such as eagle3+prompt_lookup")
     with_head = [side for side in sides if side.head]
-    if len(with_head) == 2:
-        raise ConfigError(
-            f"both drafters of {name!r} need a head, and a configuration names one; combine either with one that needs "
-            f"none: {', '.join(known for known, method in METHODS.items() if not method.head)}"
-        )
     return replace(
         with_head[0] if with_head else sides[0],
         build=partial(_build_combined, sides),
@@ -384,16 +362,13 @@ def build_drafter(
     OutOfMemory when the device has too little.
     """
     parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time)
+    report_phase("loading")
     with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
         with _loading(name, head):
             method = find_method(name)
-            if drafting.quantization and not method.is_quantisable:
-                able = ", ".join(known for known, each in METHODS.items() if each.is_quantisable)
-                raise ConfigError(
-                    f"drafting.quantization is {drafting.quantization}, and drafter {name!r} has no head for it; leave it "
-                    f"empty, or take one of {able}"
-                )
+            check_quantization(name, drafting.quantization)
             drafter = method.build(parts if "+" in name else _resolved(method, parts))
+        report_phase("compiling")
         drafter.warm_up()
     return drafter
 
@@ -440,6 +415,7 @@ def resolve_wiring(
 
     Returns None for a method without a head that has wirings. Raises CheckpointError for a head that works in no wiring.
     """
+    report_phase("checking")
     report = validate_draft_head(name, model, head, target, dtype, device)
     if report is None:
         return None
@@ -457,9 +433,8 @@ def resolve_wiring(
 def _loading(name: str, head: str) -> Iterator[None]:
     """Raises ConfigError for an unknown method, and for a head that is missing. Adds to the load errors of a head what the
     method needs: the head may be fine, and the method's name the mistake."""
+    check_method(name, head)
     needed = find_method(name).head
-    if needed and not head:
-        raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
     try:
         with explained(f"cannot load {head or name!r}"):
             if needed:

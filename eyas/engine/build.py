@@ -31,7 +31,7 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.attention import kv_sources
-from eyas.models.checkpoint import context_length
+from eyas.models.checkpoint import context_length, read_config, resolve
 from eyas.models.cpu_decoder import share_layers
 from eyas.models.cuda.backend import (
     BackendPlan,
@@ -48,10 +48,12 @@ from eyas.models.rank_commands import InitKVCache
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
+from eyas.process import report_phase
 from eyas.request import NoiseKey
 from eyas.sampling.packed_trees import kernels
 from eyas.sampling.sampler import Draw, warm_up
 from eyas.sampling.verify import tokens_of
+from eyas.target_limits import check_quantization
 from eyas.tensors import explain_out_of_memory, to_huge_pages
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
@@ -80,9 +82,14 @@ def load_model(
     engine: EngineConfig,
     workers: TargetWorkers | None = None,
 ) -> TargetModel:
-    """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs."""
+    """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs.
+
+    Raises CheckpointError, OutOfMemory, and ConfigError for weights that `engine.quantization` does not name.
+    """
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
     layers = fuser.aux_hidden_state_layers if fuser else ()
+    report_phase("loading")
+    check_quantization(engine.quantization, read_config(resolve(target)), target)
     with explain_out_of_memory(f"no memory for the weights of {target!r}", device, FOR_WEIGHTS):
         return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 
@@ -101,18 +108,14 @@ def assemble_engine(
     clock: of its measurements and of an emulated device, by default the real one.
 
     Raises OutOfMemory when the device has too little, and ConfigError when the drafter does not suit the acceptance rule,
-    when the workers are not as many as `engine.tensor_parallel_size` says, for deterministic mode with more than one, and
-    for a max_model_len above the target's.
+    when the workers are not as many as `engine.tensor_parallel_size` says, and for a max_model_len above the target's.
     """
     workers, clock = workers or TargetWorkers(), clock or Clock()
     if workers.size != engine.tensor_parallel_size:
         raise ConfigError(
             f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {workers.size}"
         )
-    if engine.deterministic and workers.size > 1:
-        raise ConfigError("engine.deterministic needs engine.tensor_parallel_size 1: sums over ranks have no fixed order")
-    if engine.deterministic and engine.emulated_device:
-        raise ConfigError("engine.deterministic runs each sequence by itself; leave engine.emulated_device empty")
+    report_phase("compiling")
     fuser = fuser.to(target.dtype) if fuser else None
     width = slot_width(fuser, has_gpu(engine, target.device))
     target.set_kv_cache_dtype(engine.kv_cache_dtype)

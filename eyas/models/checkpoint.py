@@ -27,6 +27,7 @@ from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
 from eyas.file_values import GENERATION_VALUES, check_values, read_json, shown
+from eyas.target_limits import check_context, quantisation
 from eyas.tokenizer import check_source
 
 log = logging.getLogger(__name__)
@@ -128,20 +129,6 @@ def end_tokens(folder: Path, config: Any) -> list[int]:
             source, shown(beyond[0] if len(beyond) == 1 else beyond), text.vocab_size,
         )  # fmt: skip
     return [token for token in ids if token not in beyond]
-
-
-def quantisation(config: Any) -> str:
-    """What the weights of a checkpoint are quantised by, as transformers names it: torchao, fp8, awq, ...; empty if plain.
-
-    config: config.json, or transformers' config.
-    """
-    found = (
-        config.get("quantization_config") if isinstance(config, Mapping) else getattr(config, "quantization_config", None)
-    )
-    if not found:
-        return ""
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    return str(getattr(method, "value", method) or "an unnamed method")
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:
@@ -565,11 +552,7 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
     config: transformers' of the model. Raises ConfigError above that limit.
     """
     limit = int(config.get_text_config().max_position_embeddings)
-    if max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but {name!r} is made for {limit} tokens (max_position_embeddings in its "
-            "config.json); lower it, or leave it out"
-        )
+    check_context(max_model_len, limit, name)
     return max_model_len or limit
 
 

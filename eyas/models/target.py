@@ -41,7 +41,6 @@ from eyas.models.checkpoint import (
     end_tokens,
     explained,
     is_finite,
-    quantisation,
     read_config,
     read_kv_scales,
     read_target_config,
@@ -65,7 +64,6 @@ from eyas.models.tensor_parallel import (
     LM_HEAD,
     Shard,
     SharedVocabulary,
-    can_split_heads,
     load_shard,
     shard_model,
     shares_vocabulary,
@@ -73,6 +71,7 @@ from eyas.models.tensor_parallel import (
     tie_head,
     weightless_model,
 )
+from eyas.target_limits import check_ranks, quantisation
 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -531,15 +530,7 @@ def _check_finite(target: TargetModel, logits: Tensor) -> None:
 
 def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
     """Raises CheckpointError unless the ranks can split the heads of a target evenly."""
-    config = read_target_config(resolve(path_or_id))
-    heads = int(config.get("num_attention_heads", num_ranks))
-    kv_heads = int(config.get("num_key_value_heads", heads))
-    if heads % num_ranks or not can_split_heads(kv_heads, num_ranks):
-        raise CheckpointError(
-            f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
-            "engine.tensor_parallel_size must divide the attention heads, and divide the key-value heads or be a multiple "
-            "of them"
-        )
+    check_ranks(num_ranks, read_target_config(resolve(path_or_id)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import StoredTensor, WeightFiles, quantisation
+from eyas.models.checkpoint import StoredTensor, WeightFiles
 from eyas.models.inputs import Segment
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
@@ -34,6 +34,7 @@ from eyas.sampling.sampler import (
     takes_candidates,
 )
 from eyas.sampling.sharded_top_p import likely_logits, warm_up_search
+from eyas.target_limits import can_split_heads, quantisation
 from eyas.tensors import Bools, upload
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -95,11 +96,6 @@ class Shard:
             )
         parts = min(num_heads, self.size)
         return Shard(self.rank * parts // self.size, parts)
-
-
-def can_split_heads(num_kv_heads: int, num_ranks: int) -> bool:
-    """Whether all ranks can have equally many key-value heads, with copies if there are more ranks than heads."""
-    return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
 
 
 def load_shard(

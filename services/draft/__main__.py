@@ -11,8 +11,8 @@ from functools import cache
 
 from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, default_method, features_fingerprint
-from eyas.errors import ConfigError, RequestFailed
+from eyas.drafters.registry import build_drafter, default_method, features_fingerprint
+from eyas.errors import RequestFailed
 from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
@@ -67,12 +67,9 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
 def with_method(model: DraftedModel) -> DraftedModel:
     """The model with the drafting method that its draft_model is for, if it names none.
 
-    Raises ConfigError where there is none either, CheckpointError for a draft_model that does not show it.
+    Raises CheckpointError for a draft_model that does not show it.
     """
-    method = default_method(model.method, model.draft_model)
-    if method == NO_DRAFTS:
-        raise ConfigError(f"nothing drafts for {model.served_model_name}; set draft_model, or a method that needs none")
-    return replace(model, method=method)
+    return replace(model, method=default_method(model.method, model.draft_model))
 
 
 def read_target(path_or_id: str) -> ModelInfo:

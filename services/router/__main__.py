@@ -61,6 +61,7 @@ async def build_router(
     templates = {model.name: load_template(model) for model in config.models}
     as_text = [model.name for model in config.models if model.special_tokens_in_content == "text"]
     contents = {name: ContentText(tokenizers[name]) for name in as_text}
+    aliases = {alias: model.name for model in config.models for alias in model.aliases}
     with telemetry(config.telemetry, "router") as exporters:
         traces, peers = RouterTelemetry(exporters), Peers(config.peers)
         registry = session_registry(config.discovery, config.registry, peers)
@@ -68,7 +69,7 @@ async def build_router(
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
-        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, contents)
+        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, contents, aliases)
         interval_s = config.registry.heartbeat_interval_s / 4
         needs_verifier = not config.ready_without_verifiers
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry, needs_verifier)

@@ -451,6 +451,15 @@ def _scope_of(path: str) -> KeyScope:
     return "models" if path.startswith(("/v1/models", "/version")) else "generate"
 
 
+keys = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@keys.callback()
+def _keys() -> None:
+    """Make API keys for a router."""
+
+
+@keys.command("new")
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the key, such as a team's.")],
     tenant: Annotated[str, typer.Option(help="Keys of one tenant share cached prefixes; its own by default.")] = "",

@@ -46,8 +46,10 @@ class GenerationService:
         request_timeout_s: float,
         telemetry: RouterTelemetry,
         contents: Mapping[str, ContentText] = MappingProxyType({}),
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """contents: of the models in whose chats names of special tokens are text."""
+        """contents: of the models in whose chats names of special tokens are text. aliases: the model of each alias."""
+        self._aliases = aliases
         self.contents = contents
         self._telemetry = telemetry
         self._tokenizers = tokenizers
@@ -59,9 +61,11 @@ class GenerationService:
         self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return the configured models that a live verifier serves."""
+        """Return the configured models that a live verifier serves, once for each of their names."""
         infos = {lease.model.name: lease.model for lease in self._workers.snapshot().verifiers}
-        return tuple(infos[name] for name in self._tokenizers if name in infos)
+        names = [*self._tokenizers, *self._aliases]
+        served = {name: infos.get(self._aliases.get(name, name)) for name in names}
+        return tuple(replace(info, name=name) for name, info in served.items() if info)
 
     async def model(self, name: str) -> ModelInfo:
         """Return the requested model, as the verifier with the longest context serves it; wait for one if there is none.
@@ -205,10 +209,11 @@ class GenerationService:
 
     def _resolve(self, model: str) -> str:
         names = tuple(self._tokenizers)
-        if model in self._tokenizers:
-            return model
+        if (found := self._aliases.get(model, model)) in self._tokenizers:
+            return found
         if model:
-            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(names)}", "model")
+            known = ", ".join((*names, *self._aliases))
+            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {known}", "model")
         if len(names) > 1:
             raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
         return names[0]

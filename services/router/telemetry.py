@@ -184,7 +184,7 @@ class RouterTelemetry:
         span = self._tracer.start_span("upstream_request", context_of(call.trace), SpanKind.CLIENT, attributes)
         if num_failed:
             self._retries.inc()
-        if not drafter and call.drafter != NO_DRAFTER:
+        if not drafter and call.drafter != NO_DRAFTER and pair.verifier.model.features_fingerprint:
             self._undrafted.inc()
         status = grpc.StatusCode.OK
         try:

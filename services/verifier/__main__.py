@@ -19,10 +19,18 @@ from functools import partial
 import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
-from eyas.config import VerifierConfig
+from eyas.config import DraftingConfig, VerifierConfig
 from eyas.draft_protocol import Proposal
-from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_tree, resolve_wiring
+from eyas.drafters.base import Drafter, DrafterNeeds
+from eyas.drafters.registry import (
+    NO_DRAFTS,
+    build_drafter,
+    build_fuser,
+    default_method,
+    features_fingerprint,
+    resolve_tree,
+    resolve_wiring,
+)
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
@@ -82,7 +90,8 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
     method = default_method(config.method, config.draft_model)
-    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(method, config.draft_model))
+    services_draft = NO_DRAFTS if config.drafts_itself else method
+    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(services_draft, config.draft_model))
     engine, pool = load_engine(config, method, target_info, workers, peers)
     model = ModelInfo(
         config.served_model_name,
@@ -96,7 +105,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = worker_server(config.server, peers)
     with closing(pool) if pool else nullcontext():
-        observer = VerifierTelemetry(telemetry, model.name, pool)
+        observer = VerifierTelemetry(telemetry, model.name, pool, own_method=method if config.drafts_itself else "")
         async with AsyncEngine(engine, observer.on_step, config.max_pending_bytes) as async_engine:
             workers.register_failure_callback(async_engine.fail)
             observer.watch(lambda: async_engine.load)
@@ -119,10 +128,12 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
                 registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
             watchdog = asyncio.create_task(watch_steps(async_engine, own, config, workers.fail), name="watchdog")
+            load_log = asyncio.create_task(observer.load_log.run(lambda: async_engine.load), name="load log")
             try:
                 await serve(server, names, config.server, registration, runner=runner)
             finally:
                 await cancel_task(watchdog)
+                await cancel_task(load_log)
         for drafter, _ in pool.drafters if pool else ():
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
@@ -146,17 +157,21 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
 def load_engine(
     config: VerifierConfig, method: str, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
 ) -> tuple[Engine, DraftPool | None]:
-    """The engine, and the pool of its drafters; None for a verifier that takes no drafts."""
+    """The engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
     fuser = build_fuser(method, config.draft_model, config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if method != NO_DRAFTS else None
+    takes_drafts = method != NO_DRAFTS and not config.drafts_itself
+    pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if takes_drafts else None
+    drafter: Drafter | None = pool
     target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
+    if config.drafts_itself:
+        where, drafting = (config.dtype, config.device), DraftingConfig()
+        drafter = build_drafter(method, config.model, "", *where, config.tree, drafting, config.methods)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
-        log.info("checking that the draft head %s fits the target", config.draft_model)
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     tree = resolve_tree(config.tree, method, config.draft_model)
-    return assemble_engine(target, fuser, config.engine, tree, pool, workers), pool
+    return assemble_engine(target, fuser, config.engine, tree, drafter, workers), pool
 
 
 async def watch_steps(

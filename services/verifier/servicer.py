@@ -53,6 +53,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """
         call = convert.generate_call_from_proto(request)
         own = self._numbered(call.request)
+        if call.drafter == NO_DRAFTER:
+            own = replace(own, num_draft_tokens=1)
         trace = trace_pairs(context.invocation_metadata() or ())
         with self._telemetry.request(own, trace), self._assigned(own, call.drafter):
             self._check(call)

@@ -21,6 +21,7 @@ from eyas.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.rpc.status import status_of
 from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
+from eyas.services.verifier.load_log import LoadLog
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.logging import request_log
@@ -32,9 +33,18 @@ MAX_EVENTS = 128
 
 
 class VerifierTelemetry:
-    """Telemetry of one engine and its drafters. model: the served name. The engine's thread calls `on_step`."""
+    """Telemetry of one engine and its drafters. The engine's thread calls `on_step`."""
 
-    def __init__(self, telemetry: Telemetry | None = None, model: str = "", pool: DraftPool | None = None) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry | None = None,
+        model: str = "",
+        pool: DraftPool | None = None,
+        own_method: str = "",
+    ) -> None:
+        """model: the served name. own_method: of a drafter in the verifier; empty if draft services draft."""
+        self.load_log = LoadLog()
+        self._own_method = own_method
         self._telemetry = telemetry = telemetry or Telemetry()
         self._model = model
         self._pool = pool
@@ -115,7 +125,8 @@ class VerifierTelemetry:
                 self._round_trip.observe(timing.round_trip)
             if trace := self._traces.get(chunk.request_id):
                 trace.record(now, report, chunk, timing)
-            reported.append(_with_times(chunk, report, timing))
+            reported.append(_with_times(chunk, report, timing, self._own_method))
+        self.load_log.add(report, stats, num_generated)
         if report.num_rows:
             self._record_step(report, stats, num_generated)
         return reported
@@ -291,7 +302,7 @@ class RequestTrace:
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
 
 
-def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None) -> Chunk:
+def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, own_method: str) -> Chunk:
     step = chunk.verify_step
     if step is None or step.details is None:
         return chunk
@@ -299,6 +310,8 @@ def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None) ->
     if timing is not None:
         draft_ms, round_trip_ms = timing.draft * 1e3, timing.round_trip * 1e3
         details = replace(details, method=timing.method, draft_ms=draft_ms, round_trip_ms=round_trip_ms)
+    elif own_method and step.drafted:  # the wait is the drafting
+        details = replace(details, method=own_method, draft_ms=report.wait * 1e3)
     return replace(chunk, verify_step=replace(step, details=details))
 
 

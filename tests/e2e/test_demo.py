@@ -17,12 +17,11 @@ from eyas.services.cluster import free_port
 from tests.forks import Popen
 
 # A drafter without a model, for tests of processes only.
-LIGHT = tuple(
-    word
-    for service in ("draft", "verifier")
-    for setting in ("method=prompt_lookup", "draft_model=''")
-    for word in ("--set", f"{service}.{setting}")
+SETTINGS = (
+    *(f"{service}.{setting}" for service in ("draft", "verifier") for setting in ("method=prompt_lookup", "draft_model=''")),
+    "verifier.draft_placement=service",
 )
+LIGHT = tuple(word for setting in SETTINGS for word in ("--set", setting))
 READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 

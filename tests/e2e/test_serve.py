@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from eyas import SamplingParams
 from eyas.cli import app
 from eyas.errors import ConfigError
+from eyas.options import SERVICE_KEYS, service_settings
 from eyas.services import cluster
 from eyas.services.cluster import assign, free_port
-from eyas.services.serve import plan, share_cores
+from eyas.services.serve import plan, share_cores, with_keys
 from tests.e2e.client import generate
 from tests.forks import Popen
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
 TARGET = str(DEMO / "target")
 PROMPT = "x = 1\nx = 1\nx = 1\n"  # prompt lookup finds its end again
+PLACED = "verifier.draft_placement=service"
 READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
@@ -143,11 +145,10 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     where = [str(eyas.parent / "python"), "-c", WHERE]
     module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
     assert Path(module).is_relative_to(eyas.parents[1])
-    settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.engine.draft_budget=fixed")
-    settings += ("verifier.threads=1", "draft.threads=1")
+    settings = ("verifier.engine.draft_budget=fixed", "verifier.threads=1")
     options = ("--method", "prompt_lookup", *(word for setting in settings for word in ("--set", setting)))
     with serving([str(eyas)], tmp_path, env, *options) as server:
-        assert set(server.ports) == {"draft", "verifier", "router"}
+        assert set(server.ports) == {"verifier", "router"}
         with urllib.request.urlopen(f"{server.http}/", timeout=100) as page:
             assert "<title>Eyas playground</title>" in page.read().decode()
         assert f"playground: {server.http}/" in server.output
@@ -188,7 +189,7 @@ def child_pids(pid: int, service: str) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
 def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> None:
-    options = ("--method", "prompt_lookup", "--served-model-name", "demo")
+    options = ("--method", "prompt_lookup", "--draft-placement", "service", "--served-model-name", "demo")
     with serving([sys.executable, "-m", "eyas.cli"], tmp_path, ENVIRONMENT, *options) as server:
         text = server.complete("demo")
         (draft,) = child_pids(server.process.pid, "draft")
@@ -258,18 +259,56 @@ def test_without_a_verifier_a_router_does_not_drain(tmp_path: Path, monkeypatch:
     ("draft_model", "method", "names", "verifier_method"),
     [
         ("", "", ["verifier", "router"], "none"),
-        ("", "lookahead", ["draft", "verifier", "router"], "lookahead"),
+        ("", "lookahead", ["verifier", "router"], "lookahead"),
+        ("", "prompt_lookup+suffix", ["verifier", "router"], "prompt_lookup+suffix"),
+        ("store", "rest", ["draft", "verifier", "router"], "rest"),
         ("head", "", ["draft", "verifier", "router"], ""),
         ("head", "medusa", ["draft", "verifier", "router"], "medusa"),
+        ("head", "eagle3+suffix", ["draft", "verifier", "router"], "eagle3+suffix"),
     ],
 )
 def test_a_method_decides_what_is_started(draft_model: str, method: str, names: list[str], verifier_method: str) -> None:
-    services = plan("model", draft_model, method, "", {"dtype": "auto", "tree.num_steps": 3, "tree.top_k": None})
+    services = plan("model", draft_model, method, settings=service_settings({"num_steps": 3, "top_k": None}))
     assert [service.name for service in services] == names
     for service in services[:-1]:
         assert f'method="{verifier_method}"' in service.assignments
         assert "tree.num_steps=3" in service.assignments
-        assert service.validate()
+        assert service.load()
+
+
+def test_lookups_run_in_a_service_if_asked() -> None:
+    for asked in ({"settings": service_settings({"draft_placement": "service"})}, {"assignments": [PLACED]}):
+        services = plan("model", "", "suffix", **asked)
+        assert [service.name for service in services] == ["draft", "verifier", "router"]
+
+
+def test_every_option_of_serve_sets_a_key_that_exists() -> None:
+    values = {
+        "dtype": "float32", "device": "cpu", "num_draft_tokens": 9, "num_steps": 3, "top_k": 2, "draft_placement": "service",
+        "validate_head": "never", "generation_config": "none", "max_model_len": 99, "max_num_seqs": 7,
+        "gpu_memory_utilization": 0.5, "tensor_parallel_size": 2, "quantization": "awq", "chat_template": "file",
+        "tool_call_parser": "none", "reasoning_parser": "none", "special_tokens_in_content": "text",
+    }  # fmt: skip
+    assert values.keys() == SERVICE_KEYS.keys()
+    services = {each.name: each.load() for each in plan("model", "", "suffix", ["a", "b"], service_settings(values))}
+    for option, keys in SERVICE_KEYS.items():
+        for key in keys:
+            service, *path = key.split(".")
+            found: object = services[service]
+            for name in path:
+                found = found[int(name)] if name.isdigit() else getattr(found, name)  # type: ignore[index]
+            assert found == values[option], key
+    (served,) = services["router"].models  # type: ignore[union-attr]
+    assert (served.name, served.aliases) == ("a", ("b",))
+
+
+def test_keys_reach_the_router_by_its_environment_alone() -> None:
+    services = with_keys(plan("model"), ["one", "two"])
+    shown = [word for service in services for word in service.command()]
+    assert not [word for word in shown if "two" in word]
+    assert {each.name: set(each.environment.values()) for each in services} == {"verifier": set(), "router": {"one,two"}}
+    with pytest.raises(ConfigError, match="--api-key has 1 keys that are empty or hold a comma"):
+        with_keys(services, ["a,b"])
 
 
 @pytest.mark.parametrize(("cores", "draft", "verifier"), [(1, 1, 1), (2, 1, 1), (4, 1, 3), (16, 4, 12)])
@@ -278,7 +317,7 @@ def test_draft_service_and_verifier_share_the_cores(cores: int, draft: int, veri
 
 
 def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
-    services = plan("model", "", "", "", {})
+    services = plan("model")
     with pytest.raises(ConfigError, match="no service 'draft' is started"):
         assign(services, ["draft.threads=1"])
     for setting in ("engine.max_num_seqs=4", "threads=2"):

@@ -1,6 +1,5 @@
 """Deterministic mode: logits of a token depend on the tokens before it alone, bit for bit, also in bfloat16."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +8,15 @@ import pytest
 import torch
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import DraftingConfig, TreeConfig
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import BackendPlan
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import TargetModel, load_target
-from eyas.models.workers import TargetWorkers
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
@@ -164,21 +161,7 @@ def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
         runner_of(load_family(tmp_path, "mixtral", "float32"))
 
 
-class _Two(TargetWorkers):
-    """Two ranks; the other one only records its commands."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.allocated: list[int] = []
-
-    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        self.allocated.append(num_slots)
-        return super().init_kv_cache(num_slots, plan)
-
-
-def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:
-    config, ranks = fixed_config(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
-    with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel_size 1"):
-        assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)
-    assert ranks.allocated == []
+def test_several_ranks_and_emulation_are_refused() -> None:
+    for settings in ({"tensor_parallel_size": 2}, {"emulated_device": "60ms"}):
+        with pytest.raises(ConfigError, match="deterministic is set"):
+            EngineConfig(deterministic=True, **settings)  # type: ignore[arg-type]

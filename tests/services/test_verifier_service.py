@@ -197,7 +197,7 @@ def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
             with pytest.raises(BlockingIOError):
                 listener.accept()
 
-    serving(body, method="prompt_lookup")
+    serving(body, method="prompt_lookup", draft_placement="service")
 
 
 def test_a_cancelled_request_frees_its_slots() -> None:

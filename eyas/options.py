@@ -1,0 +1,152 @@
+"""The options that several commands share, and the settings that they stand for: each is defined here once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from eyas.config import SpecialTokensInContent
+from eyas.config.engine import HeadValidation
+from eyas.config.router import ReasoningParser, ToolCallParser
+from eyas.config.serving import DraftPlacement, GenerationDefaults
+from eyas.errors import ConfigError
+
+# The settings behind an option of `eyas serve`, each with the service that has it. An option without a value sets nothing.
+SERVICE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("verifier.dtype", "draft.dtype"),
+    "device": ("verifier.device", "draft.device"),
+    "num_draft_tokens": ("verifier.tree.num_draft_tokens", "draft.tree.num_draft_tokens"),
+    "num_steps": ("verifier.tree.num_steps", "draft.tree.num_steps"),
+    "top_k": ("verifier.tree.top_k", "draft.tree.top_k"),
+    "draft_placement": ("verifier.draft_placement",),
+    "validate_head": ("verifier.validate_head",),
+    "generation_config": ("verifier.generation_config",),
+    "max_model_len": ("verifier.engine.max_model_len",),
+    "max_num_seqs": ("verifier.engine.max_num_seqs",),
+    "gpu_memory_utilization": ("verifier.engine.gpu_memory_utilization",),
+    "tensor_parallel_size": ("verifier.engine.tensor_parallel_size",),
+    "quantization": ("verifier.engine.quantization",),
+    "chat_template": ("router.models.0.chat_template",),
+    "tool_call_parser": ("router.models.0.tool_call_parser",),
+    "reasoning_parser": ("router.models.0.reasoning_parser",),
+    "special_tokens_in_content": ("router.models.0.special_tokens_in_content",),
+}
+# The same options where a model runs in this process: the arguments of `LLM` have their names.
+LLM_ARGUMENTS = (
+    *("dtype", "device", "validate_head", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
+    *("tensor_parallel_size", "quantization", "chat_template"),
+)
+# Keys of a file of options that hold the settings of a service instead, as in its own config file.
+SECTIONS = ("router", "verifier", "draft")
+
+
+def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `LLM` that a command's options name."""
+    return {name: options[name] for name in LLM_ARGUMENTS if options.get(name) not in (None, "")}
+
+
+def service_settings(options: Mapping[str, Any]) -> list[str]:
+    """Return the settings that the options of `eyas serve` stand for, as service.key=value."""
+    named = [(key, options.get(name)) for name, keys in SERVICE_KEYS.items() for key in keys]
+    return [f"{key}={json.dumps(value)}" for key, value in named if value not in (None, "")]
+
+
+def read_options(context: typer.Context, file: Path | None) -> Path | None:
+    """Take the options that the command line leaves out from a YAML file.
+
+    Names are those of the options, with - or _; `model` is the MODEL. The sections router, verifier and draft hold settings
+    of these services, where the command has --set. Raises ConfigError for a file that cannot be read and a name that the
+    command does not have.
+    """
+    if file is None:
+        return None
+    from eyas.config.loader import read_yaml
+
+    known = {param.name or "" for param in context.command.params} - {"config", "help"}
+    sections = SECTIONS if "assignments" in known else ()
+    found: dict[str, Any] = {}
+    for key, value in read_yaml(file).items():
+        name = "assignments" if key == "set" else str(key).replace("-", "_")
+        if name in sections:
+            found.setdefault("assignments", []).extend(_assignments(name, value))
+        elif name not in known:
+            near = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.0)[0].replace("_", "-")
+            raise ConfigError(f"{file}: {context.info_name} has no option {key}; did you mean {near}?")
+        elif name == "assignments":
+            found.setdefault("assignments", []).extend(value if isinstance(value, list) else [value])
+        else:
+            found[name] = value
+    context.default_map = found
+    return file
+
+
+def _assignments(path: str, value: Any) -> Iterator[str]:
+    """Yield nested settings as assignments of one key each."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _assignments(f"{path}.{key}", inner)
+    else:
+        yield f"{path}={json.dumps(value)}"
+
+
+def _names(choices: Any) -> str:
+    return ", ".join(filter(None, get_args(choices)))
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", is_eager=True, callback=read_options, help="YAML file of these options; the command line goes first."
+    ),
+]
+DraftModel = Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")]
+Method = Annotated[
+    str, typer.Option(help="Drafting method (see `eyas drafters`); by default the one that the draft model is for.")
+]
+NumDraftTokens = Annotated[int | None, typer.Option(help="Most nodes of a draft tree, the root included.")]
+NumSteps = Annotated[int | None, typer.Option(help="Levels of a draft tree; by default those of the method.")]
+TopK = Annotated[int | None, typer.Option(help="Nodes that each level of a draft tree expands.")]
+Dtype = Annotated[str, typer.Option(help="Type of the weights: auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: auto, cpu, cuda or cuda:N.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Most tokens of prompt and output together; by default as many as the model takes.")
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences that are decoded at once.")]
+GpuMemoryUtilization = Annotated[
+    float | None, typer.Option(help="Share of the memory beside the weights that the KV cache takes, in (0, 1].")
+]
+TensorParallelSize = Annotated[int | None, typer.Option(help="Processes that share the weights, one on each GPU.")]
+Quantization = Annotated[
+    str, typer.Option(help="How the checkpoint's weights are quantised, such as awq; another checkpoint is refused.")
+]
+ValidateHead = Annotated[
+    str, typer.Option(help=f"Test at start that the draft head guesses better than chance: {_names(HeadValidation)}.")
+]
+DraftsAt = Annotated[
+    str,
+    typer.Option(
+        help=f"Where drafting runs: {_names(DraftPlacement)}; auto runs lookups, which have no model, in the verifier."
+    ),
+]
+Template = Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")]
+ToolParser = Annotated[str, typer.Option(help=f"How the model writes tool calls: {_names(ToolCallParser)}.")]
+ThinkingParser = Annotated[str, typer.Option(help=f"How the model writes reasoning: {_names(ReasoningParser)}.")]
+SamplingDefaults = Annotated[
+    str,
+    typer.Option(
+        help=f"Sampling defaults: {_names(GenerationDefaults)}; auto takes those of generation_config.json, the others none."
+    ),
+]
+SpecialTokens = Annotated[
+    str,
+    typer.Option(
+        help=f"What names of special tokens in messages become: {_names(SpecialTokensInContent)}, which are the tokens "
+        "themselves and ordinary text."
+    ),
+]
+ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the server requires one.")]

@@ -1,0 +1,305 @@
+"""`eyas run-batch FILE`: requests in OpenAI's batch format, answered by a model that is served meanwhile, or at a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eyas import options
+from eyas.errors import ConfigError, Unavailable
+from eyas.services.cluster import free_port, running_cluster
+from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan, wait_until_ready
+from eyas.tokenizer import check_source
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+MAX_TRIES = 6
+RETRIED = frozenset({429, 502, 503, 504})
+REPORT_INTERVAL_S = 10.0
+# Characters of a line that an error shows.
+MAX_SHOWN = 80
+
+Url = Annotated[str, typer.Option(help="Base URL of a server of OpenAI's API; without it, --model is served meanwhile.")]
+LocalModel = Annotated[str, typer.Option(help="Folder or hub id of the model to serve while the file runs.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File of the responses; by default FILE with .out.jsonl at its end.")
+]
+Errors = Annotated[
+    Path | None, typer.Option(help="File of the requests that failed; by default the output's name with .errors.jsonl.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="Most requests that run at once.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Begin again instead of going on after the output's last line.")]
+
+
+def run_batch(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines with custom_id, method, url and body.")],
+    config: options.ConfigFile = None,
+    url: Url = "",
+    model: LocalModel = "",
+    output: Output = None,
+    error_file: Errors = None,
+    concurrency: Concurrency = 64,
+    restart: Restart = False,
+    api_key: options.ApiKey = "",
+    served_model_name: Names = None,
+    draft_model: options.DraftModel = "",
+    method: options.Method = "",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantization: options.Quantization = "",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
+    chat_template: options.Template = "",
+    assignments: AssignmentsOption = None,
+) -> None:
+    """Answer the requests of FILE, which is in OpenAI's batch format, and write the responses as they come.
+
+    A run that was interrupted goes on where it stopped; requests that failed are tried again. Exit status 1 if any failed.
+    The options about weights, memory and drafting are for --model.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with exit_on_error(console):
+        if bool(url) == bool(model):
+            raise ConfigError("give either --url of a server, or --model to serve one meanwhile")
+        files = BatchFiles.of(file, output, error_file)
+        done = files.begin(restart)
+        with _base_url(console, url, model, context.params) as base:
+            counts = asyncio.run(answer_all(files, done, base, api_key, concurrency, console))
+    print(f"{counts.num_done} answered, {counts.num_failed} failed, {len(done)} were there before: {files.output}")
+    if counts.num_failed:
+        print(f"the failed ones are in {files.errors}")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _base_url(console: Console, url: str, model: str, given: dict[str, Any]) -> Iterator[str]:
+    """The URL of the server that answers; a model is served in the body's time."""
+    if url:
+        yield url.rstrip("/").removesuffix("/v1")
+        return
+    check_source(model)
+    names = given["served_model_name"] or [model]
+    services = plan(
+        model, given["draft_model"], given["method"], names, options.service_settings(given), given["assignments"] or ()
+    )
+    with running_cluster(services, free_port()) as cluster:
+        wait_until_ready(console, cluster)
+        yield cluster.http
+
+
+@dataclass(frozen=True)
+class BatchFiles:
+    """The requests, the responses, and the requests that failed."""
+
+    requests: Path
+    output: Path
+    errors: Path
+
+    @classmethod
+    def of(cls, requests: Path, output: Path | None, errors: Path | None) -> BatchFiles:
+        """Name the files that are not named. Raises ConfigError for names that are equal, and a file that is not there."""
+        output = output or requests.with_suffix(".out.jsonl")
+        errors = errors or output.with_suffix(".errors.jsonl")
+        if len({path.resolve() for path in (requests, output, errors)}) < 3:
+            raise ConfigError(f"{requests}, {output} and {errors} must be three files; name others")
+        if not requests.is_file():
+            raise ConfigError(f"cannot read {requests}: there is no such file")
+        return cls(requests, output, errors)
+
+    def begin(self, restart: bool) -> frozenset[str]:
+        """Return the ids that have a response. A last line that was cut is removed, and earlier failures are forgotten."""
+        if restart or not self.output.exists():
+            self.output.write_text("")
+        text = self.output.read_bytes()
+        if not text.endswith(b"\n"):
+            text = text[: text.rfind(b"\n") + 1]
+            self.output.write_bytes(text)
+        self.errors.write_text("")
+        try:
+            return frozenset(json.loads(line)["custom_id"] for line in text.splitlines() if line.strip())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.output} holds no responses of a batch: {error!r}; name another, or add --restart"
+            ) from None
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line of the file. problem: why it cannot be sent; empty for one that can."""
+
+    custom_id: str | None
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass
+class BatchCounts:
+    """How many requests have a response, and how many failed."""
+
+    num_done: int = 0
+    num_failed: int = 0
+
+
+def read_requests(lines: Iterable[str], done: frozenset[str] = frozenset()) -> Iterator[BatchRequest]:
+    """Yield the requests of a batch, without those in `done`. A line that is no request yields its problem."""
+    seen = set[str]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        request = _parsed(line, number)
+        if request.custom_id in done:
+            continue
+        if request.custom_id is not None and request.custom_id in seen:
+            request = BatchRequest(
+                request.custom_id, problem=f"line {number}: custom_id {request.custom_id!r} is there twice"
+            )
+        elif request.custom_id is not None:
+            seen.add(request.custom_id)
+        yield request
+
+
+def _parsed(line: str, number: int) -> BatchRequest:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        return BatchRequest(None, problem=f"line {number} is no JSON object: {line.strip()[:MAX_SHOWN]}")
+    name, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+    if not isinstance(name, str) or not name:
+        return BatchRequest(None, problem=f"line {number} has no custom_id; give each request a text of its own")
+    problem = ""
+    if entry.get("method", "POST") != "POST":
+        problem = f"method is {str(entry['method'])[:MAX_SHOWN]!r}; it must be POST"
+    elif url not in ENDPOINTS:
+        problem = f"url is {str(url)[:MAX_SHOWN]!r}; it must be one of {', '.join(ENDPOINTS)}"
+    elif not isinstance(body, dict):
+        problem = "body is missing; give the request as an object"
+    elif body.get("stream"):
+        problem = "stream is set; a batch holds whole responses, leave it out"
+    if problem:
+        return BatchRequest(name, problem=f"line {number}: {problem}")
+    assert isinstance(body, dict)
+    return BatchRequest(name, str(url), body)
+
+
+async def answer_all(
+    files: BatchFiles, done: frozenset[str], base: str, api_key: str, concurrency: int, console: Console
+) -> BatchCounts:
+    """Send the requests that are left, `concurrency` at once, and write each response as it comes.
+
+    Raises Unavailable if nothing answers at `base`.
+    """
+    counts, headers = BatchCounts(), {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    with files.requests.open(encoding="utf-8", errors="replace") as lines:
+        num_requests = sum(1 for line in lines if line.strip()) - len(done)
+    with (
+        files.requests.open(encoding="utf-8", errors="replace") as lines,
+        files.output.open("a") as output,
+        files.errors.open("a") as errors,
+    ):
+        requests = read_requests(lines, done)
+        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=None, limits=limits) as client:
+            await _check_reachable(client, base)
+            async with _progress(console, counts, num_requests):
+                workers = [_work(requests, client, counts, output, errors) for _ in range(concurrency)]
+                await asyncio.gather(*workers)
+    return counts
+
+
+async def _check_reachable(client: httpx.AsyncClient, base: str) -> None:
+    try:
+        await client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise Unavailable(f"cannot reach {base}: {error}; check that a server listens there") from error
+
+
+async def _work(
+    requests: Iterator[BatchRequest], client: httpx.AsyncClient, counts: BatchCounts, output: IO[str], errors: IO[str]
+) -> None:
+    """Take requests until there are none left."""
+    for request in requests:
+        line = await _answer(request, client)
+        has_failed = line["error"] is not None or line["response"]["status_code"] >= 400
+        file = errors if has_failed else output
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        counts.num_failed += has_failed
+        counts.num_done += not has_failed
+
+
+async def _answer(request: BatchRequest, client: httpx.AsyncClient) -> dict[str, Any]:
+    """Return the line of a request's response or error."""
+    line: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
+    if request.problem:
+        return line | {"error": {"code": "invalid_request", "message": request.problem}}
+    try:
+        response = await _post(request, client)
+    except httpx.HTTPError as error:
+        return line | {"error": {"code": "connection_error", "message": f"{type(error).__name__}: {error}"}}
+    body: Any = {"error": {"message": response.text[:MAX_SHOWN]}}
+    with suppress(ValueError):
+        body = response.json()
+    answer = {"status_code": response.status_code, "request_id": response.headers.get("x-request-id", ""), "body": body}
+    return line | {"response": answer, "error": None}
+
+
+async def _post(request: BatchRequest, client: httpx.AsyncClient) -> httpx.Response:
+    """Send a request; again where the server is busy or away for a while, and at once says when."""
+    for attempt in range(MAX_TRIES):
+        is_last, wait_s = attempt == MAX_TRIES - 1, 0.5 * 2**attempt
+        try:
+            response = await client.post(request.url, json=request.body)
+        except httpx.TransportError:
+            if is_last:
+                raise
+        else:
+            if response.status_code not in RETRIED or is_last:
+                return response
+            with suppress(ValueError):
+                wait_s = min(float(response.headers.get("retry-after", "")), 60.0)
+        await asyncio.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+@asynccontextmanager
+async def _progress(console: Console, counts: BatchCounts, num_requests: int) -> AsyncIterator[None]:
+    """Show how far the requests are: a bar on a terminal, elsewhere a line every REPORT_INTERVAL_S seconds."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} failed"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task, started = bar.add_task("", total=num_requests, failed=0), time.monotonic()
+
+        async def report() -> None:
+            reported = started
+            while True:
+                await asyncio.sleep(0.5)
+                num_done = counts.num_done + counts.num_failed
+                bar.update(task, completed=num_done, failed=counts.num_failed)
+                if not console.is_terminal and time.monotonic() - reported > REPORT_INTERVAL_S:
+                    reported = time.monotonic()
+                    done = f"{num_done} of {num_requests} done, {counts.num_failed} failed"
+                    print(f"{done}, {num_done / (reported - started):.1f} requests/s", file=sys.stderr)
+
+        reporter = asyncio.create_task(report())
+        try:
+            yield
+        finally:
+            reporter.cancel()
+            bar.update(task, completed=counts.num_done + counts.num_failed, failed=counts.num_failed)
