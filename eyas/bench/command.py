@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from eyas import options
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile, poisson, read_trace
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.errors import ConfigError
 
+if TYPE_CHECKING:
+    from eyas.bench.serve import RequestTimes
+
+# Seconds between two lines about progress, where there is no terminal.
+REPORT_INTERVAL_S = 10.0
 # Drawing the progress bar takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
 
@@ -87,6 +96,89 @@ def offline(
     from eyas.bench.offline import measure
 
     _report("offline", settings, measure, out)
+
+
+@bench.command("serve")
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of a server of OpenAI's API.")],
+    model: Annotated[str, typer.Option(help="Name of the model; by default the first that the server lists.")] = "",
+    endpoint: Annotated[str, typer.Option(help="Which API gets the prompts: completions or chat.")] = "completions",
+    num_prompts: Annotated[int, typer.Option(help="How many requests to send.")] = 100,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests a second, at random moments; 0 sends each as soon as --concurrency allows.")
+    ] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="Most requests at once; 0 sets no limit.")] = 16,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines or a JSON list with prompt, text, turns, messages or conversations.")
+    ] = None,
+    dataset: Annotated[str, typer.Option(help="Data set of the hub with such rows, by its id.")] = "",
+    input_tokens: Annotated[int, typer.Option(help="About how many tokens a random prompt has.")] = 256,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for --max-tokens tokens, also past the end; not every server can.")
+    ] = False,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LATENCY:MS", help="What a good request keeps, such as ttft:200; also itl, tpot, e2e."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same prompts and arrivals.")] = 0,
+    api_key: options.ApiKey = "",
+    out: Annotated[Path | None, typer.Option(help="Folder of a dated report in JSON; none is written by default.")] = None,
+) -> None:
+    """Put load on a server and measure latencies, throughput, goodput, and acceptance where the server gives it."""
+    from eyas.bench.serve import Endpoint, ServeSettings, read_goodput, run_load
+
+    settings = ServeSettings(
+        url=url,
+        model=model,
+        endpoint=cast(Endpoint, endpoint),
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        concurrency=concurrency,
+        prompts=prompts,
+        dataset=dataset,
+        input_tokens=input_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        goodput=read_goodput(goodput or ()),
+        seed=seed,
+    )
+    from eyas.bench.report import Report
+
+    with _live(num_prompts) as on_done:
+        results = asyncio.run(run_load(settings, api_key, on_done))
+    if out:
+        Report.here("serve", "eyas", "cpu", settings, results, results.tables()).publish(out)
+    else:
+        print("\n\n".join(table.markdown() for table in results.tables()))
+
+
+@contextmanager
+def _live(num_requests: int) -> Iterator[Callable[[RequestTimes], None]]:
+    """Show how many requests are done and how fast: a bar on a terminal, elsewhere a line every REPORT_INTERVAL_S seconds.
+
+    Yields what to call with each request that has ended.
+    """
+    console, started = Console(stderr=True), time.monotonic()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task, num_tokens, reported = bar.add_task("", total=num_requests), 0, started
+
+        def on_done(times: RequestTimes) -> None:
+            nonlocal num_tokens, reported
+            num_tokens += times.num_output_tokens
+            now = time.monotonic()
+            text = f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s"
+            bar.update(task, advance=1, description=text)
+            if not console.is_terminal and now - reported > REPORT_INTERVAL_S:
+                reported = now
+                print(f"{bar.tasks[0].completed:.0f} of {num_requests} requests done, {text}", file=sys.stderr)
+
+        if not console.is_terminal:
+            print(f"sending {num_requests} requests", file=sys.stderr)
+        yield on_done
 
 
 @bench.command()

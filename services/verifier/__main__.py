@@ -20,10 +20,10 @@ import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, VerifierConfig
+from eyas.config.drafting import NO_DRAFTS
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.registry import (
-    NO_DRAFTS,
     build_drafter,
     build_fuser,
     default_method,
