@@ -140,6 +140,7 @@ TlsName = Annotated[
     typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
 ]
 
+MinP = Annotated[float, typer.Option(help="Sample from tokens with at least this share of the likeliest one's probability.")]
 ModelName = Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")]
 
 
@@ -157,9 +158,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
     n: Annotated[int, typer.Option("-n", "--n", help="Completions of the prompt.")] = 1,
-    min_p: Annotated[
-        float, typer.Option(help="Sample from tokens with at least this share of the likeliest token's probability.")
-    ] = 0.0,
+    min_p: MinP = 0.0,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at end-of-sequence tokens.")] = False,
     repetition_penalty: Annotated[
@@ -167,10 +166,12 @@ def generate(
     ] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Above 0 makes tokens of the output less likely.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="Above 0 makes frequent tokens of the output less likely.")] = 0.0,
-    logit_bias: Annotated[list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="May be repeated.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="Added to the logit of a token; may be repeated.")
+    ] = None,
     bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Report this many likeliest tokens per token; needs --json.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt; needs --json.")] = None,
     draft_model: options.DraftModel = "",
     method: options.Method = "",
     dtype: options.Dtype = "auto",
