@@ -275,7 +275,7 @@ def test_thin_trees_agree_with_virtual_time(temperature: int, gpu: str, measured
 def test_rates_agree_with_those_in_virtual_time() -> None:
     """Shares and tau of the demo's EAGLE-3 at c = .1 without delay give rates with delays; 15 % too much at c = .27.
 
-    benchmarks/results/2026-11-25-virtual-split-cpu.md, batch 1: eta and tau of serial trees at temperatures 0 and 1.
+    Measured on 2026-11-25 at batch 1: eta and tau of serial trees at temperatures 0 and 1.
     """
     for tau, tau_hit, tau_miss, hits, prepared, cells in (
         (5.35, 5.06, 4.2, 0.95, 0.89, {(0.1, 0.0): 0.919, (0.1, 0.03): 0.912, (0.1, 0.1): 0.883, (0.27, 0.1): 0.601}),
