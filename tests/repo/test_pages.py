@@ -128,6 +128,20 @@ def test_files_on_the_pages_exist() -> None:
     ]
 
 
+def test_decisions_are_short_and_in_the_index_once() -> None:
+    decisions = {page.name: page.read_text(encoding="utf-8") for page in (DOCS / "decisions").glob("[0-9]*.md")}
+    assert not [page for page, text in decisions.items() if len(text.splitlines()) > 40]
+    index = (DOCS / "decisions" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\((\d{4}-[\w-]+\.md)\)", index)) == sorted(decisions)
+
+
+def test_lab_notes_are_ten_pages_of_what_is_known_now() -> None:
+    notes = {page.name: page.read_text(encoding="utf-8") for page in (DOCS / "lab-notes").glob("*.md")}
+    assert len(notes) <= 10
+    assert sum(len(text.split()) for text in notes.values()) <= 12_000
+    assert set(re.findall(r"\(([\w-]+\.md)\)", notes.pop("README.md"))) == notes.keys()
+
+
 def test_tests_on_the_pages_exist() -> None:
     named = [found for page in PAGES for found in TEST.findall(page.read_text(encoding="utf-8"))]
     assert len(named) > 20
