@@ -19,6 +19,7 @@ from deploy.schema import values_schema
 from eyas.services.router.http.anthropic_messages import MessagesBody
 from eyas.services.router.http.bodies import NEUTRAL, UnusedFields
 from eyas.services.router.http.openai_responses import ResponsesBody
+from eyas.services.router.http.other_servers import IGNORED, RENAMED, RESHAPED, WRAPPERS
 from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.telemetry.metrics import ALL_METRICS, Metric
 
@@ -87,7 +88,16 @@ def fields_table() -> str:
         values = [f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ())]
         elsewhere = f"refused, except {' and '.join(values)}" if values else "refused" if name in NEUTRAL else "unknown"
         lines.append(f"| `{name}` | {effect or 'none'} | {'' if used == 'all' else elsewhere} |")
-    return "\n".join(["| field | used by | in other endpoints |", "|---|---|---|", *lines])
+    return "\n".join(["| field | used by | in other endpoints |", "|---|---|---|", *lines, "", others_tables()])
+
+
+def others_tables() -> str:
+    """Return the fields as other servers name them: with their names here, and those without a counterpart."""
+    names = {name: " or ".join(f"`{one}`" for one in targets) for name, targets in RENAMED.items()} | RESHAPED
+    lines = [f"| `{name}` | {meaning} |" for name, meaning in sorted(names.items())]
+    lines.append(f"| {', '.join(f'`{name}`' for name in WRAPPERS)} | their fields are fields of the body |")
+    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    return "\n".join(["| of another server | here |", "|---|---|", *lines, "", f"Ignored: {ignored}."])
 
 
 def settings() -> Iterator[Setting]:

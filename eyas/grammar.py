@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.bounded_calls import BoundedCalls, Call
+from eyas.config.engine import EngineConfig
 from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, first_line
 from eyas.grammar_trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, parser_limits
 from eyas.request import StructuredOutputs
@@ -37,7 +38,7 @@ ResultT = TypeVar("ResultT")
 # Grammars that are kept, and their summed length as text.
 MAX_CACHED = 64
 MAX_CACHED_LENGTH = 2**23
-# Constraints that are remembered because they are too costly, and not tried again.
+# Constraints that are remembered because a process died of them, and not tried again.
 MAX_REFUSED = 1024
 # Grammars that may wait to be compiled. A tenant without its share of them may add some all the same.
 MAX_COMPILING = 64
@@ -185,23 +186,49 @@ class GrammarCompiler:
     Tenants take turns, and none has all threads: what one of them asks for delays no other.
     """
 
-    def __init__(self, model: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """model: folder or hub id whose tokenizer is loaded when the first grammar comes. vocab_size: of its logits."""
+    def __init__(
+        self,
+        model: str,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
+    ) -> None:
+        """model: folder or hub id of the tokenizer. vocab_size: of its logits.
+
+        whitespace_pattern: of constraints that name none, as in StructuredOutputs.
+        """
         self._model = model
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
+        self._whitespace_pattern = whitespace_pattern
         self._not_eos = ~bits_of(self._eos_ids, vocab_size) & bits_of(range(vocab_size), vocab_size)
         self._num_threads = min(4, max(2, os.cpu_count() or 1))
         self._calls = BoundedCalls(self._num_threads, "grammar-compiler", COMPILE_STACK)
         self._waiters = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-deadline")
         self._lock = threading.Lock()
-        self._loading = threading.Lock()
-        self._vocabulary: tuple[GrammarTrials, LLTokenizer] | None = None
+        self._vocabulary: Future[tuple[GrammarTrials, LLTokenizer]] | None = None
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the digest of the constraint
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
         self._num_running, self._num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
+
+    def load(self) -> Future[tuple[GrammarTrials, LLTokenizer]]:
+        """Begin to load the model's tokenizer, unless it is loaded or being loaded: 262,144 tokens take seconds.
+
+        Grammars wait for it, and their limits of time do not count it. The future raises InvalidRequest if the model or the
+        installation has no structured outputs; then the next call tries again. Raises Unavailable at the process's end.
+        """
+        with self._lock:
+            if self._vocabulary is not None and not (self._vocabulary.done() and self._vocabulary.exception()):
+                return self._vocabulary
+            loading = self._vocabulary = Future()
+        try:
+            self._waiters.submit(self._load, loading)
+        except RuntimeError as error:
+            loading.set_exception(_ending())
+            raise _ending() from error
+        return loading
 
     def submit(self, structured: StructuredOutputs, tenant: str = "") -> Future[Grammar]:
         """The grammar as soon as it is compiled; equal ones are compiled once. Its constraint must have been checked.
@@ -209,6 +236,9 @@ class GrammarCompiler:
         The future raises InvalidRequest for what cannot be compiled, and if llguidance is not installed.
         Raises Overloaded while too much waits, and the tenant has its share of it.
         """
+        if structured.whitespace_pattern is None:
+            structured = replace(structured, whitespace_pattern=self._whitespace_pattern)
+        self.load()
         with self._lock:
             job = self._grammars.get(structured)
             if job is None and (reason := self._refused.get(_digest(structured))) is not None:
@@ -264,7 +294,7 @@ class GrammarCompiler:
                 self._queues.clear()
             for job in jobs:
                 if not job.future.done() and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(Unavailable("the process ends, so no grammar is compiled any more"))
+                    job.future.set_exception(_ending())
 
     def _run_next(self) -> None:
         """Run the first job of the tenant whose turn it is, unless those that wait have all they may have."""
@@ -279,7 +309,7 @@ class GrammarCompiler:
         except TimeoutError:
             is_late = True
             reason = f"structured_outputs takes more than {job.seconds:g} s to compile; simplify it"
-            job.future.set_exception(CostlyGrammar(reason, "structured_outputs"))
+            job.future.set_exception(InvalidRequest(reason, "structured_outputs"))
         except Exception as error:
             job.future.set_exception(error)
         with self._lock:
@@ -308,7 +338,9 @@ class GrammarCompiler:
         return None
 
     def _may_run(self, tenant: str) -> bool:
-        return self._num_running[tenant] < self._num_threads - 1 and self._num_late[tenant] < MAX_LATE
+        is_loaded = self._vocabulary is not None and self._vocabulary.done()
+        has_thread = self._num_running[tenant] < self._num_threads - 1 and self._num_late[tenant] < MAX_LATE
+        return is_loaded and has_thread
 
     def _late_ended(self, tenant: str, call: Call[object]) -> None:
         with self._lock:
@@ -317,7 +349,7 @@ class GrammarCompiler:
         self._run_next_soon()
 
     def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
-        """Forget what failed, but not why it was too costly, and the oldest ones beyond the limits."""
+        """Forget what failed, but not what a process died of, and the oldest ones beyond the limits."""
         error = future.exception()
         with self._lock:
             if error is not None and self._grammars.pop(structured, None) is not None:
@@ -334,7 +366,8 @@ class GrammarCompiler:
                 self._cached_length -= _length(oldest)
 
     def _compile(self, structured: StructuredOutputs) -> Grammar:
-        trials, vocabulary = self._load()
+        assert self._vocabulary is not None  # `_may_run` waits for it
+        trials, vocabulary = self._vocabulary.result()
         text = trials.translate(structured, COMPILE_SECONDS)
         from llguidance import LLMatcher
 
@@ -346,26 +379,39 @@ class GrammarCompiler:
 
         return Grammar(compile_matcher)
 
-    def _load(self) -> tuple[GrammarTrials, LLTokenizer]:
-        with self._loading:
-            if self._vocabulary is None:
-                try:
-                    from llguidance import LLTokenizer
-                except ImportError as error:
-                    reason = "structured_outputs needs llguidance, which is missing here; pip install 'eyas[structured]'"
-                    raise InvalidRequest(reason, "structured_outputs") from error
-                if not self._eos_ids:
-                    raise InvalidRequest("the model has no end-of-sequence token, which structured_outputs needs")
-                try:
-                    tokenizer = load_tokenizer(self._model).tokenizer
-                    size = max(self._vocab_size, tokenizer.get_vocab_size())
-                    special = {id_: str(one) for id_, one in tokenizer.get_added_tokens_decoder().items() if one.special}
-                    trials = GrammarTrials(tokenizer.token_to_id, special, size, self._eos_ids)
-                    self._vocabulary = trials, LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
-                except (CheckpointError, ValueError, RuntimeError) as error:
-                    reason = f"structured_outputs is not supported with this model's tokenizer: {first_line(str(error))}"
-                    raise InvalidRequest(reason, "structured_outputs") from error
-            return self._vocabulary
+    def _load(self, loading: Future[tuple[GrammarTrials, LLTokenizer]]) -> None:
+        """Load the tokenizer, then run what waits for it."""
+        try:
+            loading.set_result(self._loaded())
+        except Exception as error:
+            loading.set_exception(error)
+        with self._lock:
+            num_waiting = sum(map(len, self._queues.values()))
+        for _ in range(num_waiting):
+            self._run_next_soon()
+
+    def _loaded(self) -> tuple[GrammarTrials, LLTokenizer]:
+        """Return the model's vocabulary, for trials and for matchers. Raises InvalidRequest."""
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            reason = "structured_outputs needs llguidance, which is missing here; pip install 'eyas[structured]'"
+            raise InvalidRequest(reason, "structured_outputs") from error
+        if not self._eos_ids:
+            raise InvalidRequest("the model has no end-of-sequence token, which structured_outputs needs")
+        try:
+            tokenizer = load_tokenizer(self._model).tokenizer
+            size = max(self._vocab_size, tokenizer.get_vocab_size())
+            special = {id_: str(one) for id_, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+            trials = GrammarTrials(tokenizer.token_to_id, special, size, self._eos_ids)
+            return trials, LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
+        except (CheckpointError, ValueError, RuntimeError) as error:
+            reason = f"structured_outputs is not supported with this model's tokenizer: {first_line(str(error))}"
+            raise InvalidRequest(reason, "structured_outputs") from error
+
+
+def _ending() -> Unavailable:
+    return Unavailable("the process ends, so no grammar is compiled any more")
 
 
 def _check_share(waiting: Mapping[str, int], tenant: str, most: int, what: str) -> None:

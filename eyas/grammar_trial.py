@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InvalidRequest, Unavailable, first_line
 from eyas.request import StructuredOutputs
 from eyas.schema_keywords import known_schema
-from eyas.structural_tag import grammar_to_lark, structural_tag_to_lark
+from eyas.structural_tag import grammar_to_lark, json_options, structural_tag_to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TRIAL_STACK, COMPILE_STACK = 2**28, 2**28 + 2**26
 # Address space of a child. It needs some 400 MiB with its stack, and the largest schema 100 MiB more.
 TRIAL_MEMORY = 2**30
-# Wall time after which a child is thought to hang: its limit is one of processor time.
+# Wall time after which a child is given up. Its limit is one of processor time, so that only a busy machine is the cause.
 _WALL_SECONDS = 120.0
 # Signals that end a process for what it does itself.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class CostlyGrammar(InvalidRequest):
-    """A grammar that takes too much time, stack or memory to compile. It is not tried again."""
+    """A grammar that a process died of, for stack or memory. It is not tried again."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class GrammarTrials:
     def translate(self, structured: StructuredOutputs, seconds: float) -> str:
         """Return a constraint in llguidance's form, after a child has compiled it and taken a first token.
 
-        Raises InvalidRequest for what cannot be compiled, CostlyGrammar if the child dies of it or needs more than
-        `seconds` of processor time, and Unavailable if no child starts or it is lost otherwise.
+        Raises InvalidRequest for what cannot be compiled or needs more than `seconds` of processor time, CostlyGrammar if
+        the child dies of it, and Unavailable if no child starts or it is lost otherwise.
         """
         names = set(_NAMED_TOKEN.findall(structured.structural_tag))
         try:
@@ -166,11 +166,13 @@ def _ended(child: _Child, seconds: float) -> InvalidRequest | Unavailable:
         code = child.process.wait()
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     if -code == signal.SIGPROF:
-        return CostlyGrammar(
+        return InvalidRequest(
             f"structured_outputs takes more than {seconds:g} s to compile; simplify it", "structured_outputs"
         )
     _log.warning("The trial of a new grammar ended: %s.", name)
-    if is_hung or code >= 0 or -code in _FAULTS:  # of its own accord: all memory is taken, or llguidance panics
+    if is_hung:
+        return Unavailable(f"no answer for {_WALL_SECONDS:g} s from the process that tries new grammars; try again")
+    if code >= 0 or -code in _FAULTS:  # of its own accord: all memory is taken, or llguidance panics
         reason = f"structured_outputs takes too much stack or memory to compile ({name})"
         return CostlyGrammar(f"{reason}; shorten its chains of references or rules", "structured_outputs")
     return Unavailable(f"the process that tries new grammars was ended ({name}); send the request again")
@@ -267,14 +269,15 @@ def _grammar_text(structured: StructuredOutputs, tokens: Mapping[str, int]) -> s
     (name,) = structured.constraints
     if name in ("json", "json_object"):
         schema = json.dumps(known_schema(json.loads(structured.json or '{"type": "object"}')))
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": structured.any_whitespace})
+        options: Any = json_options(structured.whitespace_pattern or "")
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if name == "regex":
         return LLMatcher.grammar_from_regex(structured.regex)
     if name == "choice":
         texts = " | ".join(map(json.dumps, structured.choice))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one item of the parser for all of them
     if name == "structural_tag":
-        lark = structural_tag_to_lark(structured.structural_tag, structured.any_whitespace, tokens.get)
+        lark = structural_tag_to_lark(structured.structural_tag, structured.whitespace_pattern or "", tokens.get)
         return LLMatcher.grammar_from_lark(lark)
     return LLMatcher.grammar_from_lark(grammar_to_lark(structured.grammar))
 

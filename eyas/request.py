@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
@@ -36,7 +36,8 @@ class StructuredOutputs:
     choice: the output is one of these texts.
     grammar: a context-free grammar in EBNF, as of llama.cpp (GBNF), with the rule `root`.
     structural_tag: parts of the output that follow a schema, as xgrammar's structural tag in JSON; also a mapping.
-    any_whitespace: whether JSON may have whitespace between its parts; else it is written compactly.
+    whitespace_pattern: a regular expression of the whitespace between JSON's parts, empty for none; None takes the engine's.
+    disable_any_whitespace: vLLM's word for an empty whitespace_pattern.
     """
 
     json: str = ""
@@ -45,9 +46,15 @@ class StructuredOutputs:
     choice: tuple[str, ...] = ()
     grammar: str = ""
     structural_tag: str = ""
-    any_whitespace: bool = True
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, disable_any_whitespace: bool) -> None:
+        if disable_any_whitespace:
+            if self.whitespace_pattern:
+                reason = "disable_any_whitespace and whitespace_pattern contradict each other; give one of them"
+                raise InvalidRequest(reason, "structured_outputs")
+            object.__setattr__(self, "whitespace_pattern", "")
         for name in ("json", "structural_tag"):
             if isinstance(value := getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(value))

@@ -60,7 +60,14 @@ _NOT_OF_TEXTS = ("not", "if", "$dynamicRef", "$recursiveRef")
 _TEXT = r"/(.|\n)*/"
 
 
-def structural_tag_to_lark(text: str, any_whitespace: bool, token_id: Callable[[str], int | None]) -> str:
+def json_options(whitespace_pattern: str) -> dict[str, Any]:
+    """Return what llguidance is to know of JSON's whitespace. whitespace_pattern: empty for none."""
+    if not whitespace_pattern:
+        return {"whitespace_flexible": False, "whitespace_pattern": None}
+    return {"whitespace_flexible": True, "whitespace_pattern": whitespace_pattern.replace(r"\s", r"[ \t\n\r]")}
+
+
+def structural_tag_to_lark(text: str, whitespace_pattern: str, token_id: Callable[[str], int | None]) -> str:
     """The grammar of a structural tag. token_id: finds a special token of the model by its text.
 
     Raises InvalidRequest for a format that is unknown or malformed.
@@ -68,7 +75,7 @@ def structural_tag_to_lark(text: str, any_whitespace: bool, token_id: Callable[[
     tag = json.loads(text)
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
         raise _invalid('it must be an object of the form {"type": "structural_tag", "format": {...}}')
-    writer = _LarkWriter(any_whitespace, token_id)
+    writer = _LarkWriter(whitespace_pattern, token_id)
     start = writer.expression(tag["format"])
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])
 
@@ -86,9 +93,9 @@ def grammar_to_lark(text: str) -> str:
 class _LarkWriter:
     """Writes rules; `expression` returns what stands for a format in another rule."""
 
-    def __init__(self, any_whitespace: bool, token_id: Callable[[str], int | None]) -> None:
+    def __init__(self, whitespace_pattern: str, token_id: Callable[[str], int | None]) -> None:
         self.rules: list[str] = []
-        self._any_whitespace = any_whitespace
+        self._whitespace_pattern = whitespace_pattern
         self._token_id = token_id
         self._definitions = Definitions()
         self._num_texts = 0  # that enums allow, between tags
@@ -177,8 +184,7 @@ class _LarkWriter:
             return self._xml(schema, _TAG_STYLES[style])
         if style != "json":
             raise _invalid(f"style {_short(style)} of a json_schema is not supported; use json, {', '.join(_TAG_STYLES)}")
-        if not self._any_whitespace:
-            schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+        schema = {**schema, "x-guidance": json_options(self._whitespace_pattern)}
         return self._rule(f"%json {json.dumps(schema)}")
 
     def _xml(self, schema: Mapping[str, Any], style: _TagStyle) -> str:

@@ -123,7 +123,7 @@ class Tokenizer:
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as token ids inside a text, as given and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(map(self._encode_inside, texts)))
+        return tuple(dict.fromkeys(map(self.encode_inside, texts)))
 
     @cached_property
     def _prefix(self) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class Tokenizer:
         first = self.tokenizer.id_to_token(self.encode_rendered("a")[0]) if self.encode_rendered("a") else ""
         return self.encode_rendered("\n") if adds_space or (first or "").startswith(_SENTENCEPIECE_SPACE) else ()
 
-    def _encode_inside(self, text: str) -> tuple[int, ...]:
+    def encode_inside(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that has other text before it, so that no space is put in front of it."""
         ids = self._encode(f"\n{text}" if self._prefix else text, add_special_tokens=False)
         if ids[: len(self._prefix)] == self._prefix:
@@ -141,7 +141,7 @@ class Tokenizer:
 
     def mark_ids(self, text: str) -> tuple[int, ...] | None:
         """Return the token ids of a mark; None if it begins or ends in ordinary text, which may be one token with others."""
-        ids = self._encode_inside(text)
+        ids = self.encode_inside(text)
         return ids if ids and {ids[0], ids[-1]} <= self._added else None
 
     def left_context(self, prompt: Sequence[int], is_constrained: bool = False) -> tuple[int, ...]:

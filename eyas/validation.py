@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ MAX_SESSION_LENGTH = 256
 MAX_SCHEMA_LENGTH = 2**17
 MAX_SCHEMA_DEPTH = 64
 MAX_REGEX_LENGTH = 2**12
+MAX_WHITESPACE_PATTERN = 256
+WHITESPACE_PATTERN_RULE = (
+    "write a regular expression of spaces, \\n, \\r, \\t and \\s, such as '[ \\n]?', with 256 characters at most"
+)
 MAX_CHOICES = 1024
 MAX_CHOICE_LENGTH = 2**12
 MAX_ENTRIES: Mapping[str, int] = {
@@ -43,6 +48,8 @@ _MAX_CONSTRAINT_LENGTH = {
     "grammar": MAX_SCHEMA_LENGTH,
     "structural_tag": MAX_SCHEMA_LENGTH,
 }
+_WHITE = r"[ \t\n\r]|\\[ntrs]|\\x(?:20|0[9aAdD])"
+_WHITESPACE = re.compile(rf"(?:{_WHITE}|\[(?:{_WHITE})+\]|[()|?*+]|\(\?:|\{{[0-9]+(?:,[0-9]*)?\}})*")
 # Draws are uniform long before; the reciprocals of larger numbers vanish in float32.
 MAX_TEMPERATURE = 1e6
 _WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
@@ -215,6 +222,14 @@ def check_structured_outputs(structured: StructuredOutputs) -> None:
     for name in ("json", "structural_tag"):
         if text := getattr(structured, name):
             _check_json(name, text)
+    pattern = structured.whitespace_pattern
+    if pattern is not None and not is_whitespace_pattern(pattern):
+        raise InvalidRequest(f"whitespace_pattern is {str(pattern)[:80]!r}; {WHITESPACE_PATTERN_RULE}", "structured_outputs")
+
+
+def is_whitespace_pattern(pattern: object) -> bool:
+    """Return whether a regular expression can match whitespace of JSON only, by the characters that it is written with."""
+    return isinstance(pattern, str) and len(pattern) <= MAX_WHITESPACE_PATTERN and bool(_WHITESPACE.fullmatch(pattern))
 
 
 def _check_json(name: str, text: str) -> None:

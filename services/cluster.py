@@ -30,6 +30,7 @@ from eyas.config import DraftConfig, RouterConfig, VerifierConfig, load
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.server import GENERATION_SERVICE
+from eyas.services.lifecycle import is_loopback
 from eyas.services.preflight import check_settings
 
 AnyServiceConfig = DraftConfig | VerifierConfig | RouterConfig
@@ -53,6 +54,8 @@ PR_SET_PDEATHSIG = 1
 TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
 # Below the ports that Linux gives to outgoing connections.
 SERVICE_PORTS = (10_000, 32_000)
+# Origins of pages that this machine serves.
+OWN_PAGES = [f"{scheme}://{host}:*" for scheme in ("http", "https") for host in ("localhost", "127.0.0.1", "[::1]")]
 
 
 @dataclass(frozen=True)
@@ -309,6 +312,8 @@ def running_cluster(
                 address = f"{_reachable(host)}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
                 service = service.add("ready_without_verifiers=false")
+                if isinstance(config, RouterConfig) and not config.http.cors_allow_origins and is_loopback(host):
+                    service = service.add(f"http.cors_allow_origins={json.dumps(OWN_PAGES)}")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log, own = logs / f"{service.name}.log", {**environment, **service.environment}

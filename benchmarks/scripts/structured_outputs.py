@@ -47,7 +47,7 @@ _FIELDS = {
 CONSTRAINTS: Mapping[str, StructuredOutputs] = {
     "record": StructuredOutputs(
         json={"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False},
-        any_whitespace=False,
+        whitespace_pattern="",
     ),
     "object": StructuredOutputs(json_object=True),
     "code": StructuredOutputs(regex=r"def [a-z_]{1,12}\([a-z]{1,5}\):\n    return [a-z_.]{1,20}\n"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyas.config.loader import at_least, one_of, require
+from eyas.validation import WHITESPACE_PATTERN_RULE, is_whitespace_pattern
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
@@ -49,6 +50,9 @@ class EngineConfig:
             of attention heads, and divide the number of key-value heads or be a multiple of it.
         quantization: how the checkpoint's weights are quantised, as its config.json says it. Another checkpoint is refused.
             Empty takes any.
+        json_whitespace_pattern: regular expression of the whitespace between the parts of JSON, for structured outputs that
+            name none. By default a space, or the end of a line and its indentation, so that a model cannot spend its
+            output on whitespace. Empty makes JSON compact, "[ \\t\\r\\n]*" sets no limit.
         layer_threads: threads that share a pass of several rows on the CPU, where kernels run its layers: torch has one
             thread, and numba is installed. The output is the same, bit for bit. Set it to the cores that are free then;
             no more threads run than the process has cores.
@@ -72,6 +76,7 @@ class EngineConfig:
     emulated_device: str = ""
     tensor_parallel_size: int = 1
     quantization: str = ""
+    json_whitespace_pattern: str = r"(\r?\n[ \t]{0,20})? ?"
     layer_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -84,6 +89,8 @@ class EngineConfig:
         at_least(0, max_kv_tokens=self.max_kv_tokens, max_queued_requests=self.max_queued_requests)
         at_least(0, max_model_len=self.max_model_len, session_cache_ttl_s=self.session_cache_ttl_s)
         at_least(0, priority_aging_s=self.priority_aging_s)
+        pattern = self.json_whitespace_pattern
+        require(is_whitespace_pattern(pattern), f"json_whitespace_pattern is {pattern!r}; {WHITESPACE_PATTERN_RULE}")
         utilization = self.gpu_memory_utilization
         require(0 < utilization <= 1, f"gpu_memory_utilization is {utilization}; it must lie in (0, 1]")
         require(

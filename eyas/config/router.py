@@ -21,6 +21,7 @@ from eyas.config.serving import ServiceConfig
 ToolCallParser = Literal["auto", "none", ToolParserName]
 ReasoningParser = Literal["auto", "none", ReasoningParserName]
 SpecialTokensInContent = Literal["token", "text"]
+UnknownFields = Literal["refuse", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ class HttpConfig:
         operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one.
             null serves them on `port`. On Ray it only removes them there.
         cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all.
-            Empty sends no CORS headers.
+            A "*" at the end stands for any port, as in http://localhost:*. Empty sends no CORS headers. `eyas serve` allows
+            pages of this machine while it listens on a loopback address.
+        unknown_fields: what becomes of fields of a body that neither Eyas nor another server knows: "refuse" answers 400,
+            "ignore" leaves them out and logs each name once. Misspelt names of known fields are always refused.
         playground: serve the playground, a page for browsers, at /.
     """
 
@@ -74,9 +78,11 @@ class HttpConfig:
     operations_host: str = "127.0.0.1"
     operations_port: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    unknown_fields: UnknownFields = "refuse"
     playground: bool = True
 
     def __post_init__(self) -> None:
+        one_of(UnknownFields, unknown_fields=self.unknown_fields)
         valid_port(self.port)
         valid_optional_port(operations_port=self.operations_port)
         above_zero(keepalive_interval_s=self.keepalive_interval_s)

@@ -144,7 +144,8 @@ def assemble_engine(
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
     cost_clock = _cost_clock(drafter, runner, engine, clock)
     budget = _draft_budget(drafter, runner, engine, tree, cost_clock)
-    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock, cost_clock)
+    pattern = engine.json_whitespace_pattern
+    return Engine(scheduler, draft_manager, runner, max_model_len, budget, clock, cost_clock, pattern)
 
 
 def _cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:

@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
 
+from eyas.config import EngineConfig
 from eyas.engine.draft_costs import DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
@@ -90,9 +91,11 @@ class Engine:
         budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cost_clock: Callable[[], float] | None = None,
+        whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
     ) -> None:
         """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by
-        default. clock: the present time in seconds. cost_clock: what the budget measures costs with, `clock` by default."""
+        default. clock: the present time in seconds. cost_clock: what the budget measures costs with, `clock` by default.
+        whitespace_pattern: of JSON, as in StructuredOutputs."""
         kernels()  # loaded before the first step
         self._clock, self._cost_clock = clock, cost_clock or clock
         self._budget = budget or FixedDraftBudget()
@@ -106,7 +109,7 @@ class Engine:
         self._tree_sizes: dict[str, int] = {}
         self._request_s = 0.0  # that the last request for trees took
         self._ended: float | None = None  # when the last step did, if there was more to do
-        self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
+        self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids, whitespace_pattern)
         self.max_model_len = max_model_len
         self.report = StepReport()
 
@@ -202,6 +205,10 @@ class Engine:
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)
         return [*first, *self._verified(batch[middle:], nothing, wait_for_masks)]
+
+    def load_grammars(self) -> None:
+        """Load what structured outputs need, before the first request does. What prevents it is an error of that request."""
+        wait([self._compiler.load()])
 
     def follow(self, request: Request) -> Future[OutputMatchers]:
         """Compile the grammar of a request with structured_outputs, and follow the output that it brings along.

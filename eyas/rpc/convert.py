@@ -102,7 +102,7 @@ def structured_outputs_to_proto(structured: StructuredOutputs) -> types_pb2.Stru
         raise InvalidRequest(f"structured_outputs has {' and '.join(values)}; give one of them", "structured_outputs")
     if "choice" in values:
         values["choice"] = types_pb2.Texts(texts=structured.choice)
-    return types_pb2.StructuredOutputs(**values, any_whitespace=structured.any_whitespace)
+    return types_pb2.StructuredOutputs(**values, whitespace_pattern=structured.whitespace_pattern)
 
 
 def structured_outputs_from_proto(message: types_pb2.StructuredOutputs) -> StructuredOutputs:

@@ -60,6 +60,11 @@ class GenerationService:
         self.threads = ClientThreads()
         self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may give: of the configured models, and their aliases."""
+        return (*self._tokenizers, *self._aliases)
+
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves, once for each of their names."""
         infos = {lease.model.name: lease.model for lease in self._workers.snapshot().verifiers}
@@ -131,14 +136,18 @@ class GenerationService:
             self._last_words = sampling, words
         return words
 
-    async def encode(self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False) -> tuple[int, ...]:
+    async def encode(
+        self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False, is_inside: bool = False
+    ) -> tuple[int, ...]:
         """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
 
+        is_inside: other text comes before it.
         Raises InvalidRequest, without a thread or early, for a text that cannot fit.
         """
         tokenizer = self._tokenizers[info.name]
         tokenizer.check_length(len(text), info.max_model_len)
-        return await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered)
+        ids = await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered or is_inside)
+        return await self.threads.run(caller, tokenizer.encode_inside, text) if is_inside else ids
 
     async def stream(
         self,

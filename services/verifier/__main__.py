@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
-from eyas.config import DraftingConfig, VerifierConfig
+from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
 from eyas.config.drafting import NO_DRAFTS
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import Drafter, DrafterNeeds
@@ -145,11 +145,13 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     tokens that are nearly equal. One CUDA device adds nothing to the digest: older verifiers left all three out.
     """
     engine, device = config.engine, config.device.partition(":")[0]
+    pattern = engine.json_whitespace_pattern
     kernels = ["compiled products"] if runs_compiled(torch.device(device)) else []
     parts: tuple[object, ...] = (
         *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
         *([] if device == "cuda" else [device, *kernels]),
         *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
+        *([] if pattern == EngineConfig.json_whitespace_pattern else [f"JSON whitespace {pattern!r}"]),
     )
     return hashlib.sha256(f"{target.target_fingerprint} {parts}".encode()).hexdigest()[:32]
 
@@ -171,7 +173,10 @@ def load_engine(
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     tree = resolve_tree(config.tree, method, config.draft_model)
-    return assemble_engine(target, fuser, config.engine, tree, drafter, workers), pool
+    assembled = assemble_engine(target, fuser, config.engine, tree, drafter, workers)
+    log.info("loading the tokenizer for structured outputs")
+    assembled.load_grammars()
+    return assembled, pool
 
 
 async def watch_steps(

@@ -27,7 +27,7 @@ PAIRS = re.compile(r"((?:[a-f]-)*)kq\.([a-f]{4,9})")
 
 def sequence(elements: list[dict[str, object]]) -> StructuredOutputs:
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    return StructuredOutputs(structural_tag=tag, any_whitespace=False)
+    return StructuredOutputs(structural_tag=tag, whitespace_pattern="")
 
 
 # Grammars, and what ends and begins their reasoning. That of the last two has no place for an end.
@@ -35,7 +35,7 @@ GRAMMARS: Mapping[str, tuple[StructuredOutputs, str, str]] = {
     "a special token": (sequence(TOKEN_MARK), "<pad>", "<bos>"),
     "a text of three tokens": (sequence(TEXT_MARK), "zk:", "xv"),
     "an end at some places only": (StructuredOutputs(regex=PAIRS.pattern), "kq.", "<bos>"),
-    "an answer that begins reasoning": (StructuredOutputs(json=RECORD, any_whitespace=False), "<pad>", '"'),
+    "an answer that begins reasoning": (StructuredOutputs(json=RECORD, whitespace_pattern=""), "<pad>", '"'),
     "no reasoning": (StructuredOutputs(regex="[a-f]{2,20}-[0-9]{3}"), "zk", "<bos>"),
 }
 

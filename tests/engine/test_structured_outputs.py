@@ -55,7 +55,7 @@ TREE_SCHEMA = {
 }
 CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
     "free": None,
-    "record": StructuredOutputs(json=RECORD, any_whitespace=False),
+    "record": StructuredOutputs(json=RECORD, whitespace_pattern=""),
     "tree": StructuredOutputs(json=TREE_SCHEMA),
     "object": StructuredOutputs(json_object=True),
     "regex": StructuredOutputs(regex="[a-f]{2,5}-[0-9]{3}(,|:)true"),

@@ -187,7 +187,7 @@ def stand_alone(schema: dict[str, Any]) -> object:
 
 
 def translate(text: str) -> str:
-    return structural_tag_to_lark(text, any_whitespace=True, token_id={"<a>": 1}.get)
+    return structural_tag_to_lark(text, whitespace_pattern="", token_id={"<a>": 1}.get)
 
 
 def constraint(form: str) -> Callable[[dict[str, Any]], object]:

@@ -54,7 +54,11 @@ constraints = st.one_of(
     *(st.builds(dict, **{name: schemas}) for name in ("json", "structural_tag")),
     *(st.builds(dict, **{name: texts}) for name in ("regex", "grammar")),
 )  # fmt: skip
-structured = st.builds(lambda given, spaces: StructuredOutputs(**given, any_whitespace=spaces), constraints, st.booleans())
+structured = st.builds(
+    lambda given, spaces: StructuredOutputs(**given, whitespace_pattern=spaces),
+    constraints,
+    st.sampled_from([None, "", "[ \\n]?"]),
+)
 samplings = st.builds(
     SamplingParams, st.integers(16, 2**31 - 1), st.floats(0.01, 1e6), counts, st.floats(0.01, 1.0), st.none() | seeds,
     st.lists(texts, max_size=3), ids, st.booleans(), st.integers(1, 128), st.floats(0.0, 1.0), st.integers(0, 16),

@@ -8,6 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 from eyas import grammar
 from eyas.bounded_calls import BoundedCalls
-from eyas.errors import InvalidRequest, Overloaded
+from eyas.errors import CheckpointError, InvalidRequest, Overloaded
 from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
 from eyas.grammar_trial import CostlyGrammar
 from eyas.request import StructuredOutputs
@@ -54,7 +57,7 @@ TEXT, SLASH = {"type": "any_text"}, {"type": "const_string", "value": "/"}
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<call="], "tags": TAGS}
 ACCEPTED: list[tuple[StructuredOutputs, list[str], list[str]]] = [
     (StructuredOutputs(json=CALL), ['{"x": 1}', '{\n "x":-7 }'], ['{"x": "1"}', "{}", '{"x": 1, "y": 2}']),
-    (StructuredOutputs(json=CALL, any_whitespace=False), ['{"x":1}'], ['{"x": 1}']),
+    (StructuredOutputs(json=CALL, whitespace_pattern=""), ['{"x":1}'], ['{"x": 1}']),
     (StructuredOutputs(json_object=True), ['{"a": [1, {"b": null}]}', "{}"], ["[1]", "1"]),
     (StructuredOutputs(regex="^[a-c]+(/|x)$"), ["abc/", "cx"], ["abc", "d/"]),
     (StructuredOutputs(choice=("yes", 'n"o\n')), ["yes", 'n"o\n'], ["no", "yesyes"]),
@@ -196,9 +199,21 @@ def wide(number: int) -> StructuredOutputs:
     return StructuredOutputs(grammar="\n".join([f'root ::= {start} | ""', *rules]))
 
 
+@contextmanager
+def loading(compiler: GrammarCompiler) -> Iterator[None]:
+    """Lets the compiler load its tokenizer until the end of the block."""
+    vocabulary = compiler.load().result()
+    later = compiler._vocabulary = Future()
+    yield
+    later.set_result(vocabulary)
+    for queue in list(compiler._queues.values()):
+        for _ in list(queue):
+            compiler._run_next_soon()
+
+
 def test_a_tenant_with_many_grammars_delays_no_other() -> None:
     compiler, done = GrammarCompiler(TARGET, 4096, frozenset({1})), list[str]()
-    trials, _ = compiler._load()
+    trials, _ = compiler.load().result()
     trials._idle.extend([trials._take() for _ in range(2)])  # one takes as long to start as many grammars to compile
     futures = []
 
@@ -206,7 +221,7 @@ def test_a_tenant_with_many_grammars_delays_no_other() -> None:
         for number in range(2 * MAX_COMPILING):
             futures.append(compiler.submit(StructuredOutputs(regex=f"greedy{number}"), "greedy"))
 
-    with compiler._loading:  # nothing is compiled before all have been submitted
+    with loading(compiler):  # nothing is compiled before all have been submitted
         with pytest.raises(Overloaded, match="grammars wait to be compiled already"):
             fill()
         for number in range(3):
@@ -223,9 +238,7 @@ def test_outputs_wait_up_to_a_limit_and_may_be_cancelled(monkeypatch: pytest.Mon
     compiler, known = GrammarCompiler(TARGET, 4096, frozenset({1})), StructuredOutputs(regex="first")
     compiler.compile(known)
     monkeypatch.setattr(grammar, "MAX_FOLLOWING", sys.getrecursionlimit())
-    with compiler._loading:  # all threads that one tenant may have are taken
-        for number in range(compiler._num_threads):
-            compiler.submit(StructuredOutputs(regex=f"other{number}"))
+    with loading(compiler):
         outputs = [compiler.matchers(known, (), has_drafts=False) for _ in range(grammar.MAX_FOLLOWING)]
         with pytest.raises(Overloaded, match="outputs wait to be followed already"):
             compiler.matchers(known, (), has_drafts=False)
@@ -244,7 +257,7 @@ def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.Monkey
         with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s to compile"):
             future.result()
     assert other.result().matcher().mask().any()
-    assert compiler.submit(wide(220)).done(), "it is not compiled again"
+    assert not compiler.submit(wide(220)).done(), "a busy machine may have been the cause, so it is tried again"
 
 
 def test_the_oldest_grammars_are_forgotten() -> None:
@@ -338,6 +351,87 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=r"not supported with this model's tokenizer: no tokenizer\.json"):
             compiler.compile(StructuredOutputs(regex="a"))
+
+
+def test_loading_a_tokenizer_counts_for_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of loading is far above the limit, as with 262,144 tokens; the trial of so small a grammar is far below."""
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.5)
+    load_tokenizer = grammar.load_tokenizer
+
+    def load_for_long(model: str) -> Tokenizer:
+        started = time.thread_time()
+        while time.thread_time() < started + 0.8:
+            pass
+        return load_tokenizer(model)
+
+    monkeypatch.setattr(grammar, "load_tokenizer", load_for_long)
+    compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
+    futures = [compiler.submit(StructuredOutputs(json=CALL), f"tenant {number}") for number in range(3)]
+    assert all(future.result().matcher().mask().any() for future in futures)
+
+
+def test_a_tokenizer_is_loaded_once_and_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_tokenizer, models = grammar.load_tokenizer, list[str]()
+
+    def load(model: str) -> Tokenizer:
+        models.append(model)
+        if len(models) == 1:
+            raise CheckpointError("not there yet")
+        return load_tokenizer(model)
+
+    monkeypatch.setattr(grammar, "load_tokenizer", load)
+    compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
+    with pytest.raises(InvalidRequest, match="not there yet"):
+        compiler.compile(StructuredOutputs(regex="a"))
+    for number in range(3):
+        compiler.compile(StructuredOutputs(regex=f"a{number}"))
+    assert len(models) == 2
+
+
+SPACED = [
+    ('{"x":1}', True, True),
+    ('{"x": 1}', True, False),
+    ('{\n  "x": 1\n}', True, False),
+    ('{\r\n\t"x": 1\r\n}', True, False),
+    ('{"x":  1}', False, False),
+    ('{\n\n"x": 1}', False, False),
+    ("{\n" + " " * 22 + '"x": 1}', False, False),
+]
+
+
+@pytest.mark.parametrize(("text", "is_bounded", "is_compact"), SPACED)
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_whitespace_of_json_is_bounded_unless_asked(
+    kind: str, text: str, is_bounded: bool, is_compact: bool, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": CALL}}
+    given = {kind: json.dumps(CALL if kind == "json" else tag)}
+
+    def fits(pattern: str | None) -> bool:
+        found = compiler.compile(StructuredOutputs(**given, whitespace_pattern=pattern))
+        return follows(found.matcher(), text, tokenizer)
+
+    assert fits(None) == is_bounded
+    assert fits("") == is_compact
+    assert fits(r"\s*")
+
+
+def test_a_compiler_has_a_whitespace_of_its_own(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(TARGET, 4096, frozenset({1}), whitespace_pattern="")
+    assert follows(compiler.compile(StructuredOutputs(json=CALL)).matcher(), '{"x":1}', tokenizer)
+    assert not follows(compiler.compile(StructuredOutputs(json_object=True)).matcher(), '{ "x":1}', tokenizer)
+
+
+def test_a_schema_cannot_bring_whitespace_along(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    schema = json.dumps({**CALL, "x-guidance": {"whitespace_pattern": "x*", "whitespace_flexible": True}})
+    found = compiler.compile(StructuredOutputs(json=schema, whitespace_pattern=""))
+    assert not follows(found.matcher(), '{x"x":1}', tokenizer)
+
+
+def follows(matcher: Matcher, text: str, tokenizer: Tokenizer) -> bool:
+    """Whether a text of single characters is whole in a grammar."""
+    pieces = [tokenizer.encode_rendered(character) for character in text]
+    return all(matcher.consume(piece) == len(piece) for piece in pieces) and matcher.is_accepting
 
 
 def test_forks_go_their_own_ways(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

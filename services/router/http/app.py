@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -35,9 +36,10 @@ from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, completion_slots, merge
 from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
-from eyas.services.router.http.bodies import JsonRoute
+from eyas.services.router.http.bodies import FieldPolicy, JsonRoute, field_names
 from eyas.services.router.http.call_constraints import ChatOutput
 from eyas.services.router.http.errors import add_error_handlers
+from eyas.services.router.http.fill_in_middle import end_tokens, middle_format, middle_prompt
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground, cluster_state
 from eyas.services.router.http.requests import (
@@ -60,6 +62,10 @@ from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 
 MAX_CHOICES = 1024
 MAX_QUOTED_NAME = 80
+ANY_PORT = ":*"
+ENDPOINT_FIELDS = frozenset[str]().union(
+    *map(field_names, (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody))
+)
 DOCS_PAGE = Path(__file__).with_name("docs.html")
 RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
@@ -89,6 +95,7 @@ def build_app(
     app = FastAPI(title="Eyas", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
+    app.state.field_policy = FieldPolicy(config.unknown_fields, ENDPOINT_FIELDS)
     app.state.service = service
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, admission=admission)
@@ -97,7 +104,8 @@ def build_app(
         exposed = ["X-Request-Id", "Retry-After", *(f"x-ratelimit-{what}" for what in RATE_LIMIT_HEADERS)]
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=config.cors_allow_origins,
+            allow_origins=[origin for origin in config.cors_allow_origins if not origin.endswith(ANY_PORT)],
+            allow_origin_regex=_any_port(config.cors_allow_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=exposed,
@@ -134,14 +142,15 @@ def build_operations_app(readiness: ReadinessMonitor, api: FastAPI) -> FastAPI:
 def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
     created = int(time.time())
 
-    def model_object(info: ModelInfo) -> dict[str, Any]:
-        named = {"id": info.name, "object": "model", "created": created, "owned_by": "eyas"}
-        return named | {"max_model_len": info.max_model_len}
+    def model_object(name: str) -> dict[str, Any]:
+        lengths = {info.name: info.max_model_len for info in service.models()}
+        named = {"id": name, "object": "model", "created": created, "owned_by": "eyas"}
+        return named | {"max_model_len": lengths.get(name)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the models that are served now."""
-        return {"object": "list", "data": [model_object(info) for info in service.models()]}
+        """List the configured models. max_model_len is null while no verifier serves a model."""
+        return {"object": "list", "data": list(map(model_object, service.names))}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -151,10 +160,9 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """Describe one of them."""
-        info = next((info for info in service.models() if info.name == name), None)
-        if info is None:
-            raise UnknownModel(f"model {name[:MAX_QUOTED_NAME]!r} is not served here now", "model")
-        return model_object(info)
+        if name not in service.names:
+            raise UnknownModel(f"model {name[:MAX_QUOTED_NAME]!r} is not served here", "model")
+        return model_object(name)
 
 
 def _add_cluster_route(app: FastAPI, readiness: ReadinessMonitor) -> None:
@@ -185,6 +193,11 @@ def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         """
         warning = {"warning": readiness.warning} if readiness.warning and not readiness.reason else {}
         return _status(readiness.reason, "ready", "not ready", **warning)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> JSONResponse:
+        """Report whether requests can be served, as /health does, under the name that SageMaker and vLLM have for it."""
+        return _status(readiness.outage, "healthy", "unhealthy")
 
 
 def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor, api: FastAPI) -> None:
@@ -240,6 +253,8 @@ class GenerationEndpoints:
                     check_prompt_length(len(prompt), info.max_model_len)
             with _field_names(body):
                 requested = _completion_calls(body, info)
+                if body.suffix:
+                    requested = await self._around(body, info, request, requested)
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
@@ -357,9 +372,31 @@ class GenerationEndpoints:
             sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
             constraint = await self._run(request, output.constraint, sampling.structured_outputs)  # tools may be large
+            if constraint is not None:
+                constraint = replace(constraint, **body.whitespace)
             budget = output.reasoning_budget(body.thinking_token_budget)
             sampling = replace(sampling, structured_outputs=constraint, reasoning_budget=budget)
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
+
+    async def _around(
+        self, body: CompletionBody, info: ModelInfo, request: Request, calls: Sequence[GenerateCall]
+    ) -> list[GenerateCall]:
+        """Return the calls with prompts that have the suffix behind the output."""
+        tokenizer, caller = self.service.tokenizer(info.name), request.state.caller
+        format_ = middle_format(tokenizer, info.name)
+        suffix = await self.service.encode(info, body.suffix, caller, is_inside=True)
+        ends, found = end_tokens(format_, tokenizer), []
+        for call in calls:
+            prefix = call.request.prompt_ids
+            if call.prompt_text:
+                prefix = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
+            prompt = middle_prompt(format_, tokenizer, prefix, suffix)
+            sampling = call.request.sampling
+            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
+            found.append(
+                replace(call, prompt_text=None, request=replace(call.request, prompt_ids=prompt, sampling=sampling))
+            )
+        return found
 
     def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:
         """Return how the output of a chat is constrained and read."""
@@ -399,6 +436,12 @@ class GenerationEndpoints:
         streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
         chunks = merge((_of_body(body, stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
         return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
+
+
+def _any_port(origins: Sequence[str]) -> str | None:
+    """Return a regular expression of the origins whose port may be any; None without such origins."""
+    hosts = [re.escape(origin.removesuffix(ANY_PORT)) for origin in origins if origin.endswith(ANY_PORT)]
+    return rf"(?:{'|'.join(hosts)})(?::[0-9]{{1,5}})?" if hosts else None
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -2,27 +2,41 @@
 
 A field is decided in one of three ways. A model that uses it declares it. One that changes no result at any value stands
 in `UnusedFields`. One that is not supported stands in `NEUTRAL`, with the values that ask for nothing. Others are unknown.
-Unsupported and unknown fields are rejected, never ignored. docs/http.md has the table, which `make chart` writes.
+Unsupported fields are refused. Of the others, `other_servers.py` has those that another server knows, and `FieldPolicy`
+says what becomes of the rest. docs/http.md has the tables, which `make chart` writes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
+from eyas.config.router import UnknownFields
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import LARGE_REQUEST_BYTES
 from eyas.services.router.client_threads import ClientThreads
+from eyas.services.router.http.other_servers import IGNORED, near_names
 from eyas.validation import check_sizes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -89,19 +103,51 @@ MAX_FIELDS = 256
 MAX_NAME_LENGTH = 256  # of a field, in errors
 MAX_NUMBER_LENGTH = 128
 
+# Fields that are logged when they are first ignored; names of clients' own making could be any number.
+MAX_LOGGED_FIELDS = 256
+
 _MAX_ENTRIES = {"messages": 2**12, "input": 2**12, "metadata": 256}
 _SLICE_BYTES = 2**16
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
 
+log = logging.getLogger(__name__)
 
-def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
+
+class FieldPolicy:
+    """Decides about the fields that a model here does not have. Safe for use from any thread."""
+
+    def __init__(self, unknown: UnknownFields = "refuse", of_endpoints: Collection[str] = ()) -> None:
+        """unknown: of fields that nobody knows. of_endpoints: the fields of all endpoints, which are never ignored."""
+        self._unknown = unknown
+        self._of_endpoints = frozenset(of_endpoints)
+        self._logged = set[str]()
+
+    def ignored(self, names: Collection[str], known: frozenset[str]) -> set[str]:
+        """Return which of the names to leave out. known: the fields of the model."""
+        found = {name for name in names if name in IGNORED or self._is_unknown(name, known)}
+        for name in found - self._logged:
+            if len(self._logged) < MAX_LOGGED_FIELDS:
+                self._logged.add(name)
+                shown = name[:MAX_NAME_LENGTH]
+                log.info("The field %r of requests has no counterpart here. It is ignored from now on.", shown)
+        return found
+
+    def _is_unknown(self, name: str, known: frozenset[str]) -> bool:
+        """Return whether a field is to be ignored because nobody knows it, and it is no known name misspelt."""
+        if self._unknown == "refuse" or name in NEUTRAL or name in self._of_endpoints:
+            return False
+        return not near_names(name, known)
+
+
+def parse_body(data: bytes, model: type[ModelT], max_values: int, policy: FieldPolicy | None = None) -> ModelT:
     """Parse and validate a body. Meant for a thread if it is long: no single step keeps other threads waiting for long.
 
     Raises InvalidRequest, and pydantic's ValidationError.
     """
     _check_num_values(data, max_values)
     try:
-        return model.model_validate(json.loads(str(data, "utf-8-sig")))  # the values of other encodings are not counted
+        value = json.loads(str(data, "utf-8-sig"))  # the values of other encodings are not counted
+        return model.model_validate(value, context=policy)
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             raise
@@ -133,7 +179,7 @@ def _check_num_values(data: bytes, max_values: int) -> None:
 
 
 class StrictModel(BaseModel):
-    """A body or a part of one. Types are exact, null and neutral values count as absent, unknown fields are errors.
+    """A body or a part of one. Types are exact, null and neutral values count as absent, a FieldPolicy decides about others.
 
     MEANT: fields whose neutral values ask for something here.
     """
@@ -144,7 +190,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral_values(cls, data: Any) -> Any:
+    def _drop_neutral_values(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         check_sizes(data)
@@ -154,13 +200,25 @@ class StrictModel(BaseModel):
             if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
         neutral = {name: NEUTRAL.get(name, ()) for name in data.keys() - cls.MEANT}
-        return {name: value for name, value in data.items() if value is not None and value not in neutral.get(name, ())}
+        kept = {name: value for name, value in data.items() if value is not None and value not in neutral.get(name, ())}
+        if unknown := kept.keys() - field_names(cls):
+            policy = info.context if isinstance(info.context, FieldPolicy) else FieldPolicy()
+            ignored = policy.ignored(unknown, field_names(cls))
+            kept = {name: value for name, value in kept.items() if name not in ignored}
+        return kept
+
+
+@cache
+def field_names(model: type[BaseModel]) -> frozenset[str]:
+    """Return the names of a model's fields in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class JsonRoute(APIRoute):
     """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
 
-    app.state: max_request_values bounds the body; a long one is parsed in a thread of `service`.
+    app.state: max_request_values bounds the body, field_policy is for its fields; a long one is parsed in a thread of
+    `service`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -195,9 +253,10 @@ class _JsonRequest(Request):
         body, state = await self.body(), self.app.state
         try:
             if len(body) <= LARGE_REQUEST_BYTES:
-                return parse_body(body, self._model, state.max_request_values)
+                return parse_body(body, self._model, state.max_request_values, state.field_policy)
             threads: ClientThreads = state.service.threads
-            return await threads.run(self.state.caller, parse_body, body, self._model, state.max_request_values)
+            parse = partial(parse_body, body, self._model, state.max_request_values, state.field_policy)
+            return await threads.run(self.state.caller, parse)
         except ValidationError as error:
             self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
             raise self.error from None

@@ -130,7 +130,7 @@ def output_constraint(
         if has_calls:
             content = writer.content_or_calls(content)
         whole = writer.after_reasoning(content, in_reasoning, is_content=not has_calls)
-        return replace(_structured(whole), any_whitespace=given.any_whitespace)
+        return replace(_structured(whole), whitespace_pattern=given.whitespace_pattern)
     if fields.tool_choice.names or any(tool.function.strict for tool in tools):
         return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning))
     return None
@@ -138,7 +138,7 @@ def output_constraint(
 
 def _structured(format_: Format) -> StructuredOutputs:
     tag = json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
-    return StructuredOutputs(structural_tag=tag, any_whitespace=False)
+    return StructuredOutputs(structural_tag=tag)
 
 
 def _has_reasoning(given: StructuredOutputs, form: ChatFormat) -> bool:

@@ -24,6 +24,7 @@ from starlette.types import Scope
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.status import UNAVAILABLE_RETRY_AFTER_S, status_of
+from eyas.services.router.http.missing_routes import instead_of
 from eyas.services.router.http.requests import invalid_body
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log
@@ -114,6 +115,11 @@ def add_error_handlers(app: FastAPI) -> None:
         kind = ErrorKind(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
         path = get_route_path(request.scope)
         message = f"{request.method} {path[:MAX_QUOTED_PATH]}: {error.detail}"
+        routes = {getattr(route, "path", "") for route in app.routes}
+        if error.status_code == 404 and (instead := instead_of(path, routes)):
+            message = f"{request.method} {path[:MAX_QUOTED_PATH]} does not exist here: {instead}"
+        elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
+            message = f"{message}; use {allowed}"
         return JSONResponse(_shaped(kind, message, path), kind.status, error.headers)
 
     @app.exception_handler(ClientDisconnect)

@@ -6,7 +6,6 @@ To add a sampling parameter, declare it in `Body` under its name in `SamplingPar
 
 from __future__ import annotations
 
-import difflib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -27,12 +26,15 @@ from eyas.services.router.http.bodies import (
     UnusedFields,
     check_encodable,
     check_json,
+    field_names,
 )
-from eyas.services.router.http.tools import EarlierCall, ToolFields
+from eyas.services.router.http.other_servers import RENAMED, RESHAPED, near_names, translated
+from eyas.services.router.http.tools import EarlierCall, FunctionDefinition, ToolFields
 from eyas.tokenizer import Tokenizer
-from eyas.validation import MAX_INT
+from eyas.validation import CONSTRAINTS, MAX_INT
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_GUESSES = 3  # what an unknown field may have meant
 
 
 def _to_prompts(value: object) -> object:
@@ -95,15 +97,36 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """What the output must match, in OpenAI's form; and xgrammar's structural tag, as in vLLM and SGLang."""
+    """What the output must match, in OpenAI's form; xgrammar's structural tag, as in vLLM and SGLang; and the forms of TGI,
+    llama.cpp and others: a regular expression, a grammar, and a schema beside the type.
+    """
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
     json_schema: JsonSchemaFormat | None = None
     format: dict[str, Any] | None = None
+    pattern: Text | None = None
+    grammar: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_forms(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        target = {"regex": "pattern", "grammar": "grammar"}.get(str(data.get("type")), "schema")
+        for name in ("value", "schema", "regex"):
+            if name in data and target not in data:
+                data[target] = data.pop(name)
+        if data.get("type") == "json":
+            data["type"] = "json_object"
+        if data.get("type") in ("json_object", "json_schema") and "schema" in data and "json_schema" not in data:
+            data |= {"type": "json_schema", "json_schema": {"schema": data.pop("schema")}}
+        return data
 
     @model_validator(mode="after")
     def _check_parts(self) -> ResponseFormat:
-        for name, of_type in (("json_schema", "json_schema"), ("format", "structural_tag")):
+        parts = {"json_schema": "json_schema", "format": "structural_tag", "pattern": "regex", "grammar": "grammar"}
+        for name, of_type in parts.items():
             if (getattr(self, name) is not None) != (self.type == of_type):
                 missing = "needs" if self.type == of_type else "has no"
                 reason = f"response_format of the type {self.type!r} {missing} {name}; see docs/structured-outputs.md"
@@ -117,11 +140,16 @@ class ResponseFormat(StrictModel):
             return {"json": self.json_schema.schema_}
         if self.format is not None:
             return {"structural_tag": {"type": self.type, "format": self.format}}
+        if self.pattern is not None or self.grammar is not None:
+            return {"regex": self.pattern} if self.pattern is not None else {"grammar": self.grammar}
         return {"json_object": True} if self.type == "json_object" else {}
 
 
 class StructuredOutputsBody(StrictModel):
-    """What the output must match, in vLLM's form; see StructuredOutputs."""
+    """What the output must match, in vLLM's form; see StructuredOutputs.
+
+    Without a constraint, its whitespace is that of the constraint in another field, or of the tools.
+    """
 
     json_: JsonText = Field("", alias="json")
     json_object: bool = False
@@ -130,12 +158,12 @@ class StructuredOutputsBody(StrictModel):
     grammar: Text = ""
     structural_tag: JsonText = ""
     disable_any_whitespace: bool = False
+    whitespace_pattern: Text | None = None
 
     @property
     def constraint(self) -> dict[str, Any]:
         """Fields of StructuredOutputs."""
-        values = self.model_dump(by_alias=True, exclude_unset=True)
-        return values | {"any_whitespace": not values.pop("disable_any_whitespace", False)}
+        return self.model_dump(by_alias=True, include={"json_", *CONSTRAINTS}, exclude_unset=True)
 
 
 class SamplingBody(UnusedFields):
@@ -172,6 +200,13 @@ class SamplingBody(UnusedFields):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
+    guided_json_object: bool = False
+    guided_whitespace_pattern: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_names_of_others(cls, data: Any) -> Any:
+        return translated(data, field_names(cls)) if isinstance(data, dict) else data
 
 
 class Body(SamplingBody):
@@ -241,9 +276,24 @@ class Body(SamplingBody):
         named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         named |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
-        structured = StructuredOutputs(**self._constraint[1]) if self._constraint else None
+        structured = StructuredOutputs(**self._constraint[1], **self.whitespace) if self._constraint else None
         values = {"max_tokens": max_tokens, "logit_bias": logit_bias, "structured_outputs": structured}
         return SamplingParams(**(named | values | logprobs))
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the request has tools."""
+        return False
+
+    @property
+    def whitespace(self) -> dict[str, Any]:
+        """The whitespace of JSON, as fields of StructuredOutputs."""
+        structured = self.structured_outputs
+        if structured is not None and structured.disable_any_whitespace:
+            return {"whitespace_pattern": structured.whitespace_pattern or "", "disable_any_whitespace": True}
+        pattern = structured.whitespace_pattern if structured else None
+        pattern = self.guided_whitespace_pattern if pattern is None else pattern
+        return {} if pattern is None else {"whitespace_pattern": pattern}
 
     @property
     def _constraint(self) -> tuple[str, dict[str, Any]] | None:
@@ -258,7 +308,12 @@ class Body(SamplingBody):
         for constraint in ("json", "regex", "choice", "grammar"):  # vLLM's older names
             if (value := getattr(self, f"guided_{constraint}")) is not None:
                 given[f"guided_{constraint}"] = {constraint: value}
+        if self.guided_json_object:
+            given["guided_json_object"] = {"json_object": True}
+        is_empty = given.get("structured_outputs") == {}
         given = {name: fields for name, fields in given.items() if fields}
+        if not given and is_empty and not self.may_call_tools:
+            return "structured_outputs", {}
         if len(given) > 1:
             names = " and ".join(given)
             raise InvalidRequest(f"{names} both say what the output must match; give one of them", list(given)[1])
@@ -282,12 +337,22 @@ class Body(SamplingBody):
 
 
 class CompletionBody(Body):
-    """The body of /v1/completions. max_completion_tokens: the same as max_tokens."""
+    """The body of /v1/completions. max_completion_tokens: the same as max_tokens.
+
+    suffix: what comes after the output, for models that fill in the middle.
+    """
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)]
     logprobs: int | None = None
     echo: bool = False
+    suffix: Text = ""
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionBody:
+        if self.suffix and self.echo:
+            raise InvalidRequest("echo with suffix would show no text that ever stood so; leave one of them out", "suffix")
+        return self
 
     @property
     def scores_prompt_only(self) -> bool:
@@ -365,6 +430,20 @@ class ChatBody(Body, ToolFields):
 
     @model_validator(mode="before")
     @classmethod
+    def _continue_prefix(cls, data: Any) -> Any:
+        """Read the mark of a last message that is to be continued: DeepSeek's and Mistral's `prefix`, or `partial`."""
+        if not isinstance(data, dict) or not isinstance(messages := data.get("messages"), list) or not messages:
+            return data
+        last = messages[-1]
+        marks = {"prefix", "partial"} & last.keys() if isinstance(last, dict) and last.get("role") == "assistant" else set()
+        if not marks:
+            return data
+        continues = {"continue_final_message": True} if any(last[mark] for mark in marks) else {}
+        rest = {name: value for name, value in last.items() if name not in marks}
+        return {**data, "messages": [*messages[:-1], rest], **continues}
+
+    @model_validator(mode="before")
+    @classmethod
     def _drop_zero_top_logprobs(cls, data: Any) -> Any:
         """Drop a top_logprobs of 0, which some clients send without logprobs."""
         if isinstance(data, dict) and data.get("top_logprobs") == 0 and not data.get("logprobs"):
@@ -397,6 +476,11 @@ class ChatBody(Body, ToolFields):
     def wants_logprobs(self) -> bool:
         """Whether the choices have log-probabilities."""
         return self.logprobs
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the request has tools."""
+        return bool(self.tools)
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
@@ -488,9 +572,14 @@ def _unknown_field(param: str, name: str) -> str:
         return f"{param} is a field of {' and '.join(others)}, and not of this endpoint; leave it out or call another one"
     if name in NEUTRAL:
         return f"{param} is not supported; leave it out"
-    known = [*CompletionBody.model_fields, *ChatBody.model_fields]
-    similar = difflib.get_close_matches(name[:MAX_NAME_LENGTH], known, n=1)
-    return f"{param} is not a known field; {f'did you mean {similar[0]}?' if similar else 'leave it out'}"
+    parts = (Message, EarlierCall, FunctionDefinition, StreamOptions, ResponseFormat, StructuredOutputsBody)
+    known = [one for model in (*bodies.values(), *parts) for one in field_names(model)]
+    similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]))
+    return f"{param} is not a known field; {f'did you mean {_either(similar)}?' if similar else 'leave it out'}"
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names[:MAX_GUESSES])
 
 
 def _token_id(name: str) -> int:

@@ -21,6 +21,7 @@ from eyas.config import (
     ServerConfig,
     TlsConfig,
 )
+from eyas.config.router import UnknownFields
 from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
@@ -62,6 +63,7 @@ async def http_router(
     limits: LimitsConfig | None = None,
     cors_allow_origins: tuple[str, ...] = (),
     playground: bool = True,
+    unknown_fields: UnknownFields = "refuse",
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05))
@@ -74,7 +76,10 @@ async def http_router(
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     config = HttpConfig(
-        keepalive_interval_s=keepalive_interval_s, cors_allow_origins=cors_allow_origins, playground=playground
+        keepalive_interval_s=keepalive_interval_s,
+        cors_allow_origins=cors_allow_origins,
+        unknown_fields=unknown_fields,
+        playground=playground,
     )
     app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
     http_server = HttpServer(app, config, TlsConfig(), limits)

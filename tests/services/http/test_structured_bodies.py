@@ -38,7 +38,7 @@ WAYS: list[tuple[dict[str, Any], StructuredOutputs | None]] = [
     ({"structured_outputs": {"structural_tag": TAG}}, StructuredOutputs(structural_tag=json.dumps(TAG))),
     (
         {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
-        StructuredOutputs(json="{}", any_whitespace=False),
+        StructuredOutputs(json="{}", whitespace_pattern=""),
     ),
 ]
 
