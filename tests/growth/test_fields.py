@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import AddedToken
 
 from eyas.config import LimitsConfig
@@ -78,8 +79,11 @@ def nested(n: int) -> dict[str, Any]:
 
 
 def read(body: dict[str, Any]) -> object:
-    """Read a body of either setting, as far as its text is short enough for the event loop, or in a thread."""
-    return parse_body(json.dumps(body).encode(), ChatBody, 2**20, POLICY)
+    """Read a body, and name what is wrong in it."""
+    try:
+        return parse_body(json.dumps(body).encode(), ChatBody, 2**20, POLICY)
+    except ValidationError as error:
+        raise invalid_body(error.errors()) from None
 
 
 def refuse(name: str) -> object:

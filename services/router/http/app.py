@@ -194,7 +194,8 @@ def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         warning = {"warning": readiness.warning} if readiness.warning and not readiness.reason else {}
         return _status(readiness.reason, "ready", "not ready", **warning)
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
     async def ping() -> JSONResponse:
         """Report whether requests can be served, as /health does, under the name that SageMaker and vLLM have for it."""
         return _status(readiness.outage, "healthy", "unhealthy")
