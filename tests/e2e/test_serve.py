@@ -152,6 +152,9 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
         with urllib.request.urlopen(f"{server.http}/", timeout=100) as page:
             assert "<title>Eyas playground</title>" in page.read().decode()
         assert f"playground: {server.http}/" in server.output
+        of_this_machine = urllib.request.Request(f"{server.http}/v1/models", headers={"Origin": "http://localhost:5173"})
+        with urllib.request.urlopen(of_this_machine, timeout=100) as answer:
+            assert answer.headers["access-control-allow-origin"] == "http://localhost:5173"
         text = server.complete(TARGET)
         options = ("--temperature", "0", "--max-tokens", "8", "--json")
         command = [str(eyas), "generate", PROMPT, "--address", server.grpc, *options]

@@ -128,6 +128,7 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         ({"engine": EngineConfig(acceptance="rejection")}, False),
         ({"engine": EngineConfig(deterministic=True)}, False),
         ({"engine": EngineConfig(tensor_parallel_size=2)}, False),
+        ({"engine": EngineConfig(json_whitespace_pattern="")}, False),
         ({"device": "cpu"}, False),
         ({"device": "cuda:1"}, True),
         ({"engine": EngineConfig(max_num_seqs=1, layer_threads=2)}, True),
