@@ -96,8 +96,8 @@ def others_tables() -> str:
     names = {name: " or ".join(f"`{one}`" for one in targets) for name, targets in RENAMED.items()} | RESHAPED
     lines = [f"| `{name}` | {meaning} |" for name, meaning in sorted(names.items())]
     lines.append(f"| {', '.join(f'`{name}`' for name in WRAPPERS)} | their fields are fields of the body |")
-    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
-    return "\n".join(["| of another server | here |", "|---|---|", *lines, "", f"Ignored: {ignored}."])
+    lines.append(f"| {', '.join(f'`{name}`' for name in sorted(IGNORED))} | ignored |")
+    return "\n".join(["| of another server | here |", "|---|---|", *lines])
 
 
 def settings() -> Iterator[Setting]:

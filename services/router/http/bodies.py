@@ -117,7 +117,7 @@ class FieldPolicy:
     """Decides about the fields that a model here does not have. Safe for use from any thread."""
 
     def __init__(self, unknown: UnknownFields = "refuse", of_endpoints: Collection[str] = ()) -> None:
-        """unknown: of fields that nobody knows. of_endpoints: the fields of all endpoints, which are never ignored."""
+        """unknown: of fields that no server knows. of_endpoints: the fields of all endpoints, which are never ignored."""
         self._unknown = unknown
         self._of_endpoints = frozenset(of_endpoints)
         self._logged = set[str]()
@@ -133,7 +133,7 @@ class FieldPolicy:
         return found
 
     def _is_unknown(self, name: str, known: frozenset[str]) -> bool:
-        """Return whether a field is to be ignored because nobody knows it, and it is no known name misspelt."""
+        """Return whether a field is to be ignored because no server knows it, and it is no known name misspelt."""
         if self._unknown == "refuse" or name in NEUTRAL or name in self._of_endpoints:
             return False
         return not near_names(name, known)

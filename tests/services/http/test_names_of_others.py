@@ -1,4 +1,4 @@
-"""Fields as other servers name them mean the same here, and what nobody knows is refused or ignored."""
+"""Fields as other servers name them mean the same here, and what no server knows is refused or ignored."""
 
 from __future__ import annotations
 
