@@ -152,7 +152,7 @@ def build(
     model: Annotated[
         str, typer.Option("--model", "--tokenizer", help="Folder or hub id that holds the target's tokenizer.json.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path, typer.Option(help="Folder that is written.")],
     exclude: Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out.")] = None,
 ) -> None:
     """Tokenize CORPUS and sort its suffixes."""

@@ -133,13 +133,14 @@ def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> di
 Address = Annotated[
     str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of a router; several, with commas, take turns on failures.")
 ]
-Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Use TLS.")]
+Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Connect to the router by TLS.")]
 Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file that signed the router's certificate; implies --tls.")]
 TlsName = Annotated[
     str,
     typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
 ]
 
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens of prompt and output less likely.")]
 MinP = Annotated[float, typer.Option(help="Sample from tokens with at least this share of the likeliest one's probability.")]
 ModelName = Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")]
 
@@ -161,9 +162,7 @@ def generate(
     min_p: MinP = 0.0,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at end-of-sequence tokens.")] = False,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens of the prompt and the output less likely.")
-    ] = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Above 0 makes tokens of the output less likely.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="Above 0 makes frequent tokens of the output less likely.")] = 0.0,
     logit_bias: Annotated[
@@ -231,7 +230,7 @@ def chat(
     source: Annotated[
         str, typer.Argument(metavar="[URL|MODEL]", help="Base URL of a router's HTTP API, or a local model.")
     ] = CHAT_URL,
-    system: Annotated[str, typer.Option(help="System message.")] = "",
+    system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,

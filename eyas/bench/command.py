@@ -31,7 +31,7 @@ REFRESHES_PER_SECOND = 1
 
 Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
 NumPrompts = Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks; 0 takes all.")]
-Temperatures = Annotated[list[float], typer.Option(help="May be repeated.")]
+Temperatures = Annotated[list[float], typer.Option(help="Temperature of sampling, 0 for greedy; may be repeated.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
 NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
 NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")]
@@ -40,6 +40,7 @@ DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch, for all that is measured; 0 takes what `LLM` takes.")]
 Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+LocalTable = Annotated[str, typer.Option(help="Cost table of the drafter on a verifier's device; presets find their own.")]
 RESULTS = Path("benchmarks/results")
 
 bench = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -63,7 +64,15 @@ def offline(
     temperature: Temperatures = [0.0],  # noqa: B006
     max_tokens: MaxTokens = 96,
     groups: Annotated[int, typer.Option(help="Fewest batches to measure; every prompt is used at least once.")] = 5,
-    rows: Annotated[list[int], typer.Option(help="Rows of a verify step; may be repeated.")] = [1, 8, 16, 32, 64],  # noqa: B006
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first impression: the first --batch, 3 prompts, 48 tokens, 3 batches.")
+    ] = False,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Also time verify steps of this many rows, and drafting; may be repeated.")
+    ] = None,
+    first_token: Annotated[
+        bool, typer.Option("--first-token", help="Also time the first token of a long prompt, new and cached.")
+    ] = False,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
@@ -86,13 +95,18 @@ def offline(
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
         num_groups=groups,
-        rows=tuple(rows),
+        rows=tuple(rows or ()),
+        first_token=first_token,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
         draft_budget=cast(DraftBudgetPolicy, draft_budget),
         dtype=cast(Dtype, dtype),
         device=device,
         threads=threads,
     )
+    if quick:
+        most = {"num_prompts": 3, "batches": settings.batches[:1], "max_tokens": min(max_tokens, 48), "num_groups": 1}
+        settings = replace(settings, **most, max_groups=3)
+    _announce(model)
     from eyas.bench.offline import measure
 
     _report("offline", settings, measure, out)
@@ -214,6 +228,7 @@ def methods(
         device=device,
         threads=threads,
     )
+    _announce(model)
     from eyas.bench.methods import draw, measure
 
     results, page = _report("methods", settings, measure, out)
@@ -252,13 +267,11 @@ def plan(
     profile: Annotated[Path, typer.Option(help="JSON report of `eyas bench split`, or a profile; see docs/split.md.")],
     verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/emulation.md.")] = "llama-3.1-8b@h100",
     drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
-    local: Annotated[
-        str, typer.Option(help="Cost table of the drafter on a verifier's device; presets find their own.")
-    ] = "",
-    temperature: Annotated[float, typer.Option(help="Of the report.")] = 0.0,
+    local: LocalTable = "",
+    temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,
     host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
     wire_ms: Annotated[float | None, typer.Option(help="Of a round trip besides drafting, for the profile's.")] = None,
-    verifiers: Annotated[int, typer.Option(help="Number of verifiers.")] = 1,
+    verifiers: Annotated[int, typer.Option(help="How many verifiers the fleet has.")] = 1,
     drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
     delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
     concurrency: Annotated[int, typer.Option(help="Sequences that each verifier always has, without arrivals.")] = 8,
@@ -267,9 +280,11 @@ def plan(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
-    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 60.0,
-    verifier_price: Annotated[float | None, typer.Option(help="Dollars an hour; a preset knows its own.")] = None,
-    drafter_price: Annotated[float | None, typer.Option(help="The same of a drafter.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long the simulated fleet runs.")] = 60.0,
+    verifier_price: Annotated[
+        float | None, typer.Option(help="Dollars an hour of a verifier; a preset has its own.")
+    ] = None,
+    drafter_price: Annotated[float | None, typer.Option(help="Dollars an hour of a drafter; a preset has its own.")] = None,
     curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,
 ) -> None:
@@ -317,6 +332,11 @@ def _on_same_gpu(verifier: str, drafter: str) -> str:
             f"what {drafter} costs on the device of {verifier} is unknown, as both are not presets; give it as --local"
         )
     return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}"
+
+
+def _announce(model: str) -> None:
+    """Say what comes, before the imports that take seconds."""
+    print(f"loading torch and {model}; results come as they are known, the whole report at the end", file=sys.stderr)
 
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:

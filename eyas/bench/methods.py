@@ -13,7 +13,7 @@ from rich.progress import Progress
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import ASSISTED, GENERATE, LOOKUP, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn, say
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
@@ -161,6 +161,8 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
             work = found.work if isinstance(found, EngineContender) else NO_WORK
             others = alone.get(name, ()), plainly.get(name, ()), runs.get(LOOKUP, ())
             scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
+            whole = scores[-1].overall
+            say(progress, f"{label}: {name} {whole.speedup} x" + (f", tau {whole.tau:.2f}" if whole.tau else ""))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
 

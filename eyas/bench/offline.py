@@ -16,10 +16,12 @@ from eyas.bench.results import (
     LOOKUP,
     PLAIN,
     SPECULATIVE,
+    DraftTime,
     FirstToken,
     OfflineResults,
     SpeedComparison,
     StageTimes,
+    VerifyTime,
 )
 from eyas.bench.settings import OfflineSettings, Prompt, groups, load_prompts, random_prompt
 from eyas.bench.timing import (
@@ -28,6 +30,7 @@ from eyas.bench.timing import (
     GenerateContender,
     rotated,
     run_in_turn,
+    say,
     summarise,
     time_draft_rounds,
     time_verify_steps,
@@ -75,13 +78,18 @@ def measure(
     comparisons = list[SpeedComparison]()
     for temperature, batch in product(settings.temperatures, settings.batches):
         comparisons.append(compare(settings, contenders, prompts, temperature, batch, progress))
+        say(progress, str(comparisons[-1]))
         found(comparisons[-1])
     target, fuser, drafter = parts.target, parts.fuser, parts.drafter
-    batches = progress.track(settings.batches, description="verify steps by rows")
-    verify = [time for batch in batches for time in time_verify_steps(target, fuser, batch, settings.rows)]
-    time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
-    draft = [time_draft(batch) for batch in progress.track(settings.batches, description="drafting")] if time_draft else []
-    first = first_token(settings, contenders, build_caching_contenders(settings, parts), target, progress)
+    verify, draft = list[VerifyTime](), list[DraftTime]()
+    if settings.rows:
+        for batch in progress.track(settings.batches, description="verify steps by rows"):
+            verify += time_verify_steps(target, fuser, batch, settings.rows)
+    if settings.rows and drafter and fuser:
+        time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target)
+        draft = [time_draft(batch) for batch in progress.track(settings.batches, description="drafting")]
+    caching = build_caching_contenders(settings, parts) if settings.first_token else {}
+    first = first_token(settings, contenders, caching, target, progress) if settings.first_token else None
     return OfflineResults(torch.get_num_threads(), tuple(comparisons), tuple(verify), tuple(draft), first)
 
 

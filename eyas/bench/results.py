@@ -110,6 +110,13 @@ class SpeedComparison:
             stages=stages,
         )
 
+    def __str__(self) -> str:
+        """The comparison in a line, for those who wait for the report."""
+        speeds = [f"{name} {speed} tokens/s" for name, speed in self.tokens_per_second.items()]
+        if self.tau is not None:
+            speeds.append(f"{SPECULATIVE} / {PLAIN} {self.ratios[f'{SPECULATIVE} / {PLAIN}']}, tau {self.tau:.2f}")
+        return f"temperature {self.temperature:g}, batch {self.batch}: {', '.join(speeds)}"
+
 
 @dataclass(frozen=True)
 class VerifyTime:
@@ -145,17 +152,21 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class OfflineResults:
-    """Everything that `eyas bench offline` measures. num_threads: CPU threads of torch."""
+    """Everything that `eyas bench offline` measures. num_threads: CPU threads of torch.
+
+    verify, draft: empty unless rows were asked for. first_token: None unless it was.
+    """
 
     num_threads: int
     comparisons: tuple[SpeedComparison, ...]
     verify: tuple[VerifyTime, ...]
     draft: tuple[DraftTime, ...]
-    first_token: FirstToken
+    first_token: FirstToken | None
 
     def tables(self) -> list[Table]:
         """The tables of the report; empty ones are left out."""
-        tables = [_verify(self.verify), _draft(self.draft), _first_token(self.first_token)]
+        tables = [_verify(self.verify), _draft(self.draft)]
+        tables += [_first_token(self.first_token)] if self.first_token else []
         return [*tables_of(self.comparisons), *(table for table in tables if table.rows)]
 
 

@@ -61,7 +61,8 @@ class OfflineSettings(BenchSettings):
     prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
     num_prompts: of them, spread evenly over the tasks; 0 takes all of a file, or NUM_RANDOM_PROMPTS random ones.
     num_groups: fewest batches of each size. max_groups: most; 0 takes as many as all prompts need.
-    rows: lengths of the chains that a verify step is timed with.
+    rows: lengths of the chains that a verify step is timed with, and draft rounds; empty times none.
+    first_token: also measure the time to the first token of a long prompt, new and cached.
     """
 
     model: str
@@ -72,12 +73,13 @@ class OfflineSettings(BenchSettings):
     batches: tuple[int, ...] = (1, 8)
     num_groups: int = 5
     max_groups: int = 0
-    rows: tuple[int, ...] = (1, 8, 16, 32, 64)
+    rows: tuple[int, ...] = ()
+    first_token: bool = False
     draft_budget: DraftBudgetPolicy = "fixed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (min(self.batches, default=0), min(self.rows, default=0), self.num_groups)
+        sizes = (min(self.batches, default=0), min(self.rows, default=1), self.num_groups)
         require(min(sizes) >= 1, "batch, rows and groups must be 1 or more, and given at least once")
         at_least(0, num_prompts=self.num_prompts)
         one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)

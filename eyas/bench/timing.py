@@ -140,6 +140,10 @@ def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
     return loaded.to(device).eval()
 
 
+# Seconds between two lines about progress, where there is no terminal.
+REPORT_INTERVAL_S = 10.0
+
+
 def run_in_turn(
     contenders: Mapping[str, Contender],
     batches: Sequence[Sequence[Prompt]],
@@ -153,10 +157,19 @@ def run_in_turn(
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens)))
+    said = time.monotonic()
     for index, batch in enumerate(progress.track(batches, description=label)):
         for name in rotated(list(contenders), index):
             runs[name].append(contenders[name].run(batch, sampling))
+        if not progress.console.is_terminal and time.monotonic() - said > REPORT_INTERVAL_S:
+            said = time.monotonic()
+            say(progress, f"{label}: {index + 1} of {len(batches)} batches")
     return runs
+
+
+def say(progress: Progress, text: str) -> None:
+    """Print a line above the bars of a benchmark."""
+    progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 train = typer.Typer(add_completion=False, no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="Folder or hub id of the target.")]
-Out = Annotated[Path, typer.Option(help="What to write.")]
+Out = Annotated[Path, typer.Option(help="Folder or file that is written.")]
 Files = Annotated[
     list[Path],
     typer.Argument(help="JSON with messages, conversations, prompt and completion, text or token_ids; plain text; folders."),
@@ -59,7 +59,7 @@ def prepare(
     exclude: Exclude = None,
     chat_template_kwargs: TemplateKwargs = "{}",
     draft_vocab_size: Annotated[int, typer.Option(help="Print the coverage of this size; 0 takes usual sizes.")] = 0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same data.")] = 0,
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
     from eyas.train.data import FOLDER_SUFFIXES
@@ -128,13 +128,13 @@ def regenerate(
     prompts_per_document: Annotated[int, typer.Option(help="Places of a plain text that are continued.")] = 1,
     batch: Annotated[int, typer.Option(help="Answers at a time.")] = 64,
     draft_model: Annotated[str, typer.Option(help="Draft model that makes it faster, if there is one already.")] = "",
-    method: Annotated[str, typer.Option(help="Its method.")] = "",
-    dtype: Annotated[str, typer.Option()] = "auto",
-    device: Annotated[str, typer.Option()] = "auto",
+    method: Annotated[str, typer.Option(help="Drafting method of the draft model; by default what it is for.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     exclude: Exclude = None,
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     chat_template_kwargs: TemplateKwargs = "{}",
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same data.")] = 0,
     threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
@@ -289,12 +289,12 @@ def evaluate(
     model: Model,
     data: Annotated[Path, typer.Option(help="Prepared data, whose held-out documents are the prompts.")],
     method: Annotated[str, typer.Option(help="What was trained, such as dspark.")] = "dspark",
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
-    num_prompts: Annotated[int, typer.Option(min=1)] = EvalConfig.num_prompts,
+    temperature: Annotated[list[float], typer.Option(help="0 is greedy decoding; may be repeated.")] = [0.0, 1.0],  # noqa: B006
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts to decode.")] = EvalConfig.num_prompts,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
     num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a tree, the root included.")] = 24,
     num_steps: Annotated[int, typer.Option(help="Levels of a tree; 0 takes all depths of a block head, else 5.")] = 0,
-    device: Annotated[str, typer.Option()] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Threads = 0,
 ) -> None:
     """Measure a head by draft trees of the serving engine on held-out prompts."""

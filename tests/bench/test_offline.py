@@ -24,10 +24,6 @@ SIZES = [
     "6",
     "--groups",
     "2",
-    "--rows",
-    "1",
-    "--rows",
-    "4",
     "--num-draft-tokens",
     "6",
     "--num-steps",
@@ -53,9 +49,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, prompts: Path, tmp_path: Path) -> None:
     result = bench(
         "--model", tiny_target, "--draft-model", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES,
-        *SIZES, "--draft-budget", "fixed",
+        *SIZES, "--draft-budget", "fixed", "--rows", "1", "--rows", "4", "--first-token",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    said = result.stderr.splitlines()
+    assert said[0].startswith(f"loading torch and {tiny_target}")
+    assert [line.partition(":")[0] for line in said if "speculative / plain" in line] == [
+        "temperature 0, batch 1", "temperature 0, batch 3", "temperature 0.8, batch 1", "temperature 0.8, batch 3",
+    ]  # fmt: skip
     (file,) = tmp_path.glob("*-offline-cpu.json")
     data = json.loads(file.read_text())
     found = data["results"]
@@ -92,8 +93,17 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
     found = json.loads(file.read_text())["results"]
     assert set(found["comparisons"][0]["ratios"]) == {"plain / generate", "plain / generate, prompt lookup"}
     assert found["comparisons"][0]["tau"] is None
-    assert found["draft"] == []
+    assert (found["verify"], found["draft"], found["first_token"]) == ([], [], None)
     assert "## Acceptance" not in file.with_suffix(".md").read_text()
+
+
+def test_a_quick_run_measures_one_batch_size_of_few_prompts(tiny_target: str, prompts: Path, tmp_path: Path) -> None:
+    result = bench("--model", tiny_target, "--prompts", f"{prompts}", "--out", f"{tmp_path}", "--quick")
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.glob("*.json")
+    data = json.loads(file.read_text())
+    assert [(c["batch"], c["num_groups"]) for c in data["results"]["comparisons"]] == [(1, 3)]
+    assert data["settings"]["max_tokens"] == 48
 
 
 @pytest.mark.parametrize(
@@ -136,8 +146,9 @@ def test_an_interrupted_run_has_given_its_comparisons(
     found, never = list[SpeedComparison](), Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(offline, "time_verify_steps", never)
     settings = OfflineSettings(
-        tiny_target, prompts=prompts, batches=(1, 2), num_groups=1, max_groups=2, max_tokens=3, dtype="float32", device="cpu"
-    )
+        tiny_target, prompts=prompts, batches=(1, 2), num_groups=1, max_groups=2, max_tokens=3, dtype="float32",
+        device="cpu", rows=(1,),
+    )  # fmt: skip
     with Progress(disable=True) as progress, pytest.raises(KeyboardInterrupt):
         offline.measure(settings, progress, found.append)
     assert [(each.batch, each.num_groups) for each in found] == [(1, 2), (2, 2)]

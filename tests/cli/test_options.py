@@ -1,0 +1,130 @@
+"""Options that commands share: files of them, their completion, their help; and what `eyas env` shows."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from eyas.cli import SUBCOMMANDS, app
+from eyas.options import LLM_ARGUMENTS, llm_arguments, read_options
+
+# Help of fewer words say nothing that the option's name does not.
+MIN_WORDS = 4
+OPTIONS = """
+max-model-len: 300
+served_model_name: [one, two]
+set: [router.limits.max_connections=9]
+verifier:
+  engine: {max_num_seqs: 4}
+"""
+
+
+class _Context:
+    """The parts of a click context that options are read into."""
+
+    def __init__(self, name: str = "serve") -> None:
+        group: Any = typer.main.get_command(app)
+        context = group.make_context("eyas", [name, "--help"], resilient_parsing=True)
+        self.command = group.get_command(context, name).make_context(name, ["x"], context, resilient_parsing=True).command
+        self.info_name, self.default_map = name, dict[str, Any]()
+
+
+def completions(words: str) -> set[str]:
+    asked = {"_EYAS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    return set(CliRunner().invoke(app, prog_name="eyas", env=asked).output.split())
+
+
+def test_a_file_sets_options_and_settings_of_services(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text(OPTIONS)
+    context: Any = _Context()
+    assert read_options(context, file) == file
+    assert context.default_map == {
+        "max_model_len": 300,
+        "served_model_name": ["one", "two"],
+        "assignments": ["router.limits.max_connections=9", "verifier.engine.max_num_seqs=4"],
+    }
+
+
+def test_the_command_line_goes_before_a_file(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("max-tokens: 0\ntemperature: 0\n")
+    words = ["generate", "models/demo/target", "x", "--config", str(file)]
+    result = CliRunner().invoke(app, words)
+    assert "max_tokens is 0" in result.stderr
+    result = CliRunner().invoke(app, [*words, "--max-tokens", "-7"])
+    assert "max_tokens is -7" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max-modle-len: 3", "serve has no option max-modle-len; did you mean max-model-len?"),
+        ("help: true", "serve has no option help"),
+        ("- a list", "expected a mapping of settings, got list"),
+        ("a: [", "cannot read config"),
+        ("verifier: {engine: {max_num_sqs: 1}}", "did you mean engine.max_num_seqs?"),
+        ("port: many", "parse string as an integer"),
+    ],
+)
+def test_mistakes_in_a_file_of_options_are_named(text: str, reason: str, tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["serve", "models/demo/target", "--config", str(file)])
+    assert result.exit_code != 0
+    assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_two_word_commands_complete() -> None:
+    assert completions("eyas keys ") >= {"new"}
+    assert completions("eyas bench s") == {"serve", "split"}
+    assert completions("eyas serve ro") == {"router"}
+    assert completions("eyas serve router --con") == {"--config"}
+    assert completions("eyas keys new --ten") == {"--tenant"}
+    assert completions("eyas k") == {"keys"}
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command with options of its own, by its words."""
+    group: Any = typer.main.get_command(app)
+    root = group.make_context("eyas", ["--help"], resilient_parsing=True)
+    for name in SUBCOMMANDS:
+        first, *rest = name.split()
+        context = group.get_command(root, first).make_context(first, [*rest, "x"], root, resilient_parsing=True)
+        yield name, context.command
+        for word in getattr(context.command, "commands", {}):
+            below = context.command.commands[word].make_context(word, ["x"], context, resilient_parsing=True)
+            yield f"{name} {word}", below.command
+
+
+def test_every_option_has_a_help_that_says_something() -> None:
+    texts = {
+        f"{name} {param.name}": getattr(param, "help", None) or ""
+        for name, command in commands()
+        for param in command.params
+        if param.name not in ("help", "install_completion", "show_completion")
+    }
+    assert len(texts) > 150
+    assert not {name: text for name, text in texts.items() if len(text.split()) < MIN_WORDS}
+
+
+def test_options_of_a_model_are_arguments_of_llm() -> None:
+    given = {"dtype": "auto", "max_model_len": None, "quantization": "", "max_num_seqs": 3, "top_k": 4}
+    assert llm_arguments(given) == {"dtype": "auto", "max_num_seqs": 3}
+    assert "max_model_len" in LLM_ARGUMENTS
+
+
+def test_the_report_of_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("EYAS_API_KEY", "eyas-secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0, result.output
+    assert "secret" not in result.output
+    found = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)
+    assert found["variables"]["OMP_NUM_THREADS"] == "7"
+    assert {"torch", "transformers", "numpy"} <= found["packages"].keys()
+    assert found["cores"].endswith(f"of {os.cpu_count()} usable")
+    assert found["compiled on the CPU"]
