@@ -64,8 +64,8 @@ class LazyCommand(TyperCommand):
         """Begin the command itself, or the one below it that the first word names."""
         path = f"{self._path} {args[0]}" if args else ""
         if path in _children(self._path):
-            return _load(path).make_context(path, args[1:], parent, **extra)
-        return _load(self._path).make_context(info_name, args, parent, **extra)
+            return load_command(path).make_context(path, args[1:], parent, **extra)
+        return load_command(self._path).make_context(info_name, args, parent, **extra)
 
 
 class LazyGroup(TyperGroup):
@@ -87,7 +87,7 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(1) from error
 
 
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import a subcommand. Exits with status 1 and a hint if a package of an extra is not installed."""
     subcommand = SUBCOMMANDS[name]
     try:

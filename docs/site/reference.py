@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-import typer.main
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
-from eyas.cli import SUBCOMMANDS, LazyGroup
-from eyas.cli import app as cli
+from eyas.cli import SUBCOMMANDS, LazyCommand, load_command
 from eyas.services.router.http.app import build_app
 
 # Numbers of the fields of FileDescriptorProto, DescriptorProto and so on, which make up the paths of comments.
@@ -99,12 +97,12 @@ def command_line_page() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """Yield every command by its words. The group of `eyas` loads a command when it is asked for it."""
-    root = cast(LazyGroup, typer.main.get_command(cli))
+    """Yield every command by its words."""
     for name in SUBCOMMANDS:
-        command = root.resolve_command(None, name.split())[1]
+        command = load_command(name)
         inner = getattr(command, "commands", {"": command})
-        yield from ((f"eyas {name} {word}".strip(), leaf) for word, leaf in inner.items())
+        leaves = {word: leaf for word, leaf in inner.items() if not isinstance(leaf, LazyCommand)}
+        yield from ((f"eyas {name} {word}".strip(), leaf) for word, leaf in leaves.items())
 
 
 def _plain(text: str | None) -> list[str]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Seconds between two lines about progress, where there is no terminal.
 REPORT_INTERVAL_S = 10.0
+# Tokens of each prompt in a quick run.
+QUICK_TOKENS = 48
 # Drawing the progress bar takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
 
@@ -104,8 +106,8 @@ def offline(
         threads=threads,
     )
     if quick:
-        most = {"num_prompts": 3, "batches": settings.batches[:1], "max_tokens": min(max_tokens, 48), "num_groups": 1}
-        settings = replace(settings, **most, max_groups=3)
+        few = min(max_tokens, QUICK_TOKENS)
+        settings = replace(settings, num_prompts=3, batches=settings.batches[:1], max_tokens=few, num_groups=1, max_groups=3)
     _announce(model)
     from eyas.bench.offline import measure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -269,5 +270,5 @@ class RouterConfig(ServiceConfig):
         above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
         above_zero(stuck_loop_exit_timeout_s=self.stuck_loop_exit_timeout_s)
         names = [name for model in self.models for name in (model.name, *model.aliases)]
-        twice = next((name for name in names if names.count(name) > 1), "")
+        twice = next((name for name, count in Counter(names).items() if count > 1), "")
         require(not twice, f"models has the name {twice!r} twice; each model, and each alias, needs a name of its own")

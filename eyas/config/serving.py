@@ -309,8 +309,6 @@ class VerifierConfig(WorkerConfig):
             not self.drafts_itself or self.engine.acceptance == "match",
             f"engine.acceptance is rejection, but {self.method} cannot sample drafts; set engine.acceptance to match",
         )
-        one_of(Dtype, dtype=self.dtype)
-        one_of(HeadValidation, validate_head=self.validate_head)
         above_zero(max_pending_bytes=self.max_pending_bytes)
         one_of(GenerationDefaults, generation_config=self.generation_config)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
@@ -348,7 +346,6 @@ class DraftedModel:
 
     def __post_init__(self) -> None:
         check_method(self.method, self.draft_model)
-        one_of(Dtype, dtype=self.dtype)
         nothing = not (self.method or self.draft_model) or self.method == NO_DRAFTS
         if self.method:
             check_quantization(self.method, self.drafting.quantization)

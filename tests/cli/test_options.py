@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from eyas.cli import SUBCOMMANDS, app
+from eyas.cli import SUBCOMMANDS, app, load_command
 from eyas.options import LLM_ARGUMENTS, llm_arguments, read_options
 
 # Help of fewer words say nothing that the option's name does not.
@@ -27,11 +26,8 @@ verifier:
 class _Context:
     """The parts of a click context that options are read into."""
 
-    def __init__(self, name: str = "serve") -> None:
-        group: Any = typer.main.get_command(app)
-        context = group.make_context("eyas", [name, "--help"], resilient_parsing=True)
-        self.command = group.get_command(context, name).make_context(name, ["x"], context, resilient_parsing=True).command
-        self.info_name, self.default_map = name, dict[str, Any]()
+    def __init__(self) -> None:
+        self.command, self.info_name, self.default_map = load_command("serve"), "serve", dict[str, Any]()
 
 
 def completions(words: str) -> set[str]:
@@ -88,15 +84,10 @@ def test_two_word_commands_complete() -> None:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command with options of its own, by its words."""
-    group: Any = typer.main.get_command(app)
-    root = group.make_context("eyas", ["--help"], resilient_parsing=True)
     for name in SUBCOMMANDS:
-        first, *rest = name.split()
-        context = group.get_command(root, first).make_context(first, [*rest, "x"], root, resilient_parsing=True)
-        yield name, context.command
-        for word in getattr(context.command, "commands", {}):
-            below = context.command.commands[word].make_context(word, ["x"], context, resilient_parsing=True)
-            yield f"{name} {word}", below.command
+        command: Any = load_command(name)
+        yield name, command
+        yield from ((f"{name} {word}", below) for word, below in getattr(command, "commands", {}).items())
 
 
 def test_every_option_has_a_help_that_says_something() -> None:

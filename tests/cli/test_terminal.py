@@ -1,5 +1,6 @@
 """`eyas generate` and `eyas chat` with a local model, and what they report before they load anything."""
 
+import io
 import json
 import os
 import subprocess
@@ -71,8 +72,24 @@ def test_a_local_model_continues_standard_input(run: Run, plain_llm: LLM, monkey
     plain = run("generate", *DRAFTED, "def main():", *GREEDY, "--json", "--method", "none")
     expected = plain_llm.generate("def main():", SamplingParams(max_tokens=12, temperature=0))[0].outputs[0]
     assert tokens_of(drafted) == tokens_of(plain) == expected.token_ids
-    steps = [json.loads(result.stdout.splitlines()[-1])["stats"]["num_drafted"] for result in (drafted, plain)]
-    assert steps[0] > 0 == steps[1]
+    last = [json.loads(result.stdout.splitlines()[-1]) for result in (drafted, plain)]
+    assert last[0]["stats"]["num_drafted"] > 0 == last[1]["stats"]["num_drafted"]
+    assert [each["num_cached_tokens"] for each in last] == [0, 0]  # what compiles has not computed the prompt
+
+
+class _Screen(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+def test_loading_is_said_on_a_terminal_and_wiped_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys, "stderr", screen := _Screen(is_terminal))
+        LLM(TARGET, engine=fixed_config())
+        shown = screen.getvalue().rpartition("\n")[2]
+        assert shown.startswith(f"\rloading {TARGET} ...") is is_terminal
+        assert shown.endswith("\r\033[K") is is_terminal
 
 
 def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:

@@ -16,13 +16,13 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
+from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig, VerifierConfig
 from eyas.errors import EyasError, Overloaded, Unavailable
 from eyas.outputs import TextChunk
 from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import GenerateCall, TargetInfo
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.services.cluster import free_port
 from eyas.services.verifier.__main__ import END_SECONDS, outputs_fingerprint, run
@@ -33,6 +33,8 @@ from tests.strategies import unchecked
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
 
+ENGINE = EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1, draft_budget="fixed")
+
 Body = Callable[["generation_pb2_grpc.GenerationAsyncStub"], Awaitable[None]]
 
 
@@ -42,11 +44,11 @@ def terminate() -> None:
 
 def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -> None:
     """Run `body`, then `stop`, against a verifier with these settings, which must then end by itself."""
+    settings = {"engine": EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1)} | settings
     config = VerifierConfig(
         served_model_name="demo",
         model="models/demo/target",
         threads=1,
-        engine=EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1),
         server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=100),
         registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
         **settings,
@@ -199,6 +201,27 @@ def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
                 listener.accept()
 
     serving(body, method="prompt_lookup", draft_placement="service")
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "suffix", "lookahead"])
+def test_lookups_in_the_verifier_change_no_token(method: str) -> None:
+    """No draft service is dialled; the first text repeats itself, so that there is something to look up."""
+    prompt = (0, *(282, 659, 276, 40) * 8)
+    call = replace(CALL, request=Request("r", prompt, SamplingParams(48, temperature=0, ignore_eos=True, seed=3)))
+    found: list[list[int]] = []
+
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        (model,) = convert.models_from_proto(await stub.ListModels(generation_pb2.ListModelsRequest()))
+        assert model.features_fingerprint == ""
+        for drafter in ("", NO_DRAFTER):
+            chunks = await generate(stub, replace(call, drafter=drafter))
+            found.append([token for chunk in chunks for token in chunk.chunk.token_ids])
+            steps = [chunk.chunk.verify_step for chunk in chunks if chunk.chunk.verify_step]
+            assert any(step.drafted for step in steps) is not bool(drafter)
+
+    serving(body, method=method, tree=TreeConfig(6), engine=ENGINE)
+    assert found[0] == found[1]
+    assert len(found[0]) == 48
 
 
 def test_a_cancelled_request_frees_its_slots() -> None:

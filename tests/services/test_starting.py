@@ -1,0 +1,128 @@
+"""What `eyas serve` finds out and says before services are ready, and while they work."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.cli import app
+from eyas.config import ServedModel, load
+from eyas.config.drafting import LOOKUPS, METHOD_HEADS
+from eyas.config.router import RouterConfig
+from eyas.config.serving import DraftConfig, VerifierConfig
+from eyas.drafters.registry import METHODS
+from eyas.engine.engine import EngineLoad, StepReport
+from eyas.errors import CheckpointError, ConfigError
+from eyas.process import PHASE_PREFIX
+from eyas.request import GenerationStats
+from eyas.services.cluster import Child
+from eyas.services.preflight import check_settings
+from eyas.services.serve import _phase, plan
+from eyas.services.verifier.load_log import LoadLog
+
+TARGET = "models/demo/target"
+IDLE = EngineLoad(0, 0, 100)
+LOGGED = """
+2026-11-28 12:00:00,000 INFO eyas.process: start: loading
+  a line of a traceback
+{"timestamp": "2026", "level": "INFO", "logger": "eyas.process", "message": "start: compiling"}
+"""
+# Settings that are refused before a process starts, and what the error says.
+REFUSED = {
+    "--method eagle3": "verifier: settings: drafter 'eagle3' needs a draft head of EAGLE-3; none was named; set draft_model",
+    "--method eagle9": "unknown drafter 'eagle9'; known: eagle1, ",
+    "--method medusa+eagle3": "both drafters of 'medusa+eagle3' need a head",
+    "--max-model-len 9999": "max_model_len is 9999, but 'models/demo/target' is made for 2048 tokens",
+    "--tensor-parallel-size 3": "3 ranks cannot share 4 attention heads over 2 key-value heads evenly",
+    "--quantization awq": "quantization is 'awq', but the weights of 'models/demo/target' are plain",
+    "--gpu-memory-utilization 2": "engine.gpu_memory_utilization is 2.0; it must lie in (0, 1]",
+    "--dtype float8": "verifier: --set dtype: dtype: Input should be 'auto', 'float32'",
+    "--device gpu": "device 'gpu' cannot be used here",
+    "--draft-model nowhere/at/all": "no checkpoint folder at 'nowhere/at/all'",
+    "--chat-template nowhere": "router: cannot read the chat_template nowhere",
+    "--tool-call-parser x": "tool_call_parser: Input should be 'auto', 'none'",
+    "--served-model-name a --served-model-name a": "models has the name 'a' twice",
+    "--set router.api_keys.file=nowhere": "router: api_keys.file: cannot read nowhere",
+    "--set router.models=[]": "router: models is empty",
+    "--set verifier.engine.emulated_device=x": "'x' is no cost table",
+    "--set verifier.peers.token_file=nowhere": "verifier: peers.token_file: cannot read nowhere",
+    "--method suffix --set verifier.engine.acceptance=rejection": "suffix cannot sample drafts",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_are_refused_before_processes_start(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("eyas.services.cluster.Child.start", lambda self: pytest.fail("a process was started"))
+    result = CliRunner().invoke(app, ["serve", TARGET, "--port", "0", "--grpc-port", "31999", *words.split()])
+    assert result.exit_code == 1
+    assert REFUSED[words] in result.stderr
+
+
+def test_settings_of_draft_services_are_checked_alike() -> None:
+    for settings, reason in (
+        ({"method": "none"}, "nothing drafts for m; set draft_model, or a method that needs none"),
+        ({}, "nothing drafts for m"),
+        ({"method": "sps"}, "drafter 'sps' needs a causal LM with the target's vocabulary; none was named"),
+        ({"method": "suffix", "drafting": {"quantization": "fp8"}}, "drafter 'suffix' has no head for it"),
+        ({"method": "suffix", "drafting": {"emulated_device": "x"}}, "'x' is no cost table"),
+        ({"method": "suffix", "model": "./nowhere"}, "no checkpoint folder at './nowhere'"),
+    ):
+        given = {"served_model_name": "m", "model": TARGET} | settings
+        with pytest.raises((ConfigError, CheckpointError), match=reason):
+            check_settings(load(DraftConfig, None, [f"{key}={json.dumps(value)}" for key, value in given.items()]), {})
+
+
+def test_keys_in_the_environment_of_a_router_are_looked_for_there() -> None:
+    config = load(RouterConfig, None, [f"models=[{{name: m, tokenizer: {TARGET}}}]", "api_keys.env=KEYS"])
+    check_settings(config, {"KEYS": "one"})
+    with pytest.raises(ConfigError, match="KEYS"):
+        check_settings(config, {})
+
+
+def test_the_names_of_methods_are_those_that_are_built() -> None:
+    assert METHODS.keys() == METHOD_HEADS.keys()
+    needing = {name for name, method in METHODS.items() if method.head or method.features or method.optional_head}
+    assert METHODS.keys() - needing == LOOKUPS
+    with pytest.raises(ConfigError, match="each alias, needs a name of its own"):
+        RouterConfig((ServedModel("a", TARGET, aliases=("b",)), ServedModel("b", TARGET)))
+
+
+def test_lookups_alone_are_drafted_by_the_verifier() -> None:
+    for method, placement, own in (
+        ("suffix", "auto", True), ("suffix+lookahead", "auto", True), ("suffix", "service", False),
+        ("rest", "auto", False), ("none", "auto", False), ("", "auto", False),
+    ):  # fmt: skip
+        config = VerifierConfig(served_model_name="m", model=TARGET, method=method, draft_placement=placement)  # type: ignore[arg-type]
+        assert config.drafts_itself is own, (method, placement)
+    assert [service.name for service in plan(TARGET, "", "suffix")] == ["verifier", "router"]
+
+
+def test_new_messages_are_whole_lines_of_text_or_json(tmp_path: Path) -> None:
+    child = Child("verifier", "", [sys.executable, "-c", ""], tmp_path / "log")
+    child.process.wait()
+    child.log.write_text(f"{LOGGED}2026 INFO x: unfini")
+    messages = child.new_messages()
+    assert [message for message in messages if message.startswith(PHASE_PREFIX)] == ["start: loading", "start: compiling"]
+    assert _phase(messages) == "compiling"
+    with child.log.open("a") as file:
+        file.write("shed\n")
+    assert (child.new_messages(), child.new_messages(), _phase([])) == (["unfinished"], [], "")
+
+
+def test_the_line_about_load_is_silent_when_idle() -> None:
+    now = [0.0]
+    log = LoadLog(lambda: now[0])
+    assert log.line(IDLE) == ""
+    now[0] = 10.0
+    log.add(StepReport(ended=("a", "b")), GenerationStats(4, 20, 6, 10), 12)
+    log.add(StepReport(), GenerationStats(1, 0, 0, 1), 8)
+    expected = "2 requests done, 3 running, 1 waiting; 2.0 tokens/s, tau 2.20, 30% of the drafted tokens accepted"
+    assert log.line(EngineLoad(3, 1, 100)) == expected
+    now[0] = 20.0
+    assert log.line(IDLE) == ""
+    assert log.line(EngineLoad(1, 0, 100)).startswith("0 requests done, 1 running")
+    log.add(StepReport(), GenerationStats(1, 0, 0, 1), 1)
+    assert "tau" not in log.line(IDLE)
