@@ -55,10 +55,10 @@ $(KERNELS): $(READY) $(wildcard eyas/*/cpu_*.py)
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop
-	@$(BIN)/python -m eyas.services.local demo
+	@$(BIN)/python -m eyas.services.local
 
 up: $(KERNELS) ## start all services here and keep them running
-	@$(BIN)/python -m eyas.services.local up
+	@$(BIN)/eyas serve --demo
 
 bench: $(KERNELS) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/results/
 	@$(BIN)/eyas bench offline --model models/demo/target --draft-model models/demo/eagle3 --prompts models/demo/prompts.jsonl \

@@ -210,11 +210,13 @@ class Cluster:
     """Running processes: Redis, then the services in the order in which they started.
 
     http: URL of the router's server. playground: URL of its page for browsers; empty if that is switched off.
+    killed: ids of the processes that `kill_drafter` has killed.
     """
 
     children: list[Child]
     http: str
     playground: str = ""
+    killed: set[int] = field(default_factory=set)
 
     @property
     def services(self) -> Sequence[Child]:
@@ -249,13 +251,20 @@ class Cluster:
                 on_poll()
                 time.sleep(POLL_INTERVAL_S)
 
+    def kill_drafter(self) -> None:
+        """Kill the draft service, as its user asked; `watch` starts it again."""
+        process = self["draft"].process
+        self.killed.add(process.pid)
+        process.kill()
+
     def watch(
         self, on_restart: Callable[[str], object] = lambda reason: None, on_poll: Callable[[], object] = lambda: None
     ) -> None:
         """Block while the processes live. Raises Unavailable with the reason when one ends.
 
-        A draft service that ends is started again, at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds. Meanwhile
-        the verifier decodes plainly. on_restart: receives the reason. on_poll: called every POLL_INTERVAL_S seconds.
+        A draft service that ends is started again, at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds, or as often
+        as `kill_drafter` ends it. Meanwhile the verifier decodes plainly. on_restart: receives the reason. on_poll: called
+        every POLL_INTERVAL_S seconds.
         """
         restarts: list[float] = []
         while True:
@@ -263,11 +272,15 @@ class Cluster:
                 try:
                     child.check()
                 except Unavailable as error:
-                    restarts = [moment for moment in restarts if time.monotonic() - moment < RESTART_WINDOW_S]
-                    if child.name != "draft" or len(restarts) == MAX_DRAFT_RESTARTS:
-                        raise
-                    restarts.append(time.monotonic())
-                    on_restart(str(error))
+                    reason = str(error)
+                    if child.process.pid in self.killed:
+                        reason = f"draft (process {child.process.pid}) was killed from the playground"
+                    else:
+                        restarts = [moment for moment in restarts if time.monotonic() - moment < RESTART_WINDOW_S]
+                        if child.name != "draft" or len(restarts) == MAX_DRAFT_RESTARTS:
+                            raise
+                        restarts.append(time.monotonic())
+                    on_restart(reason)
                     child.start()
             on_poll()
             time.sleep(POLL_INTERVAL_S)
@@ -298,7 +311,7 @@ def running_cluster(
     http_port = http_port or free_port()
     environment: dict[str, str] = {}
     if not any(config.peers.token_file or config.peers.token_env for config in configs):
-        environment = {TOKEN_VARIABLE: secrets.token_hex(32)}
+        environment[TOKEN_VARIABLE] = secrets.token_hex(32)
         services = [service.add(f"peers.token_env={TOKEN_VARIABLE}") for service in services]
     children: list[Child] = []
     failed = False

@@ -1,4 +1,4 @@
-"""The demo model on this machine, from a checkout: `up` serves it, `demo` measures plain against speculative decoding."""
+"""`make demo`: measures plain against speculative decoding of the demo model on this machine, from a checkout."""
 
 from __future__ import annotations
 
@@ -18,37 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.bench.results import first_difference
-from eyas.errors import ConfigError, EyasError, RequestFailed, Unavailable
+from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import status_error
-from eyas.services.cluster import (
-    CONFIG_TYPES,
-    START_TIMEOUT_S,
-    Cluster,
-    ServiceSettings,
-    assign,
-    free_port,
-    is_free,
-    running_cluster,
-)
-from eyas.services.serve import (
-    GRPC_PORT,
-    HTTP_PORT,
-    AssignmentsOption,
-    exit_on_error,
-    spinner,
-    wait_until_ready,
-    watch_until_interrupted,
-)
+from eyas.services.cluster import START_TIMEOUT_S, Cluster, free_port
+from eyas.services.demo import ROOT, running_demo
+from eyas.services.serve import AssignmentsOption, exit_on_error, spinner, wait_until_ready
 from eyas.terminal import ScreenPrinter
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "examples" / "configs" / "local"
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
 SEED = 2024
@@ -56,33 +38,8 @@ NUM_SHOWN_TOKENS = 64
 CALL_SECONDS = 60.0
 WARM_UP_SECONDS = 20.0
 WARM_UP_TOKENS = 16
-CURL = """-H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def main():", "max_tokens": 32}'"""
 
 Mode = Literal["plain", "speculative"]
-
-
-def up(
-    port: Annotated[int, typer.Option(help="gRPC port of the router; another is taken if it is in use.")] = GRPC_PORT,
-    http_port: Annotated[int, typer.Option(help="HTTP port of the router; another is taken if it is in use.")] = HTTP_PORT,
-    assignments: AssignmentsOption = None,
-) -> None:
-    """Serve the demo model until Ctrl-C."""
-    console = Console(highlight=False, soft_wrap=True)
-    port, http_port = (each if is_free(each) else free_port() for each in (port, http_port))
-    with exit_on_error(console), running_demo(port, assignments or (), http_port) as cluster:
-        wait_until_ready(console, cluster, START_TIMEOUT_S)
-        address = cluster["router"].address
-        page = f"\nSee drafting at work in a browser: {cluster.playground}" if cluster.playground else ""
-        announcement = f"""
-The router listens on {address}, and for HTTP on {cluster.http}.{page}
-In another terminal:
-
-  .venv/bin/eyas generate "def main():" --address {address}
-  curl {cluster.http}/v1/completions {CURL}
-
-Logs are in {cluster["router"].log.parent}.
-Ctrl-C stops everything."""
-        watch_until_interrupted(console, cluster, announcement)
 
 
 def demo(
@@ -111,19 +68,6 @@ def demo(
             )
         if differences := [line for comparison in comparisons for line in comparison.differences()]:
             raise RequestFailed("speculative output differs from plain output:\n" + "\n".join(differences))
-
-
-@contextmanager
-def running_demo(port: int, assignments: Sequence[str] = (), http_port: int | None = None) -> Iterator[Cluster]:
-    """The cluster of examples/configs/local. port, http_port: of the router; assignments: service.key=value settings.
-
-    Raises ConfigError outside a checkout and for settings that a service would refuse.
-    """
-    if not CONFIGS.is_dir():
-        raise ConfigError(f"{CONFIGS} does not exist; run the demo from a checkout, or any model with `eyas serve`")
-    services = [ServiceSettings(name, CONFIGS / f"{name}.yaml") for name in CONFIG_TYPES]
-    with running_cluster(assign(services, assignments), port, http_port, folder=ROOT) as cluster:
-        yield cluster
 
 
 @contextmanager
@@ -292,13 +236,5 @@ def _table(comparisons: list[DemoComparison]) -> Table:
     return table
 
 
-def main() -> None:
-    """Run the command line."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="The demo model on this machine.")
-    app.command()(up)
-    app.command()(demo)
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(demo)

@@ -23,7 +23,8 @@ from eyas.config.drafting import NO_DRAFTS
 from eyas.config.loader import MAX_PORT
 from eyas.errors import ConfigError, EyasError
 from eyas.process import PHASE_PREFIX, num_cores
-from eyas.services.cluster import Cluster, ServiceSettings, assign, is_free, running_cluster
+from eyas.services.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
+from eyas.services.demo import ROOT, demo_services, kill_drafter_on_signal, warm_up, with_kills
 from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
@@ -31,6 +32,8 @@ GRPC_PORT = 50050
 REPORT_INTERVAL_S = 30.0
 # The environment variable with the keys of --api-key: a command line would show them.
 KEYS_VARIABLE = "EYAS_SERVED_API_KEYS"
+# Options of `eyas serve --demo` without MODEL; the others describe a model.
+DEMO_OPTIONS = ("demo", "config", "api_key", "host", "port", "grpc_port", "log_requests", "assignments")
 
 AssignmentsOption = Annotated[
     list[str] | None,
@@ -53,12 +56,20 @@ Keys = Annotated[
 Host = Annotated[str, typer.Option(help="Address that the router listens on.")]
 Port = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port of the OpenAI-compatible HTTP API; 0 takes a free one.")]
 GrpcPort = Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port of the gRPC API.")]
+Demo = Annotated[
+    bool,
+    typer.Option(
+        "--demo",
+        help="Let the playground kill the draft service, to see that no token is lost. Without MODEL, serve the demo model "
+        "of a checkout with its best settings.",
+    ),
+]
 LogRequests = Annotated[bool, typer.Option("--log-requests", help="Print a line for each request that ends.")]
 
 
 def serve(
     context: typer.Context,
-    model: Model,
+    model: Model = "",
     config: options.ConfigFile = None,
     draft_model: options.DraftModel = "",
     method: options.Method = "",
@@ -85,6 +96,7 @@ def serve(
     port: Port = HTTP_PORT,
     grpc_port: GrpcPort = GRPC_PORT,
     log_requests: LogRequests = False,
+    demo: Demo = False,
     assignments: AssignmentsOption = None,
 ) -> None:
     """Serve MODEL on this machine until Ctrl-C: a router, a verifier and Redis, and a draft service for methods with a head.
@@ -93,18 +105,50 @@ def serve(
     """
     console = Console(highlight=False, soft_wrap=True)
     with exit_on_error(console):
-        for source in filter(None, (model, draft_model)):
-            check_source(source)
-        names = served_model_name or [model]
-        settings = options.service_settings(context.params)
-        services = plan(model, draft_model, method, names, settings, assignments or ())
-        services = with_keys(services, api_key or ())
+        services = _planned_services(context)
+        if demo:
+            port, grpc_port = (number if is_free(number) else free_port() for number in (port, grpc_port))
         _check_ports(port, grpc_port)
-        with running_cluster(services, grpc_port, port, host) as cluster:
+        names = served_model_name or [model or "the demo model"]
+        with running_cluster(services, grpc_port, port, host, None if model else ROOT) as cluster:
+            if demo:
+                kill_drafter_on_signal(cluster)
             wait_until_ready(console, cluster)
+            if not model:
+                warm_up(cluster["router"].address, (api_key or [""])[0])
             page = f"playground: {cluster.playground}, " if cluster.playground else ""
             announcement = f"Serving {', '.join(names)} at {cluster.http} ({page}gRPC: {host}:{grpc_port}); Ctrl-C stops it"
             watch_until_interrupted(console, cluster, announcement, log_requests)
+
+
+def _planned_services(context: typer.Context) -> list[ServiceSettings]:
+    """Return the services that the options of `eyas serve` ask for. Raises ConfigError for options that do not fit."""
+    given = context.params
+    for source in filter(None, (given["model"], given["draft_model"])):
+        check_source(source)
+    settings, assignments = options.service_settings(given), given["assignments"] or ()
+    if model := given["model"]:
+        names = given["served_model_name"] or [model]
+        services = plan(model, given["draft_model"], given["method"], names, settings, assignments)
+    else:
+        services = assign(_demo_services(context), assignments)
+    services = with_kills(services, given["host"]) if given["demo"] else services
+    return with_keys(services, given["api_key"] or ())
+
+
+def _demo_services(context: typer.Context) -> list[ServiceSettings]:
+    """Return the services of the demo model. Raises ConfigError without --demo, and for options of another model."""
+    if not context.params["demo"]:
+        raise ConfigError("name the MODEL to serve, or try the demo model of a checkout: eyas serve --demo")
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in DEMO_OPTIONS and source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} needs a MODEL: --demo alone serves the demo model with its best settings; "
+                "name a MODEL, or change one setting with --set"
+            )
+    return demo_services()
 
 
 def _check_ports(port: int, grpc_port: int) -> None:
@@ -168,7 +212,7 @@ def with_keys(services: Sequence[ServiceSettings], keys: Sequence[str]) -> list[
     if wrong := [key for key in keys if not key.strip() or "," in key]:
         raise ConfigError(f"--api-key has {len(wrong)} keys that are empty or hold a comma; give others")
     given = {KEYS_VARIABLE: ",".join(keys)}
-    routers = {each.name: replace(each, environment=given).add(f"api_keys.env={KEYS_VARIABLE}") for each in services}
+    routers = {each.name: replace(each, environment={**each.environment, **given}).add(f"api_keys.env={KEYS_VARIABLE}") for each in services}
     return [routers[each.name] if each.name == "router" else each for each in services]
 
 

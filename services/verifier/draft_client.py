@@ -158,6 +158,11 @@ class RemoteDrafter:
         counts = num_sessions, self.num_answered, self.num_lost, self.num_drafted, self.num_accepted
         return DraftClientStatus(self.address, self._method, self.connected, self.breaker.state, *counts)
 
+    @property
+    def method(self) -> str:
+        """Return the drafting method of the newest stream; empty before the first."""
+        return self._method
+
     def can_draft(self, session: str) -> bool:
         """Whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
         return self.connected and not self.breaker.backing_off and self._refused.get(session, 0.0) <= time.monotonic()

@@ -169,6 +169,11 @@ class DraftPool:
         history.drafter.num_accepted += step.accepted
         return history.timing
 
+    def method(self, session: str) -> str:
+        """Return the method of a session's last tree, one that was prepared ahead included; empty without one."""
+        history = self._histories.get(session)
+        return history.drafter.method if history and history.drafter else ""
+
     def mean_round_trip(self, session: str) -> float | None:
         """Mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
         history = self._histories.get(session)

@@ -118,14 +118,15 @@ class VerifierTelemetry:
         for chunk in chunks:
             num_generated += len(chunk.token_ids)
             stats.add(chunk)
-            timing = None
+            timing, method = None, self._own_method
             if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
                 timing = self._pool.count_verified(chunk.request_id, chunk.verify_step)
+                method = self._pool.method(chunk.request_id)
             if timing is not None:
                 self._round_trip.observe(timing.round_trip)
             if trace := self._traces.get(chunk.request_id):
                 trace.record(now, report, chunk, timing)
-            reported.append(_with_times(chunk, report, timing, self._own_method))
+            reported.append(_with_times(chunk, report, timing, method))
         self.load_log.add(report, stats, num_generated)
         if report.num_rows:
             self._record_step(report, stats, num_generated)
@@ -302,16 +303,17 @@ class RequestTrace:
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
 
 
-def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, own_method: str) -> Chunk:
+def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, method: str) -> Chunk:
     step = chunk.verify_step
     if step is None or step.details is None:
         return chunk
-    details = replace(step.details, wait_ms=report.wait * 1e3, verify_ms=report.verify * 1e3, num_rows=report.num_rows)
+    wait_ms, verify_ms = report.wait * 1e3, report.verify * 1e3
+    details = replace(step.details, wait_ms=wait_ms, verify_ms=verify_ms, num_rows=report.num_rows)
     if timing is not None:
         draft_ms, round_trip_ms = timing.draft * 1e3, timing.round_trip * 1e3
         details = replace(details, method=timing.method, draft_ms=draft_ms, round_trip_ms=round_trip_ms)
-    elif own_method and step.drafted:  # the wait is the drafting
-        details = replace(details, method=own_method, draft_ms=report.wait * 1e3)
+    elif method and step.drafted:  # a drafter in this process, whose drafting is the wait, or a tree that was prepared ahead
+        details = replace(details, method=method, draft_ms=wait_ms)
     return replace(chunk, verify_step=replace(step, details=details))
 
 

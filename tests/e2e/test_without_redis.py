@@ -10,7 +10,7 @@ from eyas.errors import Unavailable
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.cluster import free_port
-from eyas.services.local import CONFIGS
+from eyas.services.demo import CONFIGS
 from tests.e2e.client import Generated, generate
 from tests.forks import Popen
 

@@ -16,9 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eyas.rpc.messages import DraftClientStatus, Lease
+from eyas.services.router.http.drafter_kill import add_kill_route, can_kill
 from eyas.services.router.workers import ReadinessMonitor
 
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+MEDIA_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+}
+# Begins the page; with the attribute it shows the button that kills the drafter.
+ROOT_TAG, KILLING_ROOT_TAG = b'<html lang="en">', b'<html lang="en" data-can-kill="">'
 # Only the page's own files are loaded and run, no text becomes markup, and no other page shows it in a frame.
 POLICY = {
     "default-src": "'none'",
@@ -47,7 +56,12 @@ def add_playground(app: Starlette) -> None:
         kind = file.name.rpartition(".")[2]
         if kind in MEDIA_TYPES:
             path = "/" if file.name == "index.html" else f"/playground/{file.name}"
-            app.add_route(path, _respond_with(file.read_bytes(), MEDIA_TYPES[kind]), include_in_schema=False)
+            content = file.read_bytes()
+            if path == "/" and can_kill():
+                content = content.replace(ROOT_TAG, KILLING_ROOT_TAG)
+            app.add_route(path, _respond_with(content, MEDIA_TYPES[kind]), include_in_schema=False)
+    if can_kill():
+        add_kill_route(app)
 
 
 def _respond_with(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:

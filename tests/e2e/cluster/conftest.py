@@ -9,7 +9,7 @@ import pytest
 
 from eyas import SamplingParams
 from eyas.services.cluster import Cluster, free_port
-from eyas.services.local import running_demo
+from eyas.services.demo import running_demo
 from tests.e2e.client import generate
 from tests.forks import forked_services
 from tests.tiny import write_head

@@ -20,8 +20,8 @@ from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.rpc.status import status_error
 from eyas.services.cluster import TOKEN_VARIABLE, Child, Cluster, free_port
+from eyas.services.demo import CONFIGS
 from eyas.services.discovery.registry import Registry
-from eyas.services.local import CONFIGS
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.client import Generated, generate

@@ -24,7 +24,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.cluster import Cluster, free_port
-from eyas.services.local import running_demo
+from eyas.services.demo import running_demo
 from eyas.v1 import generation_pb2_grpc
 from tests.forks import forked_services
 from tests.strategies import unchecked

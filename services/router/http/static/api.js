@@ -15,27 +15,41 @@ export class ApiError extends Error {
   }
 }
 
-async function request(path, options = {}) {
+/** No answer at all, or one that broke off: the server has ended, or the network has. */
+export class ServerGone extends Error {
+  constructor() {
+    super(`The server at ${new URL(document.baseURI).host} does not answer. It may have been stopped, or the network is down.`);
+  }
+}
+
+/** What a fetch or a read throws, as an error of this page. */
+const named = (error) => (error instanceof TypeError ? new ServerGone() : error);
+
+export async function request(path, options = {}) {
   const key = apiKey.get();
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   // The address is relative to the page, which may lie below a path prefix.
-  const response = await fetch(new URL(`v1/${path}`, document.baseURI), { ...options, headers });
+  const response = await fetch(new URL(path, document.baseURI), { ...options, headers }).catch((error) => {
+    throw named(error);
+  });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ApiError(body?.error?.message ?? `the server answered with status ${response.status}`, response.status);
+  throw new ApiError(body?.error?.message ?? `The server answered with status ${response.status}.`, response.status);
 }
 
-export const getJson = async (path) => (await request(path)).json();
+export const getJson = async (path) => (await request(`v1/${path}`)).json();
 
 /** Yields the events of a streamed completion. Comments, which keep the connection open, are left out. */
 export async function* complete(endpoint, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  const response = await request(endpoint, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request(`v1/${endpoint}`, { method: "POST", headers, body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new ApiError("the stream ended early", 0);
+    const { value, done } = await reader.read().catch((error) => {
+      throw named(error);
+    });
+    if (done) throw new ServerGone();
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts.filter((one) => one.startsWith("data: "))) {

@@ -1,5 +1,8 @@
 // Drawings in SVG: a draft tree, and the time line of verify steps. Text is set as text, never as markup.
 
+import { time } from "./format.js";
+import { hasTree, stepMs, totalMs } from "./run.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const CHARACTER = 7.3; // px, of the monospaced font at 12 px
 const ROW = 32;
@@ -72,6 +75,41 @@ export function drawTree(step, classOf, room, levels = Infinity, judged = true) 
   return drawing;
 }
 
+/** A tree as lines of text, with the drafter's confidence and a tick at each accepted node. */
+export function treeText(step) {
+  const { nodes } = layout(step);
+  const lines = [];
+  const write = (node, indent, isLast) => {
+    const branch = node.depth === 0 ? "" : indent + (isLast ? "└─ " : "├─ ");
+    const notes = [node.percent, node.kind === "bonus" ? "the target's own" : node.depth && node.accepted ? "✓" : ""];
+    lines.push(branch + [node.label, ...notes].filter(Boolean).join("  "));
+    const below = node.depth === 0 ? "" : indent + (isLast ? "   " : "│  ");
+    node.children.forEach((child, place) => write(child, below, place === node.children.length - 1));
+  };
+  write(nodes[0], "", true);
+  return lines.join("\n");
+}
+
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity",
+  "font-family", "font-size", "font-weight", "text-anchor"];
+
+/** The markup of a drawing that looks the same outside this page: with its styles, on the page's background. */
+export function standalone(drawing) {
+  const copy = drawing.cloneNode(true);
+  const [shown, copied] = [[...drawing.querySelectorAll("*")], [...copy.querySelectorAll("*")]];
+  shown.forEach((one, place) => {
+    const style = getComputedStyle(one);
+    if (style.display === "none") return copied[place].remove();
+    copied[place].removeAttribute("class");
+    if (["g", "title"].includes(one.tagName)) return undefined;
+    for (const name of STYLES) copied[place].setAttribute(name, style.getPropertyValue(name).replaceAll('"', "'"));
+    return undefined;
+  });
+  copy.prepend(element("rect", { width: "100%", height: "100%", fill: getComputedStyle(drawing.closest(".panel")).backgroundColor }));
+  copy.removeAttribute("aria-hidden");
+  return new XMLSerializer().serializeToString(copy);
+}
+
 function state(node, judged) {
   if (node.depth === 0) return "root";
   if (node.kind === "bonus") return "bonus";
@@ -113,22 +151,21 @@ const LANES = [
 const LANE = 18;
 const LEFT = 58;
 
-/** How long the verifier waited for a tree that did not come in time, in ms; 0 with a tree. */
-export const waited = (step) => (step.method === null ? step.wait_ms ?? 0 : 0);
-
-const seconds = (step) => [step.draft_ms ?? 0, step.wire_ms ?? waited(step), step.verify_ms ?? 0];
-
-/** Total of the server's measured times of some steps, in ms. */
-export const duration = (steps) => steps.reduce((sum, step) => sum + seconds(step).reduce((one, other) => one + other), 0);
+/** A step's times of each lane, in ms. They add up to the step: a wait is split as the round trip to the drafter was. */
+function laneMs(step) {
+  const [wait, trip] = [step.wait_ms ?? 0, (step.draft_ms ?? 0) + (step.wire_ms ?? 0)];
+  const draft = trip > 0 ? (wait * (step.draft_ms ?? 0)) / trip : 0;
+  return [draft, wait - draft, step.verify_ms ?? 0];
+}
 
 /** Draw the time line of the speculative steps and, below, of the plain ones, on one scale. */
 export function drawTimeline(steps, plain, selected, width, select) {
-  const total = Math.max(duration(steps), duration(plain), 1);
+  const total = Math.max(totalMs(steps), totalMs(plain), 1);
   const scale = (width - LEFT - 12) / total;
   const lanes = plain.length ? [...LANES, ["plain", "plain"]] : LANES;
   const height = lanes.length * LANE + 26;
-  const label = `Speculative: ${steps.length} verify steps in ${duration(steps).toFixed(0)} ms` +
-    (plain.length ? `. Plain: ${plain.length} in ${duration(plain).toFixed(0)} ms` : "");
+  const label = `Drafted: ${steps.length} verify steps in ${time(totalMs(steps))}` +
+    (plain.length ? `. Plain: ${plain.length} in ${time(totalMs(plain))}` : "");
   const drawing = element("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   drawAxis(drawing, total, scale, height, Math.max(Math.floor(width / 110), 2));
   lanes.forEach(([, name], lane) => {
@@ -139,33 +176,32 @@ export function drawTimeline(steps, plain, selected, width, select) {
   let start = 0;
   steps.forEach((step, index) => {
     const group = element("g", { class: index === selected ? "time selected" : "time" });
-    const length = duration([step]);
+    const length = stepMs(step);
     const span = { x: LEFT + start * scale, width: Math.max(length * scale, 1), y: 0, height: LANES.length * LANE };
     group.append(element("rect", { ...span, class: "hit" }));
     let at = start;
-    seconds(step).forEach((time, lane) => {
-      if (time > 0) group.append(bar(at, time, scale, lane, LANES[lane][0]));
-      at += time;
+    laneMs(step).forEach((ms, lane) => {
+      if (ms > 0) group.append(bar(at, ms, scale, lane, LANES[lane][0]));
+      at += ms;
     });
     group.addEventListener("click", () => select(index));
-    const [draft, wire, verify] = seconds(step).map((time) => time.toFixed(1));
     const title = element("title");
-    const before = waited(step) ? `no tree within ${wire} ms` : `draft ${draft} ms, wire ${wire} ms`;
-    title.textContent = `step ${index + 1}: ${before}, verify ${verify} ms, ${step.tokens.length} tokens`;
+    const trip = hasTree(step) ? `draft ${time(step.draft_ms)}, wire ${time(step.wire_ms)}, of these waited ` : "no tree, waited ";
+    title.textContent = `step ${index + 1}: ${trip}${time(step.wait_ms)}, verify ${time(step.verify_ms)}, ${step.tokens.length} tokens`;
     group.append(title);
     drawing.append(group);
     start += length;
   });
   start = 0;
   for (const step of plain) {
-    drawing.append(bar(start, duration([step]), scale, LANES.length, "plain"));
-    start += duration([step]);
+    drawing.append(bar(start, stepMs(step), scale, LANES.length, "plain"));
+    start += stepMs(step);
   }
   return drawing;
 }
 
-function bar(start, time, scale, lane, name) {
-  const width = Math.max(time * scale - 0.75, 0.75);
+function bar(start, ms, scale, lane, name) {
+  const width = Math.max(ms * scale - 0.75, 0.75);
   return element("rect", { x: LEFT + start * scale, y: lane * LANE + 3, width, height: LANE - 5, rx: 1.5, class: `bar-${name}` });
 }
 
@@ -177,7 +213,7 @@ function drawAxis(drawing, total, scale, height, numTicks) {
     const x = LEFT + at * scale;
     drawing.append(element("line", { x1: x, x2: x, y1: 0, y2: height - 18, class: "tick-line" }));
     const text = element("text", { x, y: height - 5, class: "tick-label" });
-    text.textContent = step >= 1000 || total >= 5000 ? `${+(at / 1000).toFixed(1)} s` : `${+at.toFixed(1)} ms`;
+    text.textContent = total >= 2000 ? `${+(at / 1000).toFixed(1)} s` : `${+at.toFixed(1)} ms`;
     drawing.append(text);
   }
 }

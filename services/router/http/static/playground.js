@@ -1,214 +1,66 @@
-// The playground: sends the form's request twice, with drafts and without, and shows tokens, trees and times as they come.
+// The playground: sends the form's request twice, with drafts and without, and shows the race, trees and times.
 // Only textContent and SVG attributes carry what the server sends.
 
-import { apiKey, complete, getJson } from "./api.js";
+import { ApiError, apiKey, complete, getJson, ServerGone } from "./api.js";
 import { watchCluster } from "./cluster.js";
-import { drawTimeline, drawTree, duration, layout, waited } from "./drawing.js";
+import { conversation } from "./conversation.js";
+import { canKill, Death } from "./drafter.js";
+import { standalone, treeText } from "./drawing.js";
+import { count, number, time } from "./format.js";
+import { forgetOrigins, legend, tokenSpan } from "./origins.js";
+import { paceText, Race } from "./race.js";
+import { difference, exported, Run, speedup, whySlower } from "./run.js";
+import { copy, curlOf, linkTo, readLink, save } from "./share.js";
+import * as steps from "./steps.js";
 
 const $ = (id) => document.getElementById(id);
-const EXAMPLE = `class Queue:
-    """A first-in, first-out queue."""
+const EXAMPLE = `class Cache:
+    """A mapping that forgets its oldest entries."""
 
-    def __init__(self):
-        self.items = []
+    def __init__(self, size):
+        self.size = size
+        self.entries = {}
 
-    def push(self, item):
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __setitem__(self, key, value):
 `;
 const DRAW_EVERY_MS = 120;
-const LEVEL_MS = 130;
-const VERDICT_MS = 900;
+const RETRY_MS = 2000;
+const KILL_AFTER_STEPS = 6;
+const KILL_TOKENS = 1500; // of a run that the button starts: long enough for a new drafter to load
+const HELP = "Run a prompt to see which tokens were drafted.";
 
-/** One run of the request. steps: verify steps, without the prefill's own. */
-class Run {
-  constructor() {
-    this.tokens = [];
-    this.steps = [];
-    this.started = performance.now();
-    this.times = [];
-    this.tau = null;
-  }
+const race = new Race();
+const state = { run: new Run(), plain: new Run(), endpoint: "", body: null, abort: null, drawn: 0, death: null, models: [] };
 
-  /** Take an event; returns its verify steps. */
-  add(event) {
-    this.tau = event.metrics?.speculative_decoding?.mean_acceptance_length ?? this.tau;
-    const found = (event.choices ?? []).flatMap((choice) => choice.verify_steps ?? []);
-    for (const step of found) {
-      this.tokens.push(...step.tokens);
-      if (step.nodes.length) this.steps.push(step);
-      this.times.push([performance.now(), step.tokens.length]);
-    }
-    return found;
-  }
-
-  /** Tokens per second after the first event, as this page sees them; null for one event alone. */
-  get speed() {
-    const [first, last] = [this.times[0], this.times.at(-1)];
-    return this.times.length > 1 && last[0] > first[0] ? ((this.tokens.length - first[1]) * 1000) / (last[0] - first[0]) : null;
-  }
-
-  get firstTokenMs() {
-    return this.times.length ? this.times[0][0] - this.started : null;
-  }
-}
-
-const state = { run: new Run(), plain: new Run(), selected: -1, follows: true, abort: null, player: 0, drawn: 0 };
-
-// Origins: each drafter gets a colour and an underline in the order of its appearance.
-
-const origins = new Map();
-const STYLES = ["d1", "d2", "d3", "d4"];
-
-function classOf(drafter) {
-  if (!origins.has(drafter)) {
-    const style = drafter.includes("+") ? "both" : STYLES[[...origins.values()].filter((one) => one !== "both").length] ?? "d4";
-    origins.set(drafter, style);
-  }
-  return origins.get(drafter);
-}
-
-function showLegend() {
-  const counts = new Map([[null, 0], ...[...origins.keys()].sort((one, other) => one.length - other.length).map((name) => [name, 0])]);
-  for (const { drafter } of state.run.tokens) counts.set(drafter, (counts.get(drafter) ?? 0) + 1);
-  const entries = [...counts].map(([drafter, number]) => {
-    const item = document.createElement("li");
-    const sample = document.createElement("span");
-    sample.className = `token ${drafter === null ? "own" : classOf(drafter)}`;
-    sample.textContent = drafter === null ? "the target's own" : drafter.replace("+", " and ");
-    item.append(sample, ` ${number}`);
-    return item;
+const pause = (ms, signal) =>
+  new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, ms);
+    signal?.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    });
   });
-  $("legend").replaceChildren(...(state.run.tokens.length ? entries : []));
-}
-
-// Text
-
-function showTokens(steps) {
-  for (const step of steps) {
-    const index = step.nodes.length ? state.run.steps.indexOf(step) : -1;
-    for (const token of step.tokens) {
-      const span = document.createElement("span");
-      span.className = `token ${token.drafter === null ? "own" : classOf(token.drafter)}`;
-      span.textContent = token.text;
-      span.title = token.drafter === null ? "the target's own token" : `drafted by ${token.drafter}`;
-      if (index >= 0) {
-        span.dataset.step = index;
-        span.title += `, step ${index + 1}`;
-      }
-      $("output").append(span);
-    }
-  }
-  $("output").scrollTop = $("output").scrollHeight;
-}
-
-// Steps
-
-function select(index, follows = false) {
-  const { steps } = state.run;
-  if (!steps.length) return;
-  state.selected = Math.max(0, Math.min(index, steps.length - 1));
-  state.follows = follows;
-  showStep();
-}
-
-function showStep(levels = Infinity, judged = true) {
-  const { steps } = state.run;
-  const step = steps[state.selected];
-  if (!step) return;
-  $("step").max = steps.length - 1;
-  $("step").value = state.selected;
-  $("step").setAttribute("aria-valuetext", `step ${state.selected + 1} of ${steps.length}`);
-  for (const id of ["step", "previous", "next", "play"]) $(id).disabled = false;
-  $("tree").replaceChildren(drawTree(step, classOf, $("tree").clientWidth - 6, levels, judged));
-  $("caption").textContent = describe(step);
-  document.querySelectorAll("#output .current").forEach((span) => span.classList.remove("current"));
-  document.querySelectorAll(`#output [data-step="${state.selected}"]`).forEach((span) => span.classList.add("current"));
-  showTable(step);
-  showTimeline();
-}
-
-function describe(step) {
-  const sent = step.nodes.length - 1;
-  const accepted = step.nodes.filter((node) => node.accepted).length - 1;
-  const where = `Step ${state.selected + 1} of ${state.run.steps.length}`;
-  if (!sent) {
-    const late = waited(step) >= 1 ? ` came within ${waited(step).toFixed(0)} ms` : "";
-    return `${where}: no tree${late}, so the target decodes one token.`;
-  }
-  const gain = `${step.tokens.length} ${step.tokens.length === 1 ? "token" : "tokens"}`;
-  return `${where}: ${sent} nodes sent, ${accepted} accepted. One forward pass of ${step.rows} rows gives ${gain}.`;
-}
-
-function showTable(step) {
-  const rows = step.nodes.map((node, index) => {
-    const row = document.createElement("tr");
-    const result = index === 0 ? "last committed token" : node.accepted ? "accepted" : "rejected";
-    const prob = node.prob === null ? "" : `${(node.prob * 100).toFixed(1)} %`;
-    for (const text of [index, JSON.stringify(node.token), node.parent ?? "", node.drafter ?? "", prob, result]) {
-      row.insertCell().textContent = text;
-    }
-    return row;
-  });
-  $("nodes").replaceChildren(...rows);
-}
-
-function showTimeline() {
-  const { run, plain } = state;
-  if (!run.steps.length) return $("timeline").replaceChildren();
-  const needed = Math.max(run.steps.length * 9 + 80, 280);
-  const width = Math.min(Math.max($("timeline").clientWidth, needed), 8000);
-  $("timeline").replaceChildren(drawTimeline(run.steps, plain.steps, state.selected, width, (index) => halt(select, index)));
-  const served = `${run.steps.length} steps in ${duration(run.steps).toFixed(0)} ms`;
-  const alone = plain.steps.length ? `; plain: ${plain.steps.length} in ${duration(plain.steps).toFixed(0)} ms` : "";
-  $("time-caption").textContent = `Measured by the server, laid end to end: ${served}${alone}.`;
-}
-
-/** Stop the player, then call. */
-function halt(call, ...given) {
-  clearTimeout(state.player);
-  state.player = 0;
-  $("play").textContent = "Play";
-  $("play").setAttribute("aria-pressed", "false");
-  return call(...given);
-}
-
-function play() {
-  if (state.player) return halt(showStep);
-  if (state.selected >= state.run.steps.length - 1) state.selected = 0;
-  $("play").textContent = "Pause";
-  $("play").setAttribute("aria-pressed", "true");
-  grow(0);
-}
-
-/** Show the tree of the selected step up to a level, then its verdict, then the next step. */
-function grow(level) {
-  const step = state.run.steps[state.selected];
-  const isJudged = level > layout(step).depth;
-  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  showStep(isStill ? Infinity : level, isJudged || isStill);
-  state.player = setTimeout(() => {
-    if (!isJudged && !isStill) return grow(level + 1);
-    if (state.selected >= state.run.steps.length - 1) return halt(showStep);
-    state.selected += 1;
-    return grow(0);
-  }, isJudged || isStill ? VERDICT_MS : LEVEL_MS);
-}
 
 // Figures
 
-const rounded = (value, digits = 0) => (value === null || !Number.isFinite(value) ? "–" : value.toFixed(digits));
-
 function showFigures() {
-  const { run, plain } = state;
-  $("tau").textContent = rounded(run.tau ?? (run.steps.length ? (run.tokens.length - 1) / run.steps.length : null), 2);
-  const size = run.steps.length ? `\n${run.tokens.length} tokens, ${run.steps.length} steps` : "";
-  $("tau-note").textContent = `tokens per step${size}`;
+  const { run, plain, body } = state;
+  const gain = speedup(run, plain);
+  const isDone = run.isWhole && plain.isWhole && gain !== null;
+  $("speedup").textContent = isDone ? `${number(gain, 2)} ×` : "–";
+  $("tau").textContent = number(run.tau, 2);
+  $("tau-note").textContent = run.steps.length ? `in ${count(run.steps.length, "step")}` : "\u00a0";
   for (const [name, one] of [["speculative", run], ["plain", plain]]) {
-    $(`speed-${name}`).textContent = rounded(one.speed);
-    const first = one.firstTokenMs === null ? "" : `\nfirst after ${rounded(one.firstTokenMs)} ms`;
-    $(`speed-${name}-note`).textContent = `tokens/s${first}`;
+    $(`speed-${name}`).textContent = number(one.rate);
+    $(`speed-${name}-note`).textContent = one.rate ? `tokens/s, ${time(one.ms)}` : "tokens/s";
   }
-  const isDone = plain.tau !== null && run.speed && plain.speed;
-  $("speedup").textContent = isDone ? `${(run.speed / plain.speed).toFixed(2)} ×` : "–";
+  const why = isDone ? whySlower(run, plain, body) : "";
+  $("why").textContent = why;
+  $("why").hidden = !why;
+  $("legend").replaceChildren(...(run.tokens.length ? legend(run.tokens) : []));
 }
 
 function showVerdict(text, note, kind) {
@@ -219,65 +71,191 @@ function showVerdict(text, note, kind) {
 
 /** Compare both runs token by token. */
 function compare() {
-  const [one, other] = [state.run.tokens, state.plain.tokens];
-  const length = Math.max(one.length, other.length);
-  const place = Array.from({ length }, (_, index) => index).find((index) => one[index]?.id !== other[index]?.id);
-  if (place === undefined) return showVerdict("✓ identical", `${length} of ${length} tokens`, "same");
-  const quoted = [one, other].map((tokens) => (tokens[place] ? JSON.stringify(tokens[place].text) : "the end"));
+  const { run, plain } = state;
+  const place = difference(run, plain);
+  const length = Math.max(run.tokens.length, plain.tokens.length);
+  if (place < 0) return showVerdict("✓ identical", `${length} of ${length} tokens`, "same");
+  const quoted = [run, plain].map(({ tokens }) => (tokens[place] ? JSON.stringify(tokens[place].text) : "the end"));
   const note = `from token ${place + 1}: ${quoted[0]}, plain ${quoted[1]}. Expected only under acceptance: rejection, or below float32.`;
-  document.querySelectorAll("#output .token")[place]?.classList.add("different");
+  race.lanes.drafted.spans[place]?.classList.add("different");
   return showVerdict("✗ different", note, "different");
+}
+
+// Lanes
+
+/** Add the tokens of some steps to a lane. */
+function fill(lane, run, found) {
+  for (const step of found) {
+    const index = lane === race.lanes.drafted ? run.steps.indexOf(step) : -1;
+    const before = run.tokens.indexOf(step.tokens[0]);
+    step.tokens.forEach((token, place) => lane.append(tokenSpan(token, index), run.at[before + place]));
+  }
+}
+
+function mark(text, kind) {
+  const made = document.createElement("span");
+  made.className = `mark ${kind}`;
+  made.textContent = text;
+  race.lanes.drafted.mark(made);
+}
+
+/** Say on the lanes how both runs ended. */
+function showWinner() {
+  const gain = speedup(state.run, state.plain);
+  if (gain === null) return;
+  race.lanes.drafted.finish(gain >= 1 ? `${number(gain, 2)} × faster` : `${number(gain, 2)} × as fast`, gain >= 1 ? "wins" : "");
+  race.lanes.plain.finish("", "");
+}
+
+function replay() {
+  const slower = Number($("pace").value) || race.fittingPace;
+  const source = state.isRecorded ? "recorded" : "the server's";
+  $("race-caption").textContent = `Each ran alone; replayed together ${paceText(slower)}, by ${source} step times.`;
+  Object.values(race.lanes).forEach((lane) => lane.finish("", ""));
+  $("replay").textContent = "Skip";
+  race.replay(slower, () => {
+    $("replay").textContent = "Replay";
+    showWinner();
+  });
+}
+
+/** Let the visitor replay the race; start with it unless motion is unwelcome. */
+function offerReplay() {
+  $("replay").disabled = $("pace").disabled = false;
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) showWinner();
+  else replay();
 }
 
 // Runs
 
-function requestBody(form, seed) {
-  const values = Object.fromEntries(new FormData(form));
+function formValues() {
+  return Object.fromEntries([...new FormData($("form"))].map(([name, value]) => [name, String(value)]));
+}
+
+function requestBody(values, seed) {
   const stop = values.stop.split("\n").filter(Boolean);
   const isChat = values.endpoint === "chat/completions";
   return {
     model: values.model,
-    ...(isChat ? { messages: [{ role: "user", content: values.prompt }] } : { prompt: values.prompt }),
+    ...(isChat ? { messages: conversation.with(values.prompt) } : { prompt: values.prompt }),
     temperature: Number(values.temperature),
     top_p: Number(values.top_p),
     max_tokens: Number(values.max_tokens),
     seed,
     ...(stop.length && { stop }),
     ...(values.num_draft_tokens && { num_draft_tokens: Number(values.num_draft_tokens) }),
-    drafter: values.drafter,
+    ...(values.drafter && { drafter: values.drafter }),
     stream: true,
     return_speculation: true,
     return_verify_steps: true,
   };
 }
 
-async function stream(run, endpoint, body, onSteps) {
-  run.started = performance.now();
-  for await (const event of complete(endpoint, body, state.abort.signal)) {
-    onSteps(run.add(event));
+/** Forget the run before this one, in all that the page shows. */
+function clear(prompt, length = 0) {
+  forgetOrigins();
+  Object.assign(state, { run: new Run(), plain: new Run(), death: null, isRecorded: false });
+  race.clear(prompt, length);
+  steps.showRun(state.run, state.plain);
+  for (const id of ["problem", "recorded", "death", "why"]) $(id).hidden = true;
+  for (const id of ["replay", "pace", "save-run"]) $(id).disabled = true;
+  $("race-caption").textContent = "";
+  for (const id of ["shared", "tree-shared"]) $(id).textContent = "";
+  showVerdict("–", "not compared", "");
+  showFigures();
+}
+
+async function stream(run, lane, body, onSteps = () => {}) {
+  const started = performance.now();
+  for await (const event of complete(state.endpoint, body, state.abort.signal)) {
+    const found = run.add(event);
+    run.firstTokenMs ??= run.tokens.length ? performance.now() - started : null;
+    fill(lane, run, found);
+    onSteps(found);
+    if (run === state.run) state.death?.take(found);
     if (performance.now() - state.drawn > DRAW_EVERY_MS) {
       state.drawn = performance.now();
       showFigures();
-      showLegend();
-      if (state.follows) select(state.run.steps.length - 1, true);
-      else showTimeline();
+      steps.follow();
+    }
+  }
+  run.isWhole = true;
+  lane.finish(`first token after ${time(run.firstTokenMs)}`, "");
+}
+
+/** Run the request both ways. Raises what the server answers with. onSteps: called with the drafted run's steps. */
+async function runBoth(body, onSteps) {
+  clear(body.prompt ?? body.messages.at(-1).content, body.max_tokens);
+  $("race-caption").textContent = "Drafted: as the tokens arrive.";
+  await stream(state.run, race.lanes.drafted, body, onSteps);
+  steps.chooseBest();
+  showFigures();
+  if (!$("compare").checked || body.drafter === "none") return;
+  showVerdict("…", "plain run, same seed", "");
+  $("race-caption").textContent = "Plain: the same request with the same seed, without drafts.";
+  await stream(state.plain, race.lanes.plain, { ...body, drafter: "none" });
+  compare();
+}
+
+/** Run the request; after a server that has gone is back, once more from the start. */
+async function runUntilAnswered(body, onSteps) {
+  for (;;) {
+    try {
+      return await runBoth(body, onSteps);
+    } catch (error) {
+      if (!(error instanceof ServerGone)) throw error;
+      clear("");
+      await untilBack(error, state.abort.signal);
     }
   }
 }
 
-function clear(body) {
-  halt(() => {});
-  origins.clear();
-  Object.assign(state, { run: new Run(), plain: new Run(), selected: -1, follows: true, abort: new AbortController() });
-  const prompt = document.createElement("span");
-  prompt.className = "prompt";
-  prompt.textContent = body.prompt ?? "";
-  $("output").replaceChildren(prompt);
-  $("tree").replaceChildren();
-  $("nodes").replaceChildren();
+/** Say that the server does not answer, and ask until it does. */
+async function untilBack(error, signal) {
+  for (;;) {
+    showProblem(`${error.message} Trying again every ${RETRY_MS / 1000} s.`);
+    await pause(RETRY_MS, signal);
+    try {
+      showModels((await getJson("models")).data);
+      if (state.models.length) break;
+    } catch (again) {
+      if (!(again instanceof ServerGone)) throw again;
+    }
+  }
   $("problem").hidden = true;
-  showVerdict("–", "not compared", "");
+}
+
+async function run({ maxTokens = 0, onSteps = () => {} } = {}) {
+  const values = formValues();
+  const seed = values.seed === "" ? Math.floor(Math.random() * 2 ** 32) : Number(values.seed);
+  const body = { ...requestBody(values, seed), ...(maxTokens && { max_tokens: maxTokens }) };
+  Object.assign(state, { endpoint: values.endpoint, body, abort: new AbortController() });
   setRunning(true);
+  say("Running");
+  try {
+    await runUntilAnswered(body, onSteps);
+    if (values.endpoint === "chat/completions") {
+      conversation.add(values.prompt, state.run.content);
+      $("prompt").value = "";
+      showForget();
+    }
+    showLink(values, seed);
+    $("save-run").disabled = false;
+    say(`Done: ${count(state.run.tokens.length, "token")} in ${count(state.run.steps.length, "verify step")} with seed ${seed}. ${$("same").textContent}`);
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    if (!isStopped) {
+      clear("");
+      showProblem(error.message, error.status);
+    }
+    showVerdict("–", isStopped ? "stopped" : "not compared", "");
+    say("Stopped");
+  }
+  setRunning(false);
+  showFigures();
+  steps.redraw();
+  $("race-caption").textContent = "";
+  if (state.plain.isWhole) offerReplay();
 }
 
 function setRunning(isRunning) {
@@ -285,72 +263,172 @@ function setRunning(isRunning) {
   $("halt").hidden = !isRunning;
 }
 
-async function run(form) {
-  const seed = form.seed.value === "" ? Math.floor(Math.random() * 2 ** 32) : Number(form.seed.value);
-  const body = requestBody(form, seed);
-  const endpoint = form.endpoint.value;
-  clear(body);
-  say("Running");
-  if ($("results").getBoundingClientRect().top > innerHeight / 2) $("results").scrollIntoView();
-  try {
-    await stream(state.run, endpoint, body, showTokens);
-    if (state.follows) select(longest(), true);
-    state.follows = false;
-    if ($("compare").checked && body.drafter !== "none") {
-      showVerdict("…", "plain run, same seed", "");
-      await stream(state.plain, endpoint, { ...body, drafter: "none" }, () => {});
-      compare();
-    }
-    say(`Done: ${state.run.tokens.length} tokens in ${state.run.steps.length} verify steps with seed ${seed}. ${$("same").textContent}`);
-  } catch (error) {
-    if (error.name !== "AbortError") showProblem(error);
-    showVerdict("–", error.name === "AbortError" ? "stopped" : "not compared", "");
-    say("Stopped");
-  }
-  setRunning(false);
-  showFigures();
-  showLegend();
-  showStep();
-}
+const say = (text) => void ($("status").textContent = text);
 
-/** The step with the most tokens, the first of them. */
-function longest() {
-  const sizes = state.run.steps.map((step) => step.tokens.length);
-  return sizes.indexOf(Math.max(...sizes));
-}
-
-function say(text) {
-  $("status").textContent = text;
-}
-
-function showProblem(error) {
-  const needsKey = error.status === 401;
-  $("problem").textContent = needsKey ? "This server needs an API key that it knows. Type one in at the top." : error.message;
+function showProblem(message, status) {
+  const needsKey = status === 401;
+  $("problem").textContent = needsKey ? "This server needs an API key that it knows. Type one in at the top." : message;
   $("problem").hidden = false;
-  if (needsKey) askForKey();
+  if (needsKey) {
+    document.querySelector(".key").open = true;
+    $("key").focus();
+  }
+}
+
+// Killing the drafter
+
+/** Kill the drafter in the run that goes on; without one, start a long run first. */
+async function kill() {
+  $("kill").disabled = true;
+  const isRunning = !$("halt").hidden;
+  const death = new Death(showDeath, mark);
+  let dying = null;
+  const happen = () => {
+    state.death = death;
+    return death.happen().catch((error) => showProblem(error.message, error.status));
+  };
+  const onSteps = () => {
+    if (!dying && state.run.steps.length >= KILL_AFTER_STEPS) dying = happen();
+  };
+  if (isRunning) await happen();
+  else {
+    const room = (state.models.find(({ id }) => id === $("model").value)?.max_model_len ?? KILL_TOKENS) - $("prompt").value.length / 2;
+    await run({ maxTokens: Math.max(Math.min(KILL_TOKENS, Math.floor(room)), 16), onSteps });
+    await dying;
+  }
+  $("kill").disabled = false;
+}
+
+function showDeath(text, kind) {
+  $("death").textContent = text;
+  $("death").className = `notice death ${kind}`;
+  $("death").hidden = false;
+}
+
+// Sharing
+
+/** Put the request with its seed into the address of this page. */
+function showLink(values, seed) {
+  const link = linkTo({ ...values, seed: String(seed) }, values.endpoint === "chat/completions" ? state.body.messages.slice(0, -1) : []);
+  history.replaceState(null, "", link || location.pathname);
+  state.link = link;
+}
+
+function fillForm({ values, messages }) {
+  for (const [name, value] of Object.entries(values)) $("form").elements[name].value = value;
+  conversation.set(values.endpoint === "chat/completions" ? messages : []);
+  document.querySelector(".settings").open = false;
+  showSettings();
+  showForget();
+}
+
+/** Take the request of a link. It is not run: a link from elsewhere shall cost nothing before its reader wants it. */
+function takeLink() {
+  const link = readLink();
+  if (!link) return false;
+  fillForm(link);
+  clear(link.values.prompt);
+  showNotice("This link holds a prompt and its settings. Run it to see the race.");
+  return true;
+}
+
+function showNotice(text) {
+  $("recorded").textContent = text;
+  $("recorded").hidden = false;
+}
+
+/** Do what a button asks, and say so next to it. */
+function offer(id, place, what, action) {
+  $(id).addEventListener("click", async () => {
+    try {
+      await action();
+      $(place).textContent = what;
+    } catch (error) {
+      $(place).textContent = error.message;
+    }
+  });
+}
+
+function currentLink() {
+  const link = linkTo(formValues(), $("form").endpoint.value === "chat/completions" ? conversation.messages : []);
+  if (!link) throw new Error("This prompt is too long for a link; copy it as curl.");
+  return link;
+}
+
+const currentTree = () => JSON.stringify(steps.selectedStep(), null, 1);
+const currentDrawing = () => standalone($("tree").querySelector("svg"));
+
+function startSharing() {
+  offer("copy-link", "shared", "The link is copied.", () => copy($("prompt").value || !state.link ? currentLink() : state.link));
+  offer("copy-curl", "shared", "The command is copied.", () => copy(curlOf($("form").endpoint.value, requestBody(...lastRequest()), apiKey.get() !== "")));
+  offer("save-run", "shared", "Both runs are saved as JSON.", () =>
+    save("eyas-race.json", JSON.stringify(exported(state.run, state.plain, state.endpoint, state.body)), "application/json"));
+  offer("tree-text", "tree-shared", "The tree is copied as text.", () => copy(treeText(steps.selectedStep())));
+  offer("tree-svg", "tree-shared", "The drawing is copied as SVG.", () => copy(currentDrawing()));
+  offer("tree-json", "tree-shared", "The tree is copied as JSON.", () => copy(currentTree()));
+  offer("save-svg", "tree-shared", "The drawing is saved.", () => save("eyas-tree.svg", currentDrawing(), "image/svg+xml"));
+  offer("save-json", "tree-shared", "The tree is saved.", () => save("eyas-tree.json", currentTree(), "application/json"));
+}
+
+/** The form's values and a seed: the form's own, or the one that the last run drew. */
+function lastRequest() {
+  const values = formValues();
+  return [values, values.seed === "" ? state.body?.seed : Number(values.seed)];
 }
 
 // Page
 
-function askForKey() {
-  document.querySelector(".key").open = true;
-  $("key").focus();
+function showModels(models) {
+  const [chosen, options] = [$("model").value, models.map(({ id }) => new Option(id, id))];
+  $("model").replaceChildren(...(options.length ? options : [new Option("no model is served now", "")]));
+  if (models.some(({ id }) => id === chosen)) $("model").value = chosen;
+  state.models = models;
 }
 
+/** Show the models; ask again while the server does not answer or serves none. */
 async function loadModels() {
   try {
-    const { data } = await getJson("models");
-    const options = data.map(({ id }) => new Option(id, id));
-    $("model").replaceChildren(...(options.length ? options : [new Option("no model is served now", "")]));
-    $("problem").hidden = true;
+    showModels((await getJson("models")).data);
+    if (!state.models.length) await untilBack(new ApiError("No model is served here now.", 0));
   } catch (error) {
     $("model").replaceChildren(new Option("not known", ""));
-    showProblem(error);
+    if (!(error instanceof ServerGone)) return showProblem(error.message, error.status);
+    return untilBack(error).catch((again) => showProblem(again.message, again.status));
   }
+  return undefined;
+}
+
+/** Show the recorded run, so that the first sight is a race. */
+async function showRecorded() {
+  const recorded = await (await fetch(new URL("playground/recorded.json", document.baseURI))).json();
+  if (state.body) return; // a run has begun
+  clear(recorded.request.prompt);
+  Object.assign(state, { run: Run.of(recorded.drafted), plain: Run.of(recorded.plain), body: recorded.request, endpoint: recorded.endpoint, isRecorded: true });
+  steps.showRun(state.run, state.plain);
+  fill(race.lanes.drafted, state.run, recorded.drafted);
+  fill(race.lanes.plain, state.plain, recorded.plain);
+  showNotice(`A recorded run: ${recorded.machine}, ${recorded.date}. Press Run for one of this server.`);
+  showFigures();
+  compare();
+  steps.chooseBest();
+  offerReplay();
 }
 
 function showKey() {
   $("key-state").textContent = apiKey.get() ? "API key set" : "No API key";
+}
+
+function showSettings() {
+  const { temperature, max_tokens: length, seed, drafter, num_draft_tokens: size } = formValues();
+  const parts = [`temperature ${temperature}`, `${length} tokens`, seed && `seed ${seed}`, drafter && "no drafts", size && `trees of ${size}`];
+  $("settings-summary").textContent = parts.filter(Boolean).join(" · ");
+}
+
+function showForget() {
+  const isChat = $("form").endpoint.value === "chat/completions";
+  $("forget").hidden = !(isChat && conversation.messages.length);
+  $("conversation").hidden = $("forget").hidden;
+  $("prompt").placeholder = isChat ? "Write a message" : HELP;
 }
 
 function chooseTab(tab) {
@@ -361,7 +439,20 @@ function chooseTab(tab) {
     $(one.getAttribute("aria-controls")).hidden = !isChosen;
   }
   if (tab.id === "tab-cluster") watchCluster();
-  else showTimeline();
+  else steps.showTimeline();
+}
+
+function startTabs() {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => chooseTab(tab));
+    tab.addEventListener("keydown", (event) => {
+      if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+      const other = tabs[(tabs.indexOf(tab) + 1) % tabs.length];
+      other.focus();
+      chooseTab(other);
+    });
+  }
 }
 
 function setTheme(theme) {
@@ -370,12 +461,25 @@ function setTheme(theme) {
   localStorage.setItem("eyas-theme", theme);
 }
 
-function onKey(event) {
-  const moves = { ArrowLeft: state.selected - 1, ArrowRight: state.selected + 1, Home: 0, End: Infinity };
-  if (event.key in moves) {
+function startForm() {
+  $("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    halt(select, moves[event.key]);
-  }
+    if (!$("run").disabled) run();
+  });
+  $("form").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("run").disabled) $("form").requestSubmit();
+  });
+  $("form").addEventListener("input", showSettings);
+  $("form").addEventListener("invalid", () => (document.querySelector(".settings").open = true), true);
+  for (const radio of $("form").elements.endpoint) radio.addEventListener("change", showForget);
+  $("forget").addEventListener("click", () => {
+    conversation.set([]);
+    showForget();
+    $("prompt").focus();
+  });
+  $("halt").addEventListener("click", () => state.abort.abort());
+  $("kill").hidden = !canKill();
+  $("kill").addEventListener("click", kill);
 }
 
 function start() {
@@ -389,35 +493,17 @@ function start() {
     showKey();
     loadModels();
   });
-  $("form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    run(event.target);
-  });
-  $("form").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("run").disabled) $("form").requestSubmit();
-  });
-  $("halt").addEventListener("click", () => state.abort.abort());
-  $("step").addEventListener("input", (event) => halt(select, Number(event.target.value)));
-  $("previous").addEventListener("click", () => halt(select, state.selected - 1));
-  $("next").addEventListener("click", () => halt(select, state.selected + 1));
-  $("play").addEventListener("click", play);
-  $("tree").addEventListener("keydown", onKey);
-  $("output").addEventListener("click", (event) => {
-    const step = event.target.dataset?.step;
-    if (step !== undefined) halt(select, Number(step));
-  });
-  const tabs = [...document.querySelectorAll("[role=tab]")];
-  for (const tab of tabs) {
-    tab.addEventListener("click", () => chooseTab(tab));
-    tab.addEventListener("keydown", (event) => {
-      if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-      const other = tabs[(tabs.indexOf(tab) + 1) % tabs.length];
-      other.focus();
-      chooseTab(other);
-    });
-  }
-  addEventListener("resize", () => state.player || showStep());
+  $("replay").addEventListener("click", () => (race.isReplaying ? race.stop() : replay()));
+  $("pace").addEventListener("change", replay);
+  addEventListener("hashchange", takeLink);
+  startForm();
+  startSharing();
+  startTabs();
+  steps.start();
+  showSettings();
+  showForget();
   loadModels();
+  if (!takeLink()) showRecorded();
 }
 
 start();
