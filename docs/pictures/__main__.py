@@ -58,6 +58,7 @@ def served_demo() -> Iterator[str]:
 
 @contextmanager
 def opened(url: str) -> Iterator[Page]:
+    """Open the page in a browser of its own."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, browser_page(Path(folder)) as page:
         page.show_as(1280, 900)
         page.open(url)
@@ -82,6 +83,7 @@ def steps_of(url: str, prompt: str, drafter: str) -> list[dict[str, Any]]:
 
 
 def duration_ms(steps: list[dict[str, Any]]) -> float:
+    """Return the server's time of some steps."""
     return sum((step["wait_ms"] or 0) + (step["verify_ms"] or 0) for step in steps)
 
 

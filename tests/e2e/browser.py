@@ -58,9 +58,9 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def until(self, expression: str) -> Any:
+    def until(self, expression: str, timeout_s: float = TIMEOUT_S) -> Any:
         """Return the first value of an expression that is true in JavaScript."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not (value := self.run(expression)):
             assert time.monotonic() < deadline, f"{expression} stays {value!r}: {self.problems}"
             time.sleep(0.05)

@@ -27,9 +27,10 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 @contextmanager
 def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process of `python -m eyas.services.local`."""
-    own = ("--port", str(free_port()), "--http-port", str(free_port())) if arguments[0] == "up" else ()
-    command = [sys.executable, "-m", "eyas.services.local", *arguments, *own]
+    """A process of `make demo`, or of `eyas serve --demo`."""
+    own = ("--port", str(free_port()), "--grpc-port", str(free_port())) if arguments[0] == "serve" else ()
+    module = "eyas.cli" if arguments[0] == "serve" else "eyas.services.local"
+    command = [sys.executable, "-m", module, *arguments, *own]
     environment = os.environ | {"TMPDIR": str(logs)}
     process = Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -47,7 +48,7 @@ def ports_of(process: "subprocess.Popen[str]") -> list[int]:
     """The ports of the three services, once all are ready and the line about Ctrl-C is printed."""
     assert process.stdout is not None
     output = ""
-    while "Ctrl-C stops everything" not in output:
+    while "Ctrl-C stops it" not in output:
         line = process.stdout.readline()
         assert line, process.stderr and process.stderr.read()
         output += line
@@ -69,7 +70,7 @@ def until_closed(ports: list[int]) -> None:
 def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
     options = ("--num-prompts", "2", "--max-tokens", "24", *(word for setting in settings for word in ("--set", setting)))
-    with local(tmp_path, "demo", *options) as process:
+    with local(tmp_path, *options) as process:
         output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
     assert "yes, 2 of 2" in output
@@ -79,7 +80,7 @@ def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> No
 
 
 def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> None:
-    with local(tmp_path, "demo", "--set", "draft.draft_model=models/demo/nowhere") as process:
+    with local(tmp_path, "--set", "draft.draft_model=models/demo/nowhere") as process:
         _, errors = process.communicate(timeout=250)
     assert process.returncode == 1
     assert "draft ended with status 2" in errors
@@ -103,7 +104,7 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
     ],
 )
 def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:
-    with local(tmp_path, "up", "--set", setting) as process:
+    with local(tmp_path, "serve", "--demo", "--set", setting) as process:
         output, errors = process.communicate(timeout=250)
     assert (process.returncode, output) == (1, "")
     assert reason in errors
@@ -111,7 +112,7 @@ def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: 
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
-    with local(tmp_path, "up", *LIGHT) as process:
+    with local(tmp_path, "serve", "--demo", *LIGHT) as process:
         ports = ports_of(process)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
@@ -124,7 +125,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")
-    with local(tmp_path, "up", *LIGHT) as process:
+    with local(tmp_path, "serve", "--demo", *LIGHT) as process:
         ports = ports_of(process)
         assert all(map(is_open, ports))
         process.send_signal(number)

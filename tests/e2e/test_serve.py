@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from eyas import SamplingParams
 from eyas.cli import app
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, Unavailable
 from eyas.options import SERVICE_KEYS, service_settings
 from eyas.services import cluster
 from eyas.services.cluster import assign, free_port
@@ -235,6 +236,44 @@ def test_ports_that_cannot_be_served_are_refused(options: list[str], reason: str
     result = CliRunner().invoke(app, ["serve", TARGET, *options])
     assert isinstance(result.exception, SystemExit)
     assert reason in " ".join(re.sub(r"\x1b\[[\d;]*m|│", "", result.output).split())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "name the MODEL to serve, or try the demo model of a checkout: eyas serve --demo"),
+        (["--demo", "--draft-model", "head"], "--draft-model needs a MODEL: --demo alone serves the demo model"),
+        (["--demo", "--num-draft-tokens", "4"], "--num-draft-tokens needs a MODEL"),
+        ([TARGET, "--demo"], "--demo kills and restarts a draft service, and none is started"),
+        (["--demo", "--host", "0.0.0.0"], "it serves this machine only, not --host 0.0.0.0"),
+    ],
+)
+def test_a_demo_that_cannot_be_is_refused(options: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code == 1
+    assert reason in result.output
+
+
+def test_a_drafter_killed_on_request_always_comes_back(tmp_path: Path) -> None:
+    """More often than one that dies by itself, whose deaths end the cluster."""
+    children = [cluster.Child(name, "", ["sleep", "600"], tmp_path / name, tmp_path) for name in ("redis", "draft")]
+    running, reasons = cluster.Cluster(children, ""), list[str]()
+
+    def kill() -> None:
+        while len(reasons) < 6:
+            running.kill_drafter()
+            time.sleep(0.05)
+        children[0].process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(Unavailable, match="redis was killed"):
+        running.watch(reasons.append)
+    killing.join()
+    children[1].process.kill()
+    children[1].process.wait()
+    assert len(reasons) >= 6 > cluster.MAX_DRAFT_RESTARTS
+    assert all("was killed from the playground" in reason for reason in reasons)
 
 
 def test_which_signals_end_serve() -> None:

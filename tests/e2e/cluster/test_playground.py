@@ -2,19 +2,39 @@
 
 import contextlib
 import json
+import shlex
 import threading
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from eyas.services.cluster import Cluster
+from eyas.services.cluster import Cluster, free_port
 from tests.e2e.browser import Page, browser_page
 
+DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 IS_DONE = "document.querySelector('#status').textContent.startsWith('Done')"
+HAS_RECORDED = "!document.querySelector('#recorded').hidden"
+IS_REPLAYED = "document.querySelector('#replay').textContent === 'Replay' && !document.querySelector('#replay').disabled"
 MARKUP = "# <img src=x onerror='document.title=1'><b>bold</b>\nclass Queue:\n"
+# Keeps the bodies of requests, what is copied and what is saved.
+RECORD = """(() => {
+    const send = window.fetch;
+    Object.assign(window, {bodies: [], copied: '', saved: null});
+    window.fetch = (url, options) => {
+        if (options?.body) window.bodies.push(JSON.parse(options.body));
+        return send(url, options);
+    };
+    Object.defineProperty(navigator, 'clipboard', {value: {writeText: async (text) => { window.copied = text; }}});
+    const make = URL.createObjectURL;
+    URL.createObjectURL = (blob) => { window.saved = blob; return make.call(URL, blob); };
+})()"""
+STEP = """{index: 1, method: null, tokens: [{id: 1, text: 'a', drafter: null}], nodes: [{accepted: true}], rows: 1,
+    draft_ms: 0, wire_ms: 0, wait_ms: 2, verify_ms: 8}"""
 # Changes the seed of the plain run, as a server that loses tokens would change its output.
 OTHER_SEED = """(() => {
     const send = window.fetch;
@@ -51,19 +71,87 @@ def run(page: Page, **values: object) -> None:
     page.until(IS_DONE)
 
 
-def output(page: Page) -> str:
-    return str(page.run("[...document.querySelectorAll('#output .token')].map((one) => one.textContent).join('')"))
+def output(page: Page, lane: str = "#output") -> str:
+    return str(page.run(f"[...document.querySelectorAll('{lane} .token')].map((one) => one.textContent).join('')"))
 
 
 def number(page: Page, selector: str) -> float:
-    return float(page.text(selector))
+    return float(page.text(selector).removesuffix(f" {TIMES}"))
+
+
+def module(page: Page, name: str, use: str) -> Any:
+    """The value of an expression in which `m` is one of the page's modules."""
+    return page.run(f"import(new URL('playground/{name}.js', document.baseURI)).then((m) => {use})")
+
+
+def copied(page: Page, button: str) -> str:
+    page.run(f"window.copied = ''; document.querySelector('#{button}').click()")
+    return str(page.until("window.copied"))
+
+
+def test_the_first_sight_is_a_recorded_race(opened: Page) -> None:
+    opened.until(HAS_RECORDED)
+    assert opened.text("#recorded").startswith("A recorded run: the demo model on ")
+    assert number(opened, "#speedup") > 1
+    assert opened.text("#same") == "✓ identical"
+    assert DASH not in opened.text(".figures")
+    assert output(opened) == output(opened, "#plain-output") != ""
+    assert opened.run("document.querySelectorAll('#tree .node').length") > 2
+    assert opened.run("document.querySelector('#temperature').value") == "0"
+    assert not opened.run("document.querySelector('.settings').open")
+
+
+def test_a_replay_fills_both_lanes_at_their_own_pace(opened: Page) -> None:
+    opened.until(HAS_RECORDED)
+    opened.run(
+        "document.querySelector('#pace').value = '16'; document.querySelector('#pace').dispatchEvent(new Event('change'))"
+    )
+    assert opened.text("#replay") == "Skip"
+    seen = "[...document.querySelectorAll('.output')].map((lane) => lane.querySelectorAll('.token:not(.ahead)').length)"
+    drafted, plain = opened.until(f"(([d, p]) => d > p + 5 && p > 0 && [d, p])({seen})")
+    assert drafted > plain
+    opened.run("document.querySelector('#replay').click()")
+    opened.until(IS_REPLAYED)
+    assert opened.run("document.querySelectorAll('.ahead').length") == 0
+    assert opened.text("#note-drafted").endswith(f"{TIMES} faster")
+
+
+def test_rates_are_from_the_servers_step_times(opened: Page) -> None:
+    """A burst of events takes no time in the browser and counts nothing."""
+    made = f"m.Run.of(Array(40).fill({STEP}))"
+    assert module(opened, "run", f"{made}.rate") == pytest.approx(100)
+    assert module(opened, "run", f"{made}.at.slice(0, 3)") == [10, 20, 30]
+    assert module(opened, "run", f"m.speedup({made}, {made})") == 1
+
+
+def test_a_rate_below_one_comes_with_its_reasons(opened: Page) -> None:
+    slow = STEP.replace("wait_ms: 2", "wait_ms: 32").replace("rows: 1", "rows: 3")
+    use = "m.whySlower(m.Run.of(Array(9).fill({})), m.Run.of(Array(9).fill({})), {{temperature: 0.8}})"
+    why = module(opened, "run", use.format(slow, STEP))
+    assert "A verify step took 40 ms, 4.0 times a plain step of 10 ms, and gave 1.0 tokens" in why
+    reasons = (
+        "waited for its drafter in 80 %",
+        "9 steps of 9 had no tree",
+        "Other requests shared 9 steps",
+        "temperature 0",
+    )
+    assert all(reason in why for reason in reasons)
+    assert module(opened, "run", use.format(STEP, slow)) == ""
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(0.4, "0.4 ms"), (9.96, "10 ms"), (412.3, "412 ms"), (999.6, "1.0 s"), (65_000, "65.0 s"), ("null", DASH)],
+)
+def test_times_are_written_in_fitting_units(opened: Page, ms: object, text: str) -> None:
+    assert module(opened, "format", f"m.time({ms})") == text
 
 
 def test_a_run_shows_what_the_api_returns(opened: Page, demo_cluster: Cluster) -> None:
-    run(opened)
+    run(opened, temperature=0.8)
     body = {"prompt": opened.run("document.querySelector('#prompt').value"), "max_tokens": 48, "temperature": 0.8, "seed": 7}
     choice = httpx.post(f"{demo_cluster.http}/v1/completions", json=body, timeout=250).json()["choices"][0]
-    assert output(opened) == choice["text"]
+    assert output(opened) == output(opened, "#plain-output") == choice["text"]
     assert opened.text("#same") == "✓ identical"
     assert opened.text("#same-note") == "48 of 48 tokens"
     assert number(opened, "#tau") > 1.5
@@ -136,27 +224,116 @@ def test_nothing_is_interpreted_as_markup(opened: Page) -> None:
     opened.run("document.querySelector('#compare').checked = false")
     run(opened, prompt=MARKUP, max_tokens=24)
     assert opened.text("#output .prompt") == MARKUP
+    assert opened.run("[...document.querySelectorAll('#legend .token')].some((o) => o.textContent === 'unknown')") is False
     assert opened.run("document.querySelectorAll('#results img, #results b').length") == 0
     assert opened.run("document.title") == "Eyas playground"
     with pytest.raises(AssertionError, match="TrustedHTML"):
         opened.run("document.querySelector('#output').innerHTML = '<b>x</b>'")
 
 
-def test_an_error_of_the_server_is_shown(opened: Page) -> None:
+def test_after_an_error_nothing_of_the_old_run_stays(opened: Page) -> None:
+    run(opened)
     fill(opened, max_tokens=1_000_000)
     opened.run("document.querySelector('#form').requestSubmit()")
     opened.until("!document.querySelector('#problem').hidden")
     assert "context length" in opened.text("#problem")
     assert not opened.run("document.querySelector('#run').disabled")
+    figures = opened.run("[...document.querySelectorAll('.figures dd:not(.note)')].map((one) => one.textContent)")
+    assert figures == [DASH] * 5
+    assert opened.run("document.querySelectorAll('.token, #tree *, #nodes *, #timeline *').length") == 0
+    assert opened.run("document.querySelector('#replay').disabled && document.querySelector('#why').hidden")
+
+
+def test_a_link_holds_the_prompt_and_the_seed(opened: Page, demo_cluster: Cluster) -> None:
+    prompt = '# 100 % of it\'s "text" & more\nclass Queue:\n'
+    run(opened, prompt=prompt, temperature=0.8, seed="", max_tokens=24)
+    text, link = output(opened), opened.run("location.href")
+    assert f"with seed {opened.run('new URLSearchParams(location.hash.slice(1)).get(`seed`)')}." in opened.text("#status")
+    opened.open(f"{demo_cluster.http}/?other")
+    opened.open(link)
+    opened.until("document.querySelector('#model').value === 'demo'")
+    assert opened.text("#recorded").startswith("This link holds a prompt")
+    assert opened.run("document.querySelector('#prompt').value") == prompt
+    assert output(opened) == "", "nothing runs before the reader wants it"
+    opened.run("document.querySelector('#form').requestSubmit()")
+    opened.until(IS_DONE)
+    assert output(opened) == text
+
+
+def test_the_curl_command_gives_the_same_text(opened: Page) -> None:
+    opened.run(RECORD)
+    run(opened, prompt="# it's a 'test'\nclass Queue:\n", temperature=0.8, max_tokens=24)
+    opened.run("sessionStorage.setItem('eyas-api-key', 'secret')")
+    command = copied(opened, "copy-curl")
+    opened.run("sessionStorage.removeItem('eyas-api-key')")
+    assert "secret" not in command
+    curl, url, *options = shlex.split(command)
+    assert (curl, "Authorization: Bearer $EYAS_API_KEY" in options) == ("curl", True)
+    answer = httpx.post(url, content=options[-1], headers={"Content-Type": "application/json"}, timeout=250)
+    assert answer.json()["choices"][0]["text"] == output(opened)
+
+
+def test_a_tree_is_copied_and_saved(opened: Page) -> None:
+    opened.run(RECORD)
+    run(opened, temperature=0)
+    tree = json.loads(copied(opened, "tree-json"))
+    assert len(tree["nodes"]) == opened.run("document.querySelectorAll('#nodes tr').length") > 1
+    lines = copied(opened, "tree-text").splitlines()
+    has_own = tree["tokens"][-1]["drafter"] is None
+    assert len(lines) == len(tree["nodes"]) + has_own
+    assert sum("✓" in line for line in lines) == sum(node["accepted"] for node in tree["nodes"]) - 1
+    drawing = ET.fromstring(copied(opened, "tree-svg"))
+    styled = [one for one in drawing.iter() if one.tag.endswith("}rect")]
+    assert len(styled) == len(lines) + 1
+    assert not [one for one in drawing.iter() if "class" in one.attrib or "var(" in str(one.attrib)]
+    opened.run("document.querySelector('#save-svg').click()")
+    assert ET.fromstring(opened.run("window.saved.text()")).tag == "{http://www.w3.org/2000/svg}svg"
+    opened.run("document.querySelector('#save-run').click()")
+    saved = json.loads(opened.run("window.saved.text()"))
+    assert "".join(token["text"] for step in saved["plain"] for token in step["tokens"]) == output(opened)
+    assert opened.problems == []
+
+
+def test_a_chat_is_a_conversation(opened: Page) -> None:
+    opened.run(RECORD)
+    opened.run("document.querySelector('[value=\"chat/completions\"]').click()")
+    run(opened, prompt="def first():", max_tokens=12)
+    answer = output(opened)
+    assert opened.run("document.querySelector('#prompt').value") == ""
+    opened.run("document.querySelector('#status').textContent = ''")
+    run(opened, prompt="def second():", max_tokens=12)
+    messages = opened.run("window.bodies.at(-1).messages")
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert (messages[0]["content"], messages[1]["content"]) == ("def first():", answer)
+    assert opened.run("document.querySelectorAll('#messages .message').length") == 4
+    link = copied(opened, "copy-link")
+    opened.open(link.replace("#", "?again#"))
+    assert opened.run("document.querySelectorAll('#messages .message').length") == 2, (
+        "the last question is to be asked again"
+    )
+    assert opened.run("document.querySelector('#prompt').value") == "def second():"
+    opened.run("document.querySelector('#forget').click()")
+    assert opened.run("document.querySelectorAll('#messages .message').length") == 0
 
 
 def test_every_control_has_a_name(opened: Page) -> None:
     run(opened, max_tokens=16)
+    opened.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     nodes = opened.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "spinbutton", "combobox", "checkbox", "radio", "slider", "tab", "tabpanel"}
     controls = [node for node in nodes if not node.get("ignored") and node["role"]["value"] in roles]
-    assert len(controls) > 15
+    assert len(controls) > 25
     assert not [node for node in controls if not node.get("name", {}).get("value")]
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (390, 844), (412, 915)])
+def test_a_phone_shows_button_and_results_at_once(opened: Page, width: int, height: int) -> None:
+    opened.show_as(width, height)
+    opened.until(HAS_RECORDED)
+    opened.run("scrollTo(0, 0)")
+    for element in ("#run", "#speedup", "#same"):
+        assert opened.run(f"document.querySelector('{element}').getBoundingClientRect().bottom") < height
+    assert opened.run("document.querySelector('.lanes').getBoundingClientRect().top") < height
 
 
 def test_no_width_scrolls_sideways(opened: Page) -> None:
@@ -189,7 +366,7 @@ def test_the_cluster_tab_shows_the_workers(opened: Page) -> None:
 
 
 @contextlib.contextmanager
-def behind_a_prefix(base: str) -> Iterator[str]:
+def behind_a_prefix(base: str, port: int = 0) -> Iterator[str]:
     """A proxy that serves `base` below /some/where/ only."""
 
     class Proxy(BaseHTTPRequestHandler):
@@ -214,7 +391,7 @@ def behind_a_prefix(base: str) -> Iterator[str]:
         def log_message(self, *words: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Proxy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/some/where/"
@@ -231,3 +408,21 @@ def test_the_page_works_behind_a_path_prefix(page: Page, demo_cluster: Cluster, 
         run(page, max_tokens=16)
         assert page.text("#same") == "✓ identical"
         assert page.problems == []
+
+
+def test_a_dead_server_is_named_and_tried_again(page: Page, demo_cluster: Cluster) -> None:
+    port = free_port()
+    with behind_a_prefix(demo_cluster.http, port) as url:
+        page.open(url)
+        page.until("document.querySelector('#model').value === 'demo'")
+        page.until(HAS_RECORDED)
+    fill(page, max_tokens=16)
+    page.run("document.querySelector('#form').requestSubmit()")
+    page.until("!document.querySelector('#problem').hidden")
+    words = f"The server at 127.0.0.1:{port} does not answer. It may have been stopped, or the network is down. Trying again"
+    assert page.text("#problem").startswith(words)
+    assert output(page) == ""
+    with behind_a_prefix(demo_cluster.http, port):
+        page.until(IS_DONE)
+        assert page.run("document.querySelector('#problem').hidden")
+        assert page.text("#same") == "✓ identical"

@@ -1,13 +1,17 @@
 """The routes of the playground: its files and their headers, and who may see the cluster's state."""
 
 import asyncio
+import json
+import os
 import re
+import signal
 from typing import Any
 
 import httpx
 import pytest
 
 from eyas.services.router.auth import ApiKey, ApiKeys, hash_of
+from eyas.services.router.http.drafter_kill import KILL_PATH, KILL_SIGNAL, SUPERVISOR_VARIABLE, is_loopback
 from tests.services.http.http_router import TOKENS, Script, get, http_router, worker
 
 SECRETS = {"all": ("generate", "models", "cluster"), "usual": ("generate", "models")}
@@ -21,17 +25,26 @@ def fetch(url: str, paths: list[str], headers: dict[str, str] | None = None, **r
     return asyncio.run(run())
 
 
+def scripts_of(url: str, first: str) -> set[str]:
+    """A script and all that it imports, directly or not."""
+    found, new = set[str](), {first}
+    while new:
+        found |= new
+        texts = [answer.text for answer in fetch(url, [f"/{script}" for script in sorted(new)])]
+        new = {f"playground/{name}" for text in texts for name in re.findall(r'from "\./([^"]+)"', text)} - found
+    return found
+
+
 def test_the_page_loads_only_its_own_files(url: str) -> None:
     """Every file that one of them names is served, by a relative address, with the type that browsers insist on."""
     (page,) = fetch(url, ["/"])
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert not re.findall(r"<script(?![^>]* src=)|<style| style=| on\w+=", page.text), "the policy blocks these"
     links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
-    scripts = fetch(url, ["/playground/playground.js", "/playground/cluster.js"])
-    links += [f"playground/{name}" for script in scripts for name in re.findall(r'from "\./([^"]+)"', script.text)]
-    assert {link.rpartition(".")[2] for link in links} == {"css", "js", "svg"}
+    links += sorted(scripts_of(url, "playground/playground.js") | {"playground/recorded.json"})
+    assert {link.rpartition(".")[2] for link in links} == {"css", "js", "json", "svg"}
     assert not [link for link in links if link.startswith("/") or "//" in link]
-    types = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    types = {"js": "text/javascript", "css": "text/css", "json": "application/json", "svg": "image/svg+xml"}
     for link, answer in zip(links, fetch(url, [f"/{link}" for link in links]), strict=True):
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(types[link.rpartition(".")[2]])
@@ -92,3 +105,89 @@ def test_the_page_itself_needs_no_key(url: str) -> None:
             return [(await get(base, path)).status_code for path in ("/", "/playground/playground.js", "/v1/models")]
 
     assert asyncio.run(run()) == [200, 200, 401]
+
+
+def test_the_recorded_run_is_a_race_with_equal_tokens(url: str) -> None:
+    (answer,) = fetch(url, ["/playground/recorded.json"])
+    run = json.loads(answer.text)
+    texts = ["".join(token["text"] for step in run[name] for token in step["tokens"]) for name in ("drafted", "plain")]
+    assert texts[0] == texts[1]
+    assert len(run["drafted"]) < len(run["plain"])
+    times = [sum((step["wait_ms"] or 0) + (step["verify_ms"] or 0) for step in run[name]) for name in ("drafted", "plain")]
+    assert times[0] < times[1], "the first sight shows no loss"
+    assert {"date", "machine", "request", "endpoint"} <= run.keys()
+    assert (run["request"]["temperature"], len(answer.content) < 80_000) == (0, True)
+
+
+def delete(url: str, **headers: str) -> int:
+    """Ask for the drafter's death as a browser would; %s in a header is the server's host and port."""
+
+    async def run() -> int:
+        async with http_router(url) as base, httpx.AsyncClient(base_url=base) as client:
+            own = base.removeprefix("http://")
+            given = {name.replace("_", "-"): value.replace("%s", own) for name, value in headers.items()}
+            return (await client.delete(KILL_PATH, headers=given)).status_code
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The signals that this process gets, as the one that started the router."""
+    received = list[int]()
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getpid()))
+    before = signal.signal(KILL_SIGNAL, lambda number, _: received.append(number))
+    yield received  # type: ignore[misc]
+    signal.signal(KILL_SIGNAL, before)
+
+
+def test_the_own_page_may_kill_the_drafter(url: str, kills: list[int]) -> None:
+    assert delete(url, Origin="http://%s", Sec_Fetch_Site="same-origin") == 202
+    assert delete(url, Origin="http://%s") == 202
+    assert kills == [KILL_SIGNAL, KILL_SIGNAL]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Origin": "null"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "https://%s"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "http://%s", "Sec_Fetch_Site": "cross-site"},
+        {"Origin": "http://%s", "Sec_Fetch_Site": "same-site"},
+        {"Host": "rebound.example", "Origin": "http://rebound.example"},
+        {"Host": "[::1", "Origin": "http://[::1"},
+        {"Origin": "http://%s", "X_Forwarded_For": "203.0.113.9"},
+    ],
+)
+def test_no_other_page_may_kill_the_drafter(url: str, kills: list[int], headers: dict[str, str]) -> None:
+    assert delete(url, **headers) == 403
+    assert kills == []
+
+
+def test_a_usual_router_cannot_kill_a_drafter(url: str) -> None:
+    assert delete(url, Origin="http://%s") in (404, 405)
+    (page,) = fetch(url, ["/"])
+    assert "data-can-kill" not in page.text
+
+
+def test_a_router_that_was_adopted_cannot_kill(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
+    assert delete(url, Origin="http://%s") in (404, 405)
+
+
+def test_the_page_of_the_demo_shows_the_button(url: str, kills: list[int]) -> None:
+    (page,) = fetch(url, ["/"])
+    assert '<html lang="en" data-can-kill="">' in page.text
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_which_hosts_are_this_machine_alone(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+    assert not is_loopback(f"{host}.example")

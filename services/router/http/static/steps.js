@@ -30,10 +30,12 @@ export function follow() {
   else showTimeline();
 }
 
-/** Choose the step that shows most, unless another one was chosen: many tokens, preferably of a tree with branches. */
+/** Choose the step that shows most, unless another one was chosen: some tokens, and a tree with branches. */
 export function chooseBest() {
-  const isBranched = ({ nodes }) => new Set(nodes.map((node) => node.parent)).size < nodes.length;
-  const worth = view.run.steps.map((step) => step.tokens.length * (isBranched(step) ? 100 : 1));
+  const worth = view.run.steps.map(({ nodes, tokens }) => {
+    const numRejected = nodes.filter((node) => !node.accepted).length;
+    return tokens.length > 1 ? Math.min(tokens.length, 8) + Math.min(numRejected, 8) : 0;
+  });
   if (view.follows) show(worth.indexOf(Math.max(...worth)));
   view.follows = false;
 }
