@@ -27,7 +27,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 # Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo up bench methods gpu count test every-test load test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods gpu count test every-test load test-fast soak chaos fuzz clients ray lint format protos chart docs pictures images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -136,6 +136,9 @@ chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashb
 
 docs: $(READY) ## build the site of the documentation into build/site; fails at a broken link
 	@$(BIN)/python -m docs.site
+
+pictures: $(KERNELS) ## make the playground's recorded run, screenshots and animation again; needs chromium and a quiet machine; PICTURES=shots for a part
+	@$(BIN)/python -m docs.pictures $(PICTURES)
 
 images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
 	@bash deploy/docker/build.sh

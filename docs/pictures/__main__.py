@@ -88,7 +88,7 @@ def duration_ms(steps: list[dict[str, Any]]) -> float:
 
 
 def compact(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps without digits that nobody sees."""
+    """Return the steps with no more digits than the page shows."""
     for step in steps:
         for name in ("draft_ms", "wire_ms", "wait_ms", "verify_ms"):
             step[name] = None if step[name] is None else round(step[name], 2)

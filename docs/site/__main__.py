@@ -45,7 +45,7 @@ def pages() -> dict[str, str]:
 def pictures() -> Iterator[Path]:
     """Yield the pictures that pages show."""
     for folder in ("docs/pictures", "benchmarks/results"):
-        yield from (path for path in sorted((ROOT / folder).iterdir()) if path.suffix in {".svg", ".png"})
+        yield from (path for path in sorted((ROOT / folder).iterdir()) if path.suffix in {".svg", ".png", ".gif"})
 
 
 def _list_of_reports(paths: Iterable[str]) -> str:
@@ -61,7 +61,7 @@ def _rewritten(page: str, texts: Mapping[str, str]) -> str:
 def _target(page: str, link: str, texts: Mapping[str, str]) -> str:
     """Return where a relative link of a page leads on the site."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
-    if path in texts or link.endswith((".png", ".svg")):
+    if path in texts or link.endswith((".png", ".svg", ".gif")):
         return link
     if f"{path}/README.md" in texts:
         return f"{link.rstrip('/')}/README.md"

@@ -13,7 +13,11 @@ from tests.e2e.test_demo import LIGHT
 from tests.e2e.test_serve import ENVIRONMENT, READY
 from tests.forks import Popen
 
-SETTINGS = ("verifier.draft_client.draft_timeout_s=0.2", "verifier.engine.draft_budget=fixed", "verifier.validate_head=never")
+SETTINGS = (
+    "verifier.draft_client.draft_timeout_s=0.2",
+    "verifier.engine.draft_budget=fixed",
+    "verifier.validate_head=never",
+)
 LOADS = 250.0  # seconds in which a new drafter loads on a busy machine
 
 

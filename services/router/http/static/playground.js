@@ -29,7 +29,7 @@ const EXAMPLE = `class Cache:
 const DRAW_EVERY_MS = 120;
 const RETRY_MS = 2000;
 const KILL_AFTER_STEPS = 6;
-const KILL_TOKENS = 1500; // of a run that the button starts: long enough for a new drafter to load
+const KILL_TOKENS = 3000; // of a run that the button starts: long enough for a new drafter to load
 const HELP = "Run a prompt to see which tokens were drafted.";
 
 const race = new Race();
@@ -108,6 +108,7 @@ function showWinner() {
 }
 
 function replay() {
+  race.stop();
   const slower = Number($("pace").value) || race.fittingPace;
   const source = state.isRecorded ? "recorded" : "the server's";
   $("race-caption").textContent = `Each ran alone; replayed together ${paceText(slower)}, by ${source} step times.`;
