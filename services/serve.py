@@ -212,7 +212,10 @@ def with_keys(services: Sequence[ServiceSettings], keys: Sequence[str]) -> list[
     if wrong := [key for key in keys if not key.strip() or "," in key]:
         raise ConfigError(f"--api-key has {len(wrong)} keys that are empty or hold a comma; give others")
     given = {KEYS_VARIABLE: ",".join(keys)}
-    routers = {each.name: replace(each, environment={**each.environment, **given}).add(f"api_keys.env={KEYS_VARIABLE}") for each in services}
+    routers = {
+        each.name: replace(each, environment={**each.environment, **given}).add(f"api_keys.env={KEYS_VARIABLE}")
+        for each in services
+    }
     return [routers[each.name] if each.name == "router" else each for each in services]
 
 
