@@ -175,7 +175,7 @@ class Film:
         frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         durations = [max(round(seconds * 100), 4) * 10 for seconds in self._seconds]
         frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
-        print(f"{file}: {len(frames)} frames, {sum(durations) / 1000:.1f} s, {file.stat().st_size} bytes")
+        print(f"{file}: {len(frames)} frames, {sum(durations) / 1000:.1f} s, {file.stat().st_size} bytes", flush=True)
 
 
 def film(url: str) -> None:

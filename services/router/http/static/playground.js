@@ -33,7 +33,7 @@ const KILL_TOKENS = 3000; // of a run that the button starts: long enough for a 
 const HELP = "Run a prompt to see which tokens were drafted.";
 
 const race = new Race();
-const state = { run: new Run(), plain: new Run(), endpoint: "", body: null, abort: null, drawn: 0, death: null, models: [] };
+const state = { run: new Run(), plain: new Run(), endpoint: "", body: null, abort: null, drawAt: 0, death: null, models: [] };
 
 const pause = (ms, signal) =>
   new Promise((resolve, reject) => {
@@ -174,13 +174,17 @@ async function stream(run, lane, body, onSteps = () => {}) {
     fill(lane, run, found);
     onSteps(found);
     if (run === state.run) state.death?.take(found);
-    if (performance.now() - state.drawn > DRAW_EVERY_MS) {
-      state.drawn = performance.now();
+    if (performance.now() > state.drawAt) {
+      const began = performance.now();
+      lane.follow();
       showFigures();
       steps.follow();
+      // Drawing takes a fifth of the time at most, however long the run and slow the machine.
+      state.drawAt = performance.now() + Math.max(DRAW_EVERY_MS, 4 * (performance.now() - began));
     }
   }
   run.isWhole = true;
+  lane.follow();
   lane.finish(`first token after ${time(run.firstTokenMs)}`, "");
 }
 

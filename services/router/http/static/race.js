@@ -38,6 +38,10 @@ class Lane {
     this.pane.append(span);
     this.clock.textContent = time(ms);
     this.fill.style.width = `${Math.min((100 * this.shown) / Math.max(this.length, this.shown), 100)}%`;
+  }
+
+  /** Keep the end of the text in sight. */
+  follow() {
     this.pane.scrollTop = this.pane.scrollHeight;
   }
 

@@ -7,14 +7,15 @@ import { hasTree, Run, totalMs } from "./run.js";
 
 const LEVEL_MS = 130;
 const VERDICT_MS = 900;
+const MAX_LIVE_STEPS = 200; // in the time line of a run that goes on; all are drawn at its end
 const $ = (id) => document.getElementById(id);
 
-const view = { run: new Run(), plain: new Run(), selected: -1, follows: true, player: 0 };
+const view = { run: new Run(), plain: new Run(), selected: -1, follows: true, player: 0, drawn: "" };
 
 /** Show the steps of another run; none at first. */
 export function showRun(run, plain) {
   pause();
-  Object.assign(view, { run, plain, selected: -1, follows: true });
+  Object.assign(view, { run, plain, selected: -1, follows: true, drawn: "" });
   for (const id of ["tree", "nodes", "timeline"]) $(id).replaceChildren();
   for (const id of ["step", "previous", "next", "play"]) $(id).disabled = true;
   $("caption").textContent = "In each verify step the target checks one tree of guesses in a single forward pass.";
@@ -96,13 +97,21 @@ function showTable(step) {
 
 export function showTimeline() {
   const { run, plain } = view;
-  if (!run.steps.length) return;
+  if (!run.steps.length || (!run.isWhole && run.steps.length > MAX_LIVE_STEPS)) return;
+  const drawn = [run.steps.length, plain.isWhole || plain.steps.length <= MAX_LIVE_STEPS ? plain.steps.length : 0, $("timeline").clientWidth].join();
+  if (drawn === view.drawn) return markSelected();
+  view.drawn = drawn;
   const needed = Math.max(run.steps.length * 9 + 80, 280);
   const width = Math.min(Math.max($("timeline").clientWidth - 4, needed), 8000);
   $("timeline").replaceChildren(drawTimeline(run.steps, plain.steps, view.selected, width, select));
   const drafted = `${run.steps.length} steps in ${time(totalMs(run.steps))}`;
   const alone = plain.steps.length ? `; plain: ${plain.steps.length} in ${time(totalMs(plain.steps))}` : "";
   $("time-caption").textContent = `Measured by the server, laid end to end: ${drafted}${alone}.`;
+  return undefined;
+}
+
+function markSelected() {
+  $("timeline").querySelectorAll(".time").forEach((group, index) => group.classList.toggle("selected", index === view.selected));
 }
 
 // The player
