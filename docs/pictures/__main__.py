@@ -36,8 +36,9 @@ EXAMPLE = "document.querySelector('#prompt').value"
 IS_DONE = "document.querySelector('#status').textContent.startsWith('Done')"
 HAS_RACED = "document.querySelector('#replay').textContent === 'Replay' && !document.querySelector('#replay').disabled"
 FILM_WIDTH = 920
-FILM_COLOURS = 64
+FILM_COLOURS = 96
 LONGEST_FRAME_S = 0.4
+LONGEST_RUN_S = 240.0
 
 
 @contextmanager
@@ -171,7 +172,11 @@ class Film:
 
     def save(self, file: Path) -> None:
         """Write the frames as a GIF with one palette, and unchanged ones as one."""
-        palette = self._frames[len(self._frames) // 2].quantize(FILM_COLOURS)
+        some = self._frames[:: max(len(self._frames) // 8, 1)]
+        sheet = Image.new("RGB", (some[0].width, sum(frame.height for frame in some)))
+        for place, frame in enumerate(some):
+            sheet.paste(frame, (0, place * frame.height))
+        palette = sheet.quantize(FILM_COLOURS, method=Image.Quantize.MAXCOVERAGE)
         frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         durations = [max(round(seconds * 100), 4) * 10 for seconds in self._seconds]
         frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
@@ -181,7 +186,7 @@ class Film:
 def film(url: str) -> None:
     """Film a race, then a run in which the drafter is killed."""
     with opened(url) as page:
-        page.show_as(1180, 760, "light")
+        page.show_as(1200, 740, "light")
         page.run("document.querySelector('#seed').value = 7; document.querySelector('#form').requestSubmit()")
         page.until(IS_DONE)
         page.until(HAS_RACED)
@@ -190,8 +195,8 @@ def film(url: str) -> None:
         scene.until(HAS_RACED, 20)
         scene.hold(2.0)
         page.run("document.querySelector('#kill').click()")
-        scene.until("document.querySelector('#death.back')", 60, faster=3.0)
-        scene.until("document.querySelector('#status').textContent !== 'Running'", 60, faster=3.0)
+        scene.until("document.querySelector('#death.back')", LONGEST_RUN_S, faster=4.0)
+        scene.until("document.querySelector('#status').textContent !== 'Running'", LONGEST_RUN_S, faster=8.0)
         page.run("document.querySelector('#replay').click()")
         scene.hold(3.0)
         scene.save(HERE / "playground.gif")
