@@ -5,7 +5,8 @@ EyasError
 |- ConfigError, CheckpointError, InvalidTree
 |- Overloaded: RateLimited
 |- OutOfMemory
-|- Unavailable, TimedOut
+|- Unavailable: WorkerLost
+|- TimedOut
 |- Unauthenticated, PermissionDenied
 `- RequestFailed
 """
@@ -71,6 +72,10 @@ class OutOfMemory(EyasError):
 
 class Unavailable(EyasError):
     """The service that should answer is not there."""
+
+
+class WorkerLost(Unavailable):
+    """A worker that ended, or stays in one step, while it worked on the request: the request itself may be the reason."""
 
 
 class TimedOut(EyasError):

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine, EngineLoad, StepReport
-from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
 from eyas.grammar import OutputMatchers
 from eyas.request import Chunk, Request
 
@@ -170,10 +170,13 @@ class AsyncEngine:
         self._call_soon(self._fail, Unavailable(reason))
 
     def suspend(self, reason: str) -> None:
-        """Fail every request with Unavailable, now and until `resume`, so that routers move them. In the event loop only."""
+        """Fail every request, now and until `resume`, so that routers move them. In the event loop only.
+
+        Each of those that are here may be the reason, so they end with WorkerLost, and new ones with Unavailable.
+        """
         self._suspended = Unavailable(reason)
         for stream in self._streams.values():
-            stream.queue.put_nowait(self._suspended)
+            stream.queue.put_nowait(WorkerLost(reason))
 
     def resume(self) -> None:
         """Accept requests again."""

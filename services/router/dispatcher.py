@@ -22,13 +22,13 @@ import grpc.aio
 
 from eyas.block_hash import block_hashes
 from eyas.config import RetryConfig
-from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter, WorkerLost
 from eyas.request import Chunk, Request, VerifyStep, VerifyStepDetails
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.registry import Placement, Registry
-from eyas.services.router.poison import ISOLATION_S, Attempt, PoisonDetector, VerifierLost
+from eyas.services.router.poison import ISOLATION_S, Attempt, PoisonDetector
 from eyas.services.router.routing import Pair, RoutingRequest
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
@@ -167,7 +167,7 @@ class Dispatcher:
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
                 if isinstance(error, Unavailable):
                     self._workers.record_failure(pair.verifier)
-                if isinstance(error, VerifierLost) and state.lose(pair, attempt):
+                if isinstance(error, WorkerLost) and state.lose(pair, attempt):
                     raise self._poison.refuse(call, attempt, state.lost) from error
                 if len(state.lost) >= MAX_LOST:  # never alone, so no one is proven guilty
                     log.error(
@@ -231,9 +231,9 @@ class Dispatcher:
         if open_pair is not None or not closed or not state.lost:
             return open_pair
         now, pair = asyncio.get_running_loop().time(), pick(replace(state.routing, excluded=avoided))
-        if pair is not None and state.crowded_at is None:
-            state.crowded_at = now
-        return pair if state.crowded_at is not None and now >= state.crowded_at + ISOLATION_S else None
+        if pair is not None and state.excluded_since is None:
+            state.excluded_since = now
+        return pair if state.excluded_since is not None and now >= state.excluded_since + ISOLATION_S else None
 
     async def _stream_from(self, pair: Pair, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
@@ -274,7 +274,7 @@ class _RetryState:
     has_broken: an engine failed since the last token. avoided: verifiers that failed, and until when they are avoided, by
     the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses
     one itself then. lost: addresses of verifiers that were lost in a row before their first chunk; with any, the request is
-    a suspect. crowded_at: since when only the trials of other suspects keep it from a verifier.
+    a suspect. excluded_since: since when only the trials of other suspects keep it from a verifier.
     """
 
     call: GenerateCall
@@ -289,7 +289,7 @@ class _RetryState:
     has_broken: bool = False
     drafter_is_unknown: bool = False
     lost: list[str] = field(default_factory=list)
-    crowded_at: float | None = None
+    excluded_since: float | None = None
 
     @property
     def was_rejected(self) -> bool:
@@ -397,7 +397,7 @@ async def _read(stream: GenerateStream, deadline: float, stall_timeout_s: float)
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
-        raise Unavailable("the verifier cancelled the call") from None
+        raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
     if isinstance(message, generation_pb2.GenerateChunk):
         return message
     raise Unavailable("the verifier ended the stream without a finish reason")
@@ -462,11 +462,11 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
     if error.code() is grpc.StatusCode.CANCELLED:
         return Unavailable("the verifier cancelled the call")
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
-        return VerifierLost("the verifier does not answer keepalive pings; it hangs, or the network is broken")
+        return WorkerLost("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     if is_connection_error(error):  # the log has gRPC's text, which is not for clients
         details = (error.details() or "").lower()
         is_lost = _NOT_CONNECTED not in details and any(text in details for text in _BROKEN_CONNECTION)
-        return (VerifierLost if is_lost else Unavailable)("the connection to the verifier failed")
+        return (WorkerLost if is_lost else Unavailable)("the connection to the verifier failed")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         log.warning("a verifier refuses this router: %s", error.details(), extra={"rate_limited": True})
         return Unavailable("the verifier refuses this router")

@@ -1,7 +1,7 @@
 """Requests that end verifiers: found by trying a suspect alone, refused, and remembered for some time.
 
-A request is a suspect once the connection to its verifier broke before the verifier's first chunk. Others that waited there
-are suspects too, so each is tried again on a verifier to which this router sends nothing else meanwhile. The one that loses
+A request is a suspect once its verifier was lost, or stuck in a step, before the first chunk. Others that waited there are
+suspects too, so each is tried again on a verifier to which this router sends nothing else meanwhile. The one that loses
 that verifier as well is to blame.
 """
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from eyas.errors import PoisonRequest, Unavailable
+from eyas.errors import PoisonRequest
 from eyas.rpc.messages import GenerateCall
 
 # How long a suspect waits for a verifier of its own, and how long it has it at most.
@@ -27,10 +27,6 @@ MAX_REFUSED = 1024
 _OF_ONE_COMPLETION = frozenset({"n", "stop", "seed", "prompt_logprobs"})
 
 log = logging.getLogger(__name__)
-
-
-class VerifierLost(Unavailable):
-    """A connection that broke after a call was sent on it: the verifier's process may have ended."""
 
 
 @dataclass(eq=False)

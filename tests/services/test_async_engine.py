@@ -23,7 +23,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, 
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine, StepReport
-from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
+from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
 from eyas.models.emulation import VirtualClock
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput, load_target
@@ -368,9 +368,10 @@ def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: 
                 await asyncio.sleep(0.01)
             assert await is_serving(LIVE), "a supervisor does not end it yet"
             assert "assert may_go_on.wait(60)" in caplog.text, "the log says where the step is"
-            for stuck in (request, collect(loop, request_of("new"))):
-                with pytest.raises(Unavailable, match="a step has not ended"):
+            for stuck, kind in ((request, WorkerLost), (collect(loop, request_of("new")), Unavailable)):
+                with pytest.raises(Unavailable, match="a step has not ended") as raised:
                     await stuck
+                assert type(raised.value) is kind, "the new one cannot be the reason"
             may_go_on.set()
             while not await is_serving(""):
                 await asyncio.sleep(0.01)

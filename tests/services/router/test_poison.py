@@ -2,19 +2,26 @@
 
 import asyncio
 import logging
-import math
 import re
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import pytest
 
-from eyas.errors import PoisonRequest, Unavailable
-from eyas.services.router.dispatcher import _read
-from eyas.services.router.poison import REFUSAL_S, PoisonDetector, VerifierLost
+from eyas.config import RegistryConfig
+from eyas.errors import PoisonRequest
+from eyas.rpc.messages import Lease, Load
+from eyas.services.discovery.registry import Registry
+from eyas.services.router.poison import REFUSAL_S, PoisonDetector
+from tests.services.discovery.pods import pod_router, pod_worker, settings
 from tests.services.router.mortal_verifier import POISON, SLOW, call_of, mortal_verifiers, num_alive
 from tests.services.router.scripted_verifier import (
     CALL,
+    MODEL,
     REST,
     TOKENS,
     Script,
@@ -112,26 +119,51 @@ def test_verifiers_that_drain_make_no_suspects(url: str, caplog: pytest.LogCaptu
         asyncio.run(body())
 
 
-@pytest.mark.parametrize(
-    ("details", "is_lost"),
-    [
-        ("Stream removed (Socket closed)", True),
-        ("recvmsg:Connection reset by peer", True),
-        (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: recvmsg:Connection reset by peer",
-            False,
-        ),
-        ("GOAWAY received", False),
-    ],
-)
-def test_a_call_that_no_verifier_got_makes_no_suspect(details: str, is_lost: bool) -> None:
-    class BrokenCall:
-        async def read(self) -> None:
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
-
+def test_a_request_that_sticks_two_verifiers_is_refused() -> None:
     async def body() -> None:
-        with pytest.raises(Unavailable) as raised:
-            await _read(BrokenCall(), math.inf, math.inf)  # type: ignore[arg-type]
-        assert isinstance(raised.value, VerifierLost) is is_lost
+        scripts = [Script(TOKENS, gate=asyncio.Event()) for _ in range(3)]
+        async with pod_worker(scripts[0]) as one, pod_worker(scripts[1]) as two, pod_worker(scripts[2]) as three:
+            workers = {worker.incarnation: worker for worker in (one, two, three)}
+            discovery = settings("static", verifiers=tuple(worker.address for worker in workers.values()))
+            async with pod_router(discovery) as (address, pool):
+                await until(lambda: len(pool.reachable) == 3)
+                answer = asyncio.create_task(failure(address, CALL))
+                for number in (1, 2):
+                    await until(lambda number=number: sum(len(script.calls) for script in scripts) == number)
+                    stuck = next(worker for worker in workers.values() if worker.script.calls)
+                    del workers[stuck.incarnation]
+                    stuck.lease = replace(stuck.lease, load=replace(stuck.lease.load, step_seconds=61.0))
+                code, details = await answer
+                assert (code, "two verifiers were lost" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+                assert sum(len(script.calls) for script in scripts) == 2
 
     asyncio.run(body())
+
+
+@asynccontextmanager
+async def resetting_verifier(url: str) -> AsyncIterator[None]:
+    """A lease of an address that resets every connection before any call was sent."""
+
+    def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    registry = Registry(RegistryConfig(url, 60.0))
+    async with await asyncio.start_server(reset, "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        lease = Lease("verifier", f"{host}:{port}", f"resets-{port}", MODEL, Load(0, 0, 90_000))
+        await registry.publish(lambda: lease)
+        try:
+            yield
+        finally:
+            await registry.withdraw()
+            await registry.close()
+
+
+def test_connections_that_were_never_made_make_no_suspects(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), resetting_verifier(url), resetting_verifier(url), router(url) as address:
+            assert tokens_of(await send(address, CALL)) == REST
+
+    asyncio.run(body())
+    assert caplog.text.count("failed to connect") == 2, "both were tried"
