@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, unquote
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from eyas.config import RegistryConfig, masked
@@ -31,6 +31,14 @@ def redis_client(config: RegistryConfig) -> Redis:
             f"redis+sentinel://host:{SENTINEL_PORT},host:{SENTINEL_PORT}/master-name/0 for Sentinels"
         ) from error
     return client
+
+
+async def close_client(client: Redis) -> None:
+    """Close a client, and its connections to Sentinels, which the library leaves open."""
+    await client.aclose()
+    if isinstance(pool := client.connection_pool, SentinelConnectionPool):
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
 
 
 def _sentinel_client(config: RegistryConfig) -> Redis:

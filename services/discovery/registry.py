@@ -24,7 +24,7 @@ from eyas.config import DiscoveryConfig, RegistryConfig, masked
 from eyas.rpc.channel import Peers, SharedToken
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
-from eyas.services.discovery.redis_client import redis_client
+from eyas.services.discovery.redis_client import close_client, redis_client
 
 ResultT = TypeVar("ResultT")
 
@@ -183,7 +183,7 @@ class Registry:
         """Stop all background work and the connection; published leases expire."""
         await cancel_task(self._heartbeat)
         await cancel_task(self._watcher)
-        await self._redis.aclose()
+        await close_client(self._redis)
 
     async def _refresh(self) -> None:
         if not self._roles:
