@@ -381,7 +381,8 @@ def load_template(model: ServedModel) -> ChatTemplate | None:
     if not source:
         return None
     form = _format(model, source + tool_source)
-    return ChatTemplate(source, special_tokens(model.tokenizer), model.name, tool_source, form)
+    name = f"{model.name} in {model.chat_template or model.tokenizer}"
+    return ChatTemplate(source, special_tokens(model.tokenizer), name, tool_source, form)
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:

@@ -132,6 +132,8 @@ MODEL_VALUES: Mapping[str, FileValue] = {
 ROPE_VALUES: Mapping[str, FileValue] = {
     "rope_parameters": MAPPING,
     "rope_scaling": MAPPING,
+    "full_attention": MAPPING,
+    "sliding_attention": MAPPING,
     "rope_type": TEXT,
     "type": TEXT,
     "rope_theta": POSITIVE,

@@ -38,6 +38,8 @@ WIRING_KEY = "eyas"
 DEPTH_KEY = "eyas_num_depths"
 # Most tensors that an error message names.
 MAX_NAMED = 6
+# Longest name that it shows whole.
+MAX_NAME_LENGTH = 200
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 EMBEDDING_NAMES = (
@@ -237,12 +239,11 @@ def _read_index(file: Path) -> dict[str, Path]:
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{file}: weight_map is {shown(shards)}; it must give the file of each tensor")
-    found = {name: file.parent / name for name in sorted(set(shards.values()))}
-    for name, shard in found.items():
-        if Path(name).name != name or not shard.is_file():
-            raise CheckpointError(
-                f"{file}: weight_map names the file {shown(name)}, which is not in {file.parent}; fetch it"
-            )
+    found = {entry.name: entry for entry in file.parent.iterdir() if entry.is_file()}
+    if missing := sorted(set(shards.values()) - set(found)):
+        raise CheckpointError(
+            f"{file}: weight_map names the file {shown(missing[0])}, which is not in {file.parent}; fetch it"
+        )
     return {tensor: found[name] for tensor, name in shards.items()}
 
 
@@ -450,7 +451,8 @@ def check_tensors(
 ) -> None:
     """Raises CheckpointError unless `tensors` are exactly `expected`, shapes included; `optional` ones may be absent."""
     missing = sorted(set(expected) - set(tensors) - set(optional))
-    unexpected = [_with_nearest(name, expected) for name in sorted(set(tensors) - set(expected))]
+    unexpected = sorted(set(tensors) - set(expected))
+    unexpected[:MAX_NAMED] = [_with_nearest(name, expected) for name in unexpected[:MAX_NAMED]]
     wrong = [
         f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -479,11 +481,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 def shortened(names: Sequence[str]) -> str:
     """The first MAX_NAMED of these names, and how many more there are."""
-    return ", ".join(names[:MAX_NAMED]) + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
+    first = [name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else shown(name) for name in names[:MAX_NAMED]]
+    return ", ".join(first) + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
 
 
 def _with_nearest(name: str, expected: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(expected), n=1)
+    near = difflib.get_close_matches(name[:MAX_NAME_LENGTH], list(expected), n=1)
     return f"{name} (nearest is {near[0]})" if near else name
 
 

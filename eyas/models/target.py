@@ -399,10 +399,10 @@ def _inspect(config: Any, folder: Path) -> Architecture:
     try:
         return inspect_architecture(config)
     except CheckpointError as error:
+        file = folder / "config.json"
         if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
-            raise
-        raw = read_config(folder)
-        raise _named(error, folder / "config.json", raw, lambda values: _trace(_make_config(values))) from error.__cause__
+            raise CheckpointError(f"{file}: {error}") from None
+        raise _named(error, file, read_config(folder), lambda values: _trace(_make_config(values))) from error.__cause__
 
 
 def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: Path) -> None:

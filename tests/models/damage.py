@@ -18,10 +18,19 @@ LEFT_OUT = object()
 VALUES: dict[str, Any] = {
     "a text": "many", "negative": -1, "zero": 0, "huge": 10**12, "NaN": math.nan, "null": None, "left out": LEFT_OUT,
     "an empty text": "", "an empty list": [], "an empty object": {}, "a list": [1], "true": True, "a fraction": 1.5,
-    "lists in lists": [[1], {"a": 1}], "half a surrogate pair": "\ud800",
+    "lists in lists": [[1], {"a": 1}], "half a surrogate pair": "\ud800", "infinite": math.inf, "beyond all floats": 10**400,
+    "two lines with a NUL": "a\nb\0", "a template that does not compile": "{{",
 }  # fmt: skip
 # Tensors of a head that the target's replace, or that are one instance with others (the later blocks of a Medusa head).
 REPLACEABLE = ("lm_head.weight", "embed_tokens.weight", "t2d", ".1.linear.weight", ".1.linear.bias")
+
+
+# Files that a checkpoint may lack.
+OPTIONAL_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json")
+SHARD = "model-00001-of-00001.safetensors"
+SHARD_NAMES: tuple[Any, ...] = (
+    "../model.safetensors", "/etc/passwd", "a\0b.safetensors", "", "..", "long" * 2000, "\ud800", "config.json", 7, None,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ def damages(folder: Path) -> list[Damage]:
         if file.name != "tokenizer.json":  # its reader is a library's
             found += _damaged_values(file)
     for file in sorted(folder.glob("*.safetensors")):
-        found += [*_damaged_file(file.name), *_damaged_tensors(file)]
+        found += [*_damaged_file(file.name), *_damaged_tensors(file), *_damaged_indexes(file)]
     return found
 
 
@@ -58,6 +67,18 @@ def _damaged_file(name: str) -> Iterator[Damage]:
     yield Damage(f"{name} is empty", name, lambda folder: write(folder / name, b""))
     yield Damage(f"{name} is cut", name, lambda folder: write(folder / name, (folder / name).read_bytes()[:-40]))
     yield Damage(f"{name} is garbage", name, lambda folder: write(folder / name, b"\x93garbage\x00" * 20))
+    yield Damage(f"{name} is a folder", name, partial(_replace_by_folder, name), may_differ=name in OPTIONAL_FILES)
+    yield Damage(f"{name} is a link to nothing", name, partial(_replace_by_link, name), may_differ=name in OPTIONAL_FILES)
+
+
+def _replace_by_folder(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+
+
+def _replace_by_link(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to("nothing")
 
 
 def _damaged_text(name: str) -> Iterator[Damage]:
@@ -65,6 +86,8 @@ def _damaged_text(name: str) -> Iterator[Damage]:
         "a list": b"[1, 2]", "a number": b"7", "no JSON": b"{'a': 1}", "nested too deeply": b'{"a":' * 99_999 + b"1",
         "in another encoding": '{"model_type": "llama", "vocab_size": 48}'.encode("utf-16"),
         "in Latin-1": '{"model_type": "lläma"}'.encode("latin-1"),
+        "an object after a byte order mark": b"\xef\xbb\xbf{}",
+        "a number of 5000 digits": b'{"vocab_size": ' + b"9" * 5000 + b"}",
     }.items():  # fmt: skip
         yield Damage(f"{name} is {label}", name, partial(_write, name, content))
     yield Damage(f"{name} says vocab_size twice", "vocab_size", partial(_twice, name), may_differ=name != "config.json")
@@ -137,8 +160,33 @@ def _damaged_tensors(file: Path) -> Iterator[Damage]:
         "layers.99999999.self_attn.q_proj.weight",
         "99999999.0.linear.weight",
         "rotary_emb.inv_freq",
+        "two\nlines",
+        "long" * 500,
     ):
-        yield Damage(f"{extra} is there too", extra, partial(_add, file.name, extra))
+        yield Damage(f"{extra[:40]} is there too", extra, partial(_add, file.name, extra))
+
+
+def _damaged_indexes(file: Path) -> Iterator[Damage]:
+    """An index that gives one tensor a wrong file, or lacks it."""
+    for name in (*SHARD_NAMES, LEFT_OUT):
+        label = f"an index has {'no file' if name is LEFT_OUT else repr(name)[:40]} for a tensor"
+        yield Damage(label, "weight_map", partial(_write_index, file.name, name))
+    yield Damage("a shard is missing", SHARD, partial(_lose_shard, file.name))
+
+
+def _write_index(file: str, name: Any, folder: Path) -> None:
+    """Move the weights into one shard, and give its index a wrong name for the first tensor."""
+    tensors = sorted(load_file(folder / file))
+    (folder / file).rename(folder / SHARD)
+    weights = {**dict.fromkeys(tensors, SHARD), tensors[0]: name}
+    if name is LEFT_OUT:
+        del weights[tensors[0]]
+    write(folder / f"{file}.index.json", json.dumps({"metadata": {}, "weight_map": weights}).encode())
+
+
+def _lose_shard(file: str, folder: Path) -> None:
+    _write_index(file, SHARD, folder)
+    (folder / SHARD).unlink()
 
 
 def _replace(file: str, name: str, change: Callable[[torch.Tensor], torch.Tensor | None], folder: Path) -> None:
