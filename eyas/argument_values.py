@@ -19,6 +19,7 @@ MAX_PIECES = 6000
 _ESCAPES_OF_PIECE = 16
 
 _NAMES = {"true": "true", "false": "false", "none": "null", "null": "null"}
+_MENDED_NAMES = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {"true": "boolean", "false": "boolean", "null": "null", "{": "object", "[": "array"}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"'\\]+""")
@@ -43,6 +44,39 @@ class PythonValue(JsonValue):
 
     def _may_be_plain(self, character: str) -> bool:
         return True
+
+
+class JsonSlips:
+    """Mends slips of models in JSON that arrives in pieces: Python's names of values, and a comma before a bracket's end."""
+
+    def __init__(self) -> None:
+        self._comma = self._word = ""
+        self._is_string = self._is_escaped = False
+
+    def mend(self, text: str) -> str:
+        """Take the next piece; return what is known of the mended text."""
+        out = list[str]()
+        for character in text:
+            if self._is_string:
+                self._is_string = self._is_escaped or character != '"'
+                self._is_escaped = character == "\\" and not self._is_escaped
+                out.append(character)
+            elif self._word and character.isalnum():
+                self._word += character
+            elif self._comma and character.isspace():
+                self._comma += character
+            else:
+                out.append(_MENDED_NAMES.get(self._word, self._word))
+                out.append(self._comma[character in "}]" :])
+                self._word = character if character in "TFN" else ""
+                self._comma = character if character == "," else ""
+                self._is_string = character == '"'
+                out.append("" if self._word or self._comma else character)
+        return "".join(out)
+
+    def rest(self) -> str:
+        """Return what was held back; the text has ended."""
+        return self._word + self._comma
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from functools import partial
 
 from eyas.argument_values import (
     ArgumentTypes,
+    JsonSlips,
     PythonValue,
     Tools,
     ValueType,
@@ -642,13 +643,15 @@ class CallReader(TextReader):
             if end == "broken":
                 yield from self.pass_on(self._out.arguments, broken_until)
             return
-        value = JsonValue()
+        value, slips = JsonValue(), JsonSlips()
         while not value.is_done:
-            self._out.arguments(self.take(value.scan(self.rest)))
+            self._out.arguments(slips.mend(self.take(value.scan(self.rest))))
             if value.is_broken:
+                self._out.arguments(slips.rest())
                 yield from self.pass_on(self._out.arguments, broken_until)
                 return
             if not value.is_done and not (yield from self.more()):
+                self._out.arguments(slips.rest())
                 return
 
     def _end_of_object(self) -> Steps:
@@ -731,9 +734,12 @@ def _without_end(text: str, *markers: str) -> str:
 def _described_call(text: str, names: Collection[str]) -> ToolCall | None:
     """Return the call that an object describes, whatever the order of its keys; None if it describes none."""
     try:
-        value = json.loads(python_json(text) or text if _PYTHON_DICT.match(text) else text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        try:
+            value = json.loads(python_json(text) or "")
+        except (ValueError, RecursionError):
+            return None
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {name: own for name, own in value.items() if name != "function"} | value["function"]
     if not isinstance(value, dict) or not value.keys() <= _CALL_KEYS:

@@ -560,6 +560,28 @@ def test_what_is_no_value_of_the_type_stays_text(text: str) -> None:
     assert json.loads(found.arguments) == {"o": text}
 
 
+BAD_JSON = '{"a": True, "b": [None , 1 , ], "c": "True, ]\\" ,}", "d": -1.5E+3, "e": False,\n}'
+MENDED = {"a": True, "b": [None, 1], "c": 'True, ]" ,}', "d": -1500.0, "e": False}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {BAD_JSON}}}</tool_call>'),
+        (HERMES, f'<tool_call>{{"arguments": {BAD_JSON}, "name": "add"}}</tool_call>'),
+        (LLAMA, f'{{"name": "add", "parameters": {BAD_JSON}}}'),
+        (MISTRAL, f"[TOOL_CALLS]add[ARGS]{BAD_JSON}"),
+        (ChatFormat("kimi_k2"), f"{KIMI.call}functions.add:0{KIMI.separator}{BAD_JSON}{KIMI.call_end}"),
+    ],
+    ids=str,
+)
+def test_slips_in_json_are_mended_wherever_pieces_end(form: ChatFormat, text: str) -> None:
+    for size in (1, 5, len(text)):
+        message = read(form, [text[at : at + size] for at in range(0, len(text), size)])
+        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("add", MENDED)]
+        assert not message.content
+
+
 def test_text_stays_text_whatever_it_looks_like() -> None:
     call = "<function=f><parameter=s>{'a': None}</parameter><parameter=other>(1, 2)</parameter></function>"
     (found,) = read(QWEN, [call], tools={"f": WANTED}).tool_calls
