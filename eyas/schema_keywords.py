@@ -45,8 +45,10 @@ def known_schema(schema: Any) -> Any:
     translation = _Translation(schema)
     found = translation.of(schema)
     for path, name in translation.tags:
-        if isinstance(target := resolve(path, found), dict):
+        if isinstance(target := resolve(_redirected(path, found), found), dict):
             target.update(_with_tag(target, name))
+    if translation.rewrites_one_of:
+        _redirect(found)
     return found
 
 
@@ -55,10 +57,12 @@ class _Translation:
 
     Attributes:
         tags: references to objects, each with a property that they must have.
+        rewrites_one_of: a list of alternatives, which references may lead through, has another name now.
     """
 
     def __init__(self, whole: Any) -> None:
         self.tags = dict[tuple[str, str], None]()
+        self.rewrites_one_of = False
         self._whole = whole
         self._kept = _KEYWORDS | _names_in_references(whole)
         self._num_names = 0
@@ -80,6 +84,7 @@ class _Translation:
             if "anyOf" in found:
                 found["allOf"] = [*_listed(found.get("allOf")), {"anyOf": found["anyOf"]}]
             found["anyOf"] = tagged
+            self.rewrites_one_of = True
         return found
 
     def _limits(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
@@ -144,6 +149,30 @@ class _Translation:
             return []
         self.tags |= {(one["$ref"], name): None for one, is_ in zip(options, refer, strict=True) if is_}
         return [one if is_ else _with_tag(one, name) for one, is_ in zip(options, refer, strict=True)]
+
+
+def _redirect(whole: Any) -> None:
+    """Let references that lead through a oneOf find it by its new name."""
+    open_ = [whole]
+    for value in open_:  # grows while it is read
+        if isinstance(value, dict):
+            if isinstance(path := value.get("$ref"), str):
+                value["$ref"] = _redirected(path, whole)
+            open_ += value.values()
+        elif isinstance(value, list):
+            open_ += value
+
+
+def _redirected(path: str, whole: Any) -> str:
+    """Return a reference with anyOf in place of each oneOf that is not there any more."""
+    if "/oneOf/" not in path:
+        return path
+    names, at = path.split("/"), whole
+    for number, name in enumerate(names[1:], 1):
+        if name == "oneOf" and isinstance(at, Mapping) and name not in at:
+            names[number] = name = "anyOf"
+        at = resolve(f"#/{name}", at)
+    return "/".join(names)
 
 
 def _with_tag(schema: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -114,6 +114,11 @@ MEANINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"format":"y"}', "{}"],
     ),
     "a value that looks like a schema": ({"const": {"format": "x"}}, ['{"format":"x"}'], ["{}"]),
+    "a reference into tagged parts": (
+        {"type": "array", "minItems": 2, "prefixItems": [{"oneOf": [CAT, DOG]}, {"$ref": "#/prefixItems/0/oneOf/1"}]},
+        ['[{"is":"cat"},{"is":"dog"}]'],
+        ['[{"is":"cat"},{"is":"cat"}]', '[{"is":"cat"},{}]'],
+    ),
     "tags with defaults": ({"oneOf": [CAT, DOG]}, ['{"is":"cat","lives":9}', '{"is":"dog"}'], ["{}", '{"lives":9}']),
     "tags behind references": (
         {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": CAT, "d": DOG}},
