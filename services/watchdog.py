@@ -36,29 +36,41 @@ class Watchdog:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
         self._loop = loop
-        self._interval_s = _interval_s(timeout_s)
+        self._timeout_s = timeout_s
         if os.getpid() == 1:
             _exit_at_alarm()
         faulthandler.register(signal.SIGALRM, file=2, chain=True)
-        reader, self._beats = os.pipe()
-        os.set_blocking(self._beats, False)
-        command = [sys.executable, "-I", "-S", __file__, str(reader), str(os.getpid()), str(timeout_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[reader], process_group=0)
-        os.close(reader)
+        self._start()
         self._timer = loop.call_soon(self._beat)
 
     def stop(self) -> None:
         """End the watch."""
         self._timer.cancel()
+        self._end()
+        faulthandler.unregister(signal.SIGALRM)
+
+    def _start(self) -> None:
+        reader, self._beats = os.pipe()
+        os.set_blocking(self._beats, False)
+        command = [sys.executable, "-I", "-S", __file__, str(reader), str(os.getpid()), str(self._timeout_s)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[reader], process_group=0)
+        os.close(reader)
+
+    def _end(self) -> None:
         os.close(self._beats)
         self._process.kill()  # a forked child may keep the pipe open
         self._process.wait()
-        faulthandler.unregister(signal.SIGALRM)
 
     def _beat(self) -> None:
-        with suppress(OSError):  # without its reader this process goes on unwatched
+        try:
             os.write(self._beats, b".")
-        self._timer = self._loop.call_later(self._interval_s, self._beat)
+        except BlockingIOError:  # somebody has stopped the other process
+            pass
+        except BrokenPipeError:
+            _report("ERROR watchdog: the process that watches this one has ended; starting another\n")
+            self._end()
+            self._start()
+        self._timer = self._loop.call_later(_interval_s(self._timeout_s), self._beat)
 
 
 def _exit_at_alarm() -> None:

@@ -92,6 +92,20 @@ def test_a_stopped_process_is_not_ended() -> None:
     assert not Path(f"/proc/{watchers[0]}").exists()
 
 
+def test_a_watcher_that_ends_is_replaced() -> None:
+    with program("never") as process:
+        (first,) = children(process.pid)
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (watchers := children(process.pid)) in ([], [first]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert len(watchers) == 1
+    assert "the process that watches this one has ended" in errors
+
+
 def test_the_watcher_ends_with_a_killed_process() -> None:
     with program("never") as process:
         (watcher,) = children(process.pid)
