@@ -54,7 +54,10 @@ Parts = Annotated[list[TextPart], FailFast(), one_or_list(TextPart, "parts", _to
 
 
 class InputItem(StrictModel):
-    """An item of the conversation. Items of reasoning are accepted, and not shown to the model again."""
+    """An item of the conversation. Chat templates get reasoning with the assistant's message or calls that follow it.
+
+    Summaries and encrypted content are left out.
+    """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -72,8 +75,12 @@ class InputItem(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_reasoning(cls, data: Any) -> Any:
-        return {"type": "reasoning"} if isinstance(data, dict) and data.get("type") == "reasoning" else data
+    def _reduce_reasoning(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("type") != "reasoning":
+            return data
+        parts = data.get("content")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        return {"type": "reasoning", "content": [_to_part(text) for text in texts if isinstance(text, str)]}
 
     @model_validator(mode="after")
     def _check_parts(self) -> InputItem:
@@ -175,17 +182,25 @@ class ResponsesBody(SamplingBody):
 def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Calls follow the assistant's text in one message."""
     messages: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for item in items:
+        thought = {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
+        if item.type == "reasoning":
+            thoughts += [part.text for part in item.content]
+            continue
         if item.type == "message":
             messages.append({"role": item.role, "content": _joined(item.content)})
+            if item.role == "assistant":
+                messages[-1] |= thought
         elif item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
         elif item.type == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+            if thought or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": "", **thought})
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
+        thoughts = []
     if not messages:
         raise InvalidRequest("input holds no message; give one", "input")
     return messages

@@ -473,6 +473,8 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     ]
     turns: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": past}, {"role": "user", "content": "c"}]
     kinds: list[Any] = [{"type": "enabled", "budget_tokens": 2}, {"type": "adaptive"}, {"type": "disabled"}]
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Earlier"}]}
+    items: Any = [turns[0], thought, {"role": "assistant", "content": "b"}, turns[2]]
 
     async def body() -> None:
         tokenizer = Tokenizer(marked)
@@ -483,7 +485,7 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
                 assert (await post(base, "/v1/messages/count_tokens", asked)).status_code == 200
             chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
             assert (await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": 0})).status_code == 200
-            asked = {"model": "demo", "input": "a", "thinking_token_budget": -1}
+            asked = {"model": "demo", "input": items, "thinking_token_budget": -1}
             assert (await post(base, "/v1/responses", asked | {"max_output_tokens": 3})).status_code == 200
             answer = await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": -2})
             assert answer.status_code == 400
@@ -491,7 +493,7 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     asyncio.run(body())
     prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert [prompt[: prompt.find("e") + 1] for prompt in prompts[:3]] == ["True", "True", "False"]
-    assert all("Earlierb" in prompt for prompt in prompts[:3])
+    assert all("Earlierb" in prompt for prompt in (*prompts[:3], prompts[4]))
     budgets = [call.request.sampling.reasoning_budget for call in script.calls]
     assert [budget and budget.num_tokens for budget in budgets] == [2, None, None, 0, None]
     assert budgets[0] is not None
