@@ -41,7 +41,7 @@ from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 # Seconds in which the clients of calls that a router ends read their errors.
-FAREWELL_S = 2.0
+ERROR_DELIVERY_S = 2.0
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 # Seconds between two returns of freed memory to the system.
@@ -119,7 +119,7 @@ async def serve(
             grace_s, ending = config.graceful_shutdown_timeout_s, None
             if end_calls:
                 ending = asyncio.get_running_loop().call_later(grace_s, end_calls)
-                grace_s += FAREWELL_S
+                grace_s += ERROR_DELIVERY_S
             stops = (server.stop, *(listener.stop for listener in listeners))
             await asyncio.gather(*(stop(grace_s) for stop in stops))
             if ending:

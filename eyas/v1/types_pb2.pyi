@@ -103,8 +103,9 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How to sample tokens. Where max_tokens, temperature, top_k, top_p, min_p or repetition_penalty is unset, a router takes the
-    model's own default, see ModelInfo.sampling_defaults, before the one below. Applied in this order: structured_outputs, logit_bias, penalties, bad words and min_tokens,
-    temperature, top_k, top_p, min_p. Values that are not supported are rejected with INVALID_ARGUMENT.
+    model's own default, see ModelInfo.sampling_defaults, before the one below. Applied in this order: structured_outputs,
+    logit_bias, penalties, bad words and min_tokens, temperature, top_k, top_p, min_p. Values that are not supported are
+    rejected with INVALID_ARGUMENT.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

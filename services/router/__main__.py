@@ -78,6 +78,7 @@ async def build_router(
             operations = build_operations_app(readiness, http)
             yield RouterApp(RouterServicer(service, keys), http, operations, readiness, service.end_calls)
         finally:
+            service.threads.close()
             await workers.close()
             await discovery.close()
             if registry:

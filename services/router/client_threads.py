@@ -56,6 +56,10 @@ class ClientThreads:
         call.add_done_callback(give)
         return await asyncio.wrap_future(call)
 
+    def close(self) -> None:
+        """Drop the calls that have not begun; the threads end with those that have."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def _wait(self, caller: str) -> None:
         queue = self._waiting.setdefault(caller, deque())
         if len(queue) >= MAX_WAITING:

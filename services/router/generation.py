@@ -26,6 +26,7 @@ from eyas.validation import check_request
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
 MAX_CONCURRENT_COMPLETIONS = 128
+STOPPING = "the router is stopping; send the request again"
 
 
 # Bad words as token ids, and the special tokens that stop strings hold.
@@ -297,7 +298,7 @@ async def merge(
 
 
 def _stopping() -> Unavailable:
-    return Unavailable("the router is stopping; send the request again")
+    return Unavailable(STOPPING)
 
 
 async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:

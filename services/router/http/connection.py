@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from eyas.config import LimitsConfig
 from eyas.rpc.admission import address_of
+from eyas.services.router.generation import STOPPING
 from eyas.services.router.http.errors import error_bytes
 from eyas.services.router.http.turns import Turns
 
@@ -31,7 +32,6 @@ DROP_INTERVAL_S = 0.002
 # Bytes that are dropped at most, in multiples of max_request_bytes: many clients read no answer before they have sent all.
 MAX_DROPPED = 16
 MAX_QUOTED = 200
-STOPPING = "the router is stopping; send the request again"
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from eyas.services.router.http.turns import Turns
 
 RELOAD_INTERVAL_S = 5.0
 # Seconds in which the last clients of a server that stops read their answers.
-LAST_WORD_S = 0.2
+ERROR_DELIVERY_S = 0.2
 # Connections that are accepted in one round of the event loop; TLS makes each cost more than 1 ms.
 ACCEPTS_PER_ROUND = 16
 WAITING_COMMENT = b": waiting for a verifier"
@@ -91,11 +91,11 @@ class HttpServer:
         """Refuse new connections, give running requests `grace` seconds, answer them with status 503, and cancel them."""
         if self._serving is None:
             return
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace + LAST_WORD_S)
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace + ERROR_DELIVERY_S)
         self._server.should_exit = True
-        last_word = asyncio.get_running_loop().call_later(grace, self.end_requests, True)
+        ending = asyncio.get_running_loop().call_later(grace, self.end_requests, True)
         await asyncio.gather(self._serving, cancel_task(self._reloading))
-        last_word.cancel()
+        ending.cancel()
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
 
     def end_requests(self, has_body: bool = False) -> None:
