@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import StoredTensor, WeightFiles
+from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
 from eyas.request import NoiseKey
 from eyas.sampling.acceptance import StepOutput
@@ -132,7 +132,7 @@ def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple
     """
     if not files.can_read_parts:
         return None
-    with _weightless():
+    with explained(f"transformers cannot make a model of the config in {files.folder}"), _weightless():
         model = make_model()
     names = {name: name for name, _ in model.named_parameters()}
     if LM_HEAD in names and LM_HEAD not in files.names and model.config.get_text_config().tie_word_embeddings:
