@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -64,6 +65,7 @@ async def http_router(
     cors_allow_origins: tuple[str, ...] = (),
     playground: bool = True,
     unknown_fields: UnknownFields = "refuse",
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05))
@@ -72,7 +74,7 @@ async def http_router(
     )
     telemetry, limits = telemetry or RouterTelemetry(), limits or LimitsConfig()
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry, retry)
-    service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
+    service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry, aliases=aliases)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     config = HttpConfig(

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, NotFoundError, OpenAI
 
 from tests.services.http.http_router import (
     ALL,
@@ -193,6 +193,17 @@ def test_models_are_listed_and_found(url: str) -> None:
     (listed,), found = with_router(url, body)
     assert listed == found
     assert (found.id, found.object, found.max_model_len) == ("demo", "model", 2048)
+
+
+def test_aliases_are_listed_and_accepted(url: str) -> None:
+    async def body(client: AsyncOpenAI) -> Any:
+        listed = [model.id async for model in client.models.list()]
+        answer = await client.completions.create(model="other", prompt="x", temperature=0)
+        with pytest.raises(NotFoundError, match="known: demo, other"):
+            await client.completions.create(model="third", prompt="x")
+        return listed, answer.model, (await client.models.retrieve("other")).id
+
+    assert with_router(url, body, aliases={"other": "demo"}) == (["demo", "other"], "demo", "other")
 
 
 def test_request_parameters_reach_the_verifier(url: str) -> None:
