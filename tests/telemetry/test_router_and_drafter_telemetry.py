@@ -61,7 +61,8 @@ def test_an_unknown_model_makes_no_metric_label() -> None:
 
 def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
     spans = Spans()
-    router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10)
+    router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10, features_fingerprint="none")
+    alone = Lease("verifier", "v:2", "k", replace(model, features_fingerprint=""))  # drafts itself, or not at all
     verifier, drafter = Lease("verifier", "v:1", "i", model), Lease("draft", "d:1", "j", model)
     call = GenerateCall(REQUEST, trace=TRACE)
     with pytest.raises(Unavailable), router.upstream_request(call, Pair(verifier, drafter), 0):
@@ -69,10 +70,11 @@ def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
     with router.upstream_request(call, Pair(verifier), 1) as sent:
         assert sent.trace != TRACE
         assert sent.trace[0][1].split("-")[1] == TRACE[0][1].split("-")[1]
-    with router.upstream_request(GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier), 0):
-        pass
+    for asked, pair in ((GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier)), (call, Pair(alone))):
+        with router.upstream_request(asked, pair, 0):
+            pass
     assert spans.value("eyas_router_upstream_requests_total", status="UNAVAILABLE") == 1
-    assert spans.value("eyas_router_upstream_requests_total", status="OK") == 2
+    assert spans.value("eyas_router_upstream_requests_total", status="OK") == 3
     assert spans.value("eyas_router_upstream_retries_total") == 1
     assert spans.value("eyas_router_upstream_requests_without_drafter_total") == 1
 

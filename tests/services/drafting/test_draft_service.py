@@ -172,7 +172,7 @@ def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptu
     async def body() -> None:
         port = free_port()
         registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, graceful_shutdown_timeout_s=60)
-        config = DraftConfig("toy", "", "", server=server, registry=registry)
+        config = DraftConfig("toy", "", "", "suffix", server=server, registry=registry)
         service = asyncio.create_task(serve_drafters(config, [(Breaking(), INFO)]))
         async with open_channel(f"127.0.0.1:{port}") as channel:
             stub = draft_pb2_grpc.DraftStub(channel)

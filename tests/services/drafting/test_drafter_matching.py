@@ -172,7 +172,9 @@ def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> No
     models = [ModelInfo("one", "f1", 100, 1000, "h1"), ModelInfo("two", "f2", 100, 1000, "none")]
 
     async def body() -> None:
-        config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0))
+        config = DraftConfig(
+            "one", "t", "", "suffix", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0)
+        )
         served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
         registry, watcher = Registry(config.registry), Redis.from_url(url)
         await registry.leases("draft")
@@ -205,8 +207,9 @@ def test_every_drafter_of_a_service_is_found_without_leases(kind: str) -> None:
     async def body() -> None:
         port = free_port()
         config = DraftConfig(
-            "one", "t", server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind)
-        )
+            "one", "t", "", "suffix",
+            server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind),
+        )  # fmt: skip
         served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
         service = asyncio.create_task(serve_drafters(config, served))
         async with discovering(settings("static", drafters=(f"127.0.0.1:{port}",)), "draft") as discovery:
@@ -226,7 +229,9 @@ def test_indistinguishable_drafters_are_refused(zoo: Zoo) -> None:
     info = DrafterInfo(ModelInfo("m", "f00d", 48, 256, "none"), "sps", False, False, 0)
     with pytest.raises(ConfigError, match=r"drafters sps and lookup are both for m .*Remove one"):
         asyncio.run(
-            serve_drafters(DraftConfig("m", "t"), [(ToyDrafter(), info), (ToyDrafter(), replace(info, method="lookup"))])
+            serve_drafters(
+                DraftConfig("m", "t", "s", "sps"), [(ToyDrafter(), info), (ToyDrafter(), replace(info, method="lookup"))]
+            )
         )
     check_distinct([info, replace(info, model=replace(info.model, fingerprint="other"))])
 
