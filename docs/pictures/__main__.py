@@ -37,7 +37,10 @@ IS_DONE = "document.querySelector('#status').textContent.startsWith('Done')"
 HAS_RACED = "document.querySelector('#replay').textContent === 'Replay' && !document.querySelector('#replay').disabled"
 FILM_WIDTH = 920
 FILM_COLOURS = 96
-LONGEST_FRAME_S = 0.4
+# The page's background and its panels, in light colours.
+PAGE_COLOURS = ((247, 246, 243), (255, 255, 255))
+REPLAY_FRAME_S = 0.15
+LONGEST_FRAME_S = 0.25
 LONGEST_RUN_S = 240.0
 
 
@@ -140,6 +143,17 @@ def shots(url: str) -> None:
             Image.open(buffer).convert("RGB").quantize(128).save(buffer, optimize=True)
 
 
+def anchored(picture: Image.Image) -> Image.Image:
+    """Return a picture whose palette has the page's own colours of large areas, which few colours tint otherwise."""
+    values = picture.getpalette() or []
+    colours = [tuple(values[place : place + 3]) for place in range(0, len(values), 3)]
+    for own in PAGE_COLOURS:
+        distances = [sum((one - other) ** 2 for one, other in zip(own, colour, strict=True)) for colour in colours]
+        colours[distances.index(min(distances))] = own
+    picture.putpalette([value for colour in colours for value in colour])
+    return picture
+
+
 class Film:
     """Frames of a page with the seconds that each is shown."""
 
@@ -156,6 +170,18 @@ class Film:
             now = time.monotonic()
             self._seconds[-1] = min((now - last) / faster, LONGEST_FRAME_S)
             last = now
+
+    def replay(self) -> None:
+        """Film the replay of a race, frame by frame at its own pace, however slow this machine takes pictures."""
+        self._page.run(
+            "window.requestAnimationFrame = (draw) => { window.draw = draw; return 1; }; window.began = performance.now();"
+            "document.querySelector('#replay').click()"
+        )
+        ms = 0.0
+        while not self._page.run(HAS_RACED):
+            self._page.run(f"window.draw(window.began + {ms})")
+            self.hold(REPLAY_FRAME_S)
+            ms += REPLAY_FRAME_S * 1000
 
     def hold(self, seconds: float) -> None:
         """Show the page as it is."""
@@ -176,7 +202,7 @@ class Film:
         sheet = Image.new("RGB", (some[0].width, sum(frame.height for frame in some)))
         for place, frame in enumerate(some):
             sheet.paste(frame, (0, place * frame.height))
-        palette = sheet.quantize(FILM_COLOURS, method=Image.Quantize.MAXCOVERAGE)
+        palette = anchored(sheet.quantize(FILM_COLOURS, method=Image.Quantize.MAXCOVERAGE))
         frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         durations = [max(round(seconds * 100), 4) * 10 for seconds in self._seconds]
         frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
@@ -191,8 +217,7 @@ def film(url: str) -> None:
         page.until(IS_DONE)
         page.until(HAS_RACED)
         scene = Film(page)
-        page.run("document.querySelector('#replay').click()")
-        scene.until(HAS_RACED, 20)
+        scene.replay()
         scene.hold(2.0)
         page.run("document.querySelector('#kill').click()")
         scene.until("document.querySelector('#death.back')", LONGEST_RUN_S, faster=4.0)

@@ -2,8 +2,11 @@
 
 import { time } from "./format.js";
 
-const PACES = [1, 2, 4, 8, 16];
-const SHORTEST_MS = 3500; // of a replay at a pace that the page chooses
+const SLOWER = [1, 2, 4, 8, 16];
+const FASTER = [1 / 2, 1 / 4, 1 / 8, 1 / 16];
+// Of a replay at a pace that the page chooses.
+const SHORTEST_MS = 3500;
+const LONGEST_MS = 15000;
 
 /** One lane. Its elements have ids that end with its name. */
 class Lane {
@@ -87,10 +90,11 @@ export class Race {
     return this.frame !== 0;
   }
 
-  /** The pace at which a replay is neither too short to follow nor slower than needed. */
+  /** The pace at which a replay is neither too short to follow nor too long to wait for. */
   get fittingPace() {
     const longest = Math.max(this.lanes.drafted.ms, this.lanes.plain.ms);
-    return PACES.find((pace) => longest * pace >= SHORTEST_MS) ?? PACES.at(-1);
+    if (longest > LONGEST_MS) return FASTER.find((pace) => longest * pace <= LONGEST_MS) ?? FASTER.at(-1);
+    return SLOWER.find((pace) => longest * pace >= SHORTEST_MS) ?? SLOWER.at(-1);
   }
 
   /** Fill both lanes again from their start, `slower` times as slow as the server was. */
@@ -121,4 +125,5 @@ export class Race {
 }
 
 /** How a replay is paced, in words. */
-export const paceText = (slower) => (slower === 1 ? "in real time" : `${slower} times slower`);
+export const paceText = (slower) =>
+  slower === 1 ? "in real time" : slower > 1 ? `${slower} times slower` : `${1 / slower} times faster`;
