@@ -37,8 +37,8 @@ IS_DONE = "document.querySelector('#status').textContent.startsWith('Done')"
 HAS_RACED = "document.querySelector('#replay').textContent === 'Replay' && !document.querySelector('#replay').disabled"
 FILM_WIDTH = 920
 FILM_COLOURS = 96
-# The page's background and its panels, in light colours.
-PAGE_COLOURS = ((247, 246, 243), (255, 255, 255))
+# The page's panels and its background, in light colours.
+PAGE_COLOURS = ((255, 255, 255), (247, 246, 243))
 REPLAY_FRAME_S = 0.15
 LONGEST_FRAME_S = 0.25
 LONGEST_RUN_S = 240.0
@@ -147,9 +147,13 @@ def anchored(picture: Image.Image) -> Image.Image:
     """Return a picture whose palette has the page's own colours of large areas, which few colours tint otherwise."""
     values = picture.getpalette() or []
     colours = [tuple(values[place : place + 3]) for place in range(0, len(values), 3)]
+    free = set(range(len(colours)))
     for own in PAGE_COLOURS:
-        distances = [sum((one - other) ** 2 for one, other in zip(own, colour, strict=True)) for colour in colours]
-        colours[distances.index(min(distances))] = own
+        nearest = min(
+            free, key=lambda place: sum((one - other) ** 2 for one, other in zip(own, colours[place], strict=True))
+        )
+        colours[nearest] = own
+        free.remove(nearest)
     picture.putpalette([value for colour in colours for value in colour])
     return picture
 
