@@ -16,6 +16,10 @@ _RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "enable_prefix_caching": ("prefix_cache", bool),
     "max_num_batched_tokens": ("max_prefill_tokens", int),
     "enforce_eager": ("cuda_graphs", lambda value: not value),
+    "structured_outputs_config": (
+        "json_whitespace_pattern",
+        lambda value: "" if value.get("disable_any_whitespace") else EngineConfig.json_whitespace_pattern,
+    ),
 }
 # Arguments of vLLM that Eyas does not have, with the values that ask for nothing, and what to do instead of another one.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {

@@ -18,6 +18,9 @@ def test_arguments_of_vllm_become_engine_settings() -> None:
         max_prefill_tokens=64, cuda_graphs=False, max_kv_tokens=512, acceptance="rejection",
     )  # fmt: skip
     assert engine_config({"max_model_len": None}, EngineConfig()) == EngineConfig()
+    compact = {"backend": "auto", "disable_any_whitespace": True}
+    assert engine_config({"structured_outputs_config": compact}, EngineConfig()).json_whitespace_pattern == ""
+    assert engine_config({"structured_outputs_config": {"backend": "auto"}}, EngineConfig()) == EngineConfig()
 
 
 @pytest.mark.parametrize(

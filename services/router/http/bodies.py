@@ -52,6 +52,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ([],),
     "conversation": (),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False,),
     "early_stopping": (False,),
     "echo": (False,),
     "ec_transfer_params": ({},),

@@ -39,6 +39,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "return_tokens": ("return_token_ids",),
     "rid": ("request_id",),
     "sampler_seed": ("seed",),
+    "sampling_seed": ("seed",),
     "stop_sequence": ("stop",),
     "stop_sequences": ("stop",),
     "stop_strings": ("stop",),
