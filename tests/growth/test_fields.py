@@ -128,7 +128,7 @@ READERS = (
         "fill_in_middle.middle_prompt",
         lambda ids: middle_prompt(middle_format(TOKENIZER, "demo"), TOKENIZER, ids, ids),
         {"ids": lambda n: (5,) * n, "special": lambda n: (0,) * n},
-        2**17,
+        2**16,
         on_loop=True,
     ),
 )
