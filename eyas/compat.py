@@ -117,7 +117,7 @@ class EaModel(torch.nn.Module):
             dtype=dtype,
             device=device,
             tree=TreeConfig(num_draft_tokens=size, num_steps=depth + 1, top_k=top_k),
-            engine=EngineConfig(draft_budget="fixed" if total_token > 0 else "adaptive"),
+            engine=EngineConfig(draft_budget="fixed" if total_token > 0 else "auto"),
             **engine,
         )
         return cls(llm, base_model_path, use_eagle3, size)

@@ -78,7 +78,7 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._alphabet = _byte_alphabet()
         self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
-        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+        self._longest = max(map(len, map(str.encode, tokenizer.get_vocab()))) or 1
 
     def check_length(self, num_characters: int, max_tokens: int) -> None:
         """Raises InvalidRequest for a text that has more characters than `max_tokens` tokens can have."""
@@ -466,7 +466,7 @@ def _too_long(least: int, max_tokens: int) -> InvalidRequest:
 def _parsed(file: Path) -> HuggingFaceTokenizer:
     try:
         tokenizer = HuggingFaceTokenizer.from_buffer(file.read_bytes())
-        if not any(tokenizer.get_vocab()):
+        if not tokenizer.get_vocab_size():
             raise ValueError("it has no tokens")
     except (KeyboardInterrupt, SystemExit):
         raise

@@ -79,8 +79,8 @@ def offline(
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
     draft_budget: Annotated[
-        str, typer.Option(help="adaptive: the fastest size; fixed: always the largest trees; auto: adaptive on GPUs.")
-    ] = "adaptive",
+        str, typer.Option(help="auto: trees as large as they pay, possibly none; fixed: always the largest.")
+    ] = "auto",
     dtype: DtypeName = "auto",
     device: Device = "auto",
     threads: Threads = 0,

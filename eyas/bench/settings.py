@@ -75,7 +75,7 @@ class OfflineSettings(BenchSettings):
     max_groups: int = 0
     rows: tuple[int, ...] = ()
     first_token: bool = False
-    draft_budget: DraftBudgetPolicy = "fixed"
+    draft_budget: DraftBudgetPolicy = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,7 +37,7 @@ class EngineConfig:
         acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
             for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It
             needs a drafter that samples its drafts.
-        draft_budget: size of draft trees. "adaptive", which "auto" means, takes the size with the most tokens per second by
+        draft_budget: size of draft trees. "auto", also called "adaptive", takes the size with the most tokens per second by
             measured costs and acceptance, possibly none, so that drafting is not slower than plain decoding. "fixed" takes
             the largest tree that max_verify_tokens allows. `tree` limits both. The output is the same; under "rejection"
             its distribution is, and a seed repeats the tokens only with "fixed".

@@ -62,7 +62,7 @@ _METHODS = {
 _UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "deepseek_mtp"})
 _SPECULATIVE_HINTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "a drafter has one process; leave it out"),
-    "disable_by_batch_size": ((None,), 'set draft_budget to "adaptive", which drafts as far as it pays'),
+    "disable_by_batch_size": ((None,), 'leave draft_budget at "auto", which drafts as far as it pays'),
     "speculative_token_tree": ((None,), "set methods=MethodsConfig(eagle1=Eagle1Config(tree_choices=...))"),
     "max_model_len": ((None,), "set max_model_len of LLM"),
     "revision": ((None, "main"), "give the folder of the fetched revision as model"),

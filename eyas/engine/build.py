@@ -170,7 +170,7 @@ def _draft_budget(
     context_token_s = measure_context(runner, engine, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
-    log.info("draft budget adaptive: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
+    log.info("draft budget: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
     return AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
 
 

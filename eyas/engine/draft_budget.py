@@ -46,7 +46,7 @@ class Credit:
     until trees may lose `RESTART` plain steps again. So trees lose little more than that share of the time.
     """
 
-    SHARE = 0.02  # of the time without trees
+    SHARE = 0.01  # of the time without trees
     FIRST, RESTART, MOST = 4.0, 1.0, 12.0  # plain steps that trees may lose: at first, after a stop, and after gains
     COLD_ROUNDS = 6  # of a drafter elsewhere that lose a plain step at most: it loads, connects, and gets the prompts
 
@@ -107,7 +107,7 @@ class AdaptiveDraftBudget:
     MAX_CATCH_UP = 10.0  # seconds of a round with sequences to catch up with, relative to others: more is no cost of trees
     HIDDEN_SHARE = 0.2  # of the wait in the time that it hid: with less, trees had probably come before
     MAX_LATE = 0.25  # share of sequences that the drafter has to catch up with, in rounds whose time is no outlier
-    OBSERVE_STEPS = 4  # from one pass whose time is learned from to the next: they are many
+    OBSERVE_STEPS = 4  # without trees, from one whose times are learned from to the next: they are many
     CUT_STEP = 6  # nodes of recent trees from one number of verified nodes that is considered to the next
 
     def __init__(
@@ -206,20 +206,23 @@ class AdaptiveDraftBudget:
         if not batch:
             return
         wait_s, verify_s, between_s, host_s = times
-        requested = [size for size in self._sizes.values() if size.depth]
+        requested = [size for size in self._sizes.values() if size.depth] if self.num_nodes > 1 else []
+        self._num_steps += 1
+        if not requested:
+            self._credit.earn(1.0)
+            if self._num_others > DraftCosts.NUM_FIRST and self._num_steps % self.OBSERVE_STEPS:
+                return
         draft_s = self._draft.at(len(requested), max(requested)) if requested else 0.0
         if between_s is not None:
             wait_s = self._with_hidden(wait_s, between_s, draft_s) if self._is_apart and self._num_others else wait_s
             self._observe_others(between_s, host_s)
-        self._num_steps += 1
         decode_only = all(scheduled.tree is not None for scheduled in batch)
-        if decode_only and (requested or self._num_steps % self.OBSERVE_STEPS == 0):
+        if decode_only:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             context_s = self._context_token_s * sum([scheduled.first for scheduled in batch])
             rows_s = self._verify.seconds(num_rows)
             self._verify.observe(num_rows, verify_s * rows_s / (rows_s + context_s))
         if not requested:
-            self._credit.earn(1.0)
             return
         if self._is_timed and min(requested) == max(requested):
             self._draft.observe(len(requested), max(requested), wait_s)

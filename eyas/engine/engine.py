@@ -141,7 +141,7 @@ class Engine:
             began = self._cost_clock()
             outputs = self._verified(batch, meanwhile)
             pass_s = self._cost_clock() - began
-            if self._draft_manager.needs_samples:
+            if drafts and self._draft_manager.needs_samples:
                 outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed.ended)
@@ -294,8 +294,9 @@ class Engine:
         num_context_tokens = sum([sequence.computed for sequence in running])
         step = NextStep(len(prefilling), num_prompt_rows, num_context_tokens)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
-        takes_prompts = self._draft_manager.takes_prompts and self._budget.takes_prompts
-        if self._budget.num_nodes == 1 and not (prefilling and takes_prompts):
+        if self._budget.num_nodes == 1 and not (
+            prefilling and self._budget.takes_prompts and self._draft_manager.takes_prompts
+        ):
             return  # no request drafts
         budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
         pairs = list(zip(ready, budgets, strict=True))

@@ -54,7 +54,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.backend: ForwardBackend = backend or target
         self._fuser = fuser
-        if fuser is not None and kv_cache.features.shape[1] != fuser.width:
+        if fuser is not None and target.device.type == "cpu" and kv_cache.features.shape[1] == fuser.state_width:
             kv_cache.state_layers = target.aux_hidden_state_layers
         self._workers = workers or TargetWorkers()
 

@@ -73,7 +73,7 @@ def test_ngram_lengths_are_those_of_prompt_lookup() -> None:
     ("config", "reason"),
     [
         ({"num_speculative_token": 3}, "num_speculative_token is no key of speculative_config .* did you mean num_spec"),
-        ({"disable_by_batch_size": 8}, 'set draft_budget to "adaptive"'),
+        ({"disable_by_batch_size": 8}, 'leave draft_budget at "auto"'),
         ({"draft_tensor_parallel_size": 2}, "a drafter has one process"),
         ({"method": "mtp"}, "the method 'mtp', which Eyas does not have"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
