@@ -92,7 +92,12 @@ class Side:
     """An engine under constant load. outputs: tokens of each request."""
 
     def __init__(
-        self, settings: Settings, case: tuple[int, float], prompts: Sequence[Prompt], target: TargetModel, spec: MethodSpec | None
+        self,
+        settings: Settings,
+        case: tuple[int, float],
+        prompts: Sequence[Prompt],
+        target: TargetModel,
+        spec: MethodSpec | None,
     ) -> None:
         """case: requests at a time, and temperature. target: shared, unless a drafter needs features: hooks on its layers
         would be moved in each step. spec: how it drafts, if it does."""
