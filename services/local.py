@@ -66,8 +66,8 @@ def demo(
         console.print(_table(comparisons))
         for comparison in (c for c in comparisons if not c.is_different):
             console.print(
-                f"At temperature {comparison.temperature} the modes differ by less than the passes of one mode do. Trees hardly "
-                "pay on this machine now, so the draft budget leaves them out of most steps."
+                f"At temperature {comparison.temperature} the modes differ by less than two passes of one mode do. Where "
+                "trees do not pay, the draft budget leaves them out of most steps."
             )
         if differences := [line for comparison in comparisons for line in comparison.differences()]:
             raise RequestFailed("speculative output differs from plain output:\n" + "\n".join(differences))

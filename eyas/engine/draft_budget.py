@@ -230,8 +230,9 @@ class AdaptiveDraftBudget:
         if decode_only:
             speed = num_drafted / max(wait_s + verify_s + sum(self._others_s), 1e-9) / len(requested)
             self.tokens_per_s += self.RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
-        most = CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP
-        self._account(batch, outputs, min(wait_s, most * draft_s or wait_s))
+        if not self._is_apart:  # a longer round here shows a pause of the machine, and elsewhere what a round costs
+            wait_s = min(wait_s, (CostModel.MAX_SURPRISE if self._is_timed else self.MAX_CATCH_UP) * draft_s or wait_s)
+        self._account(batch, outputs, wait_s)
 
     def _observe_others(self, between_s: float, host_s: float) -> None:
         """Of the first times the least counts, as a longer one may hide a draft; then a mean."""

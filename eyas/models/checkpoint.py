@@ -526,7 +526,7 @@ def check_vocabulary(draft_model: str, target: str) -> None:
             "take a draft model that was made with the target's vocabulary"
         )
     files = [folder / "tokenizer.json" for folder in folders]
-    if all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False):
+    if all(file.is_file() for file in files) and filecmp.cmp(files[0], files[1], shallow=False):
         return  # to parse a large one twice takes seconds
     draft_ids, target_ids = (_token_ids(folder) for folder in folders)
     tokens = draft_ids.keys() | target_ids.keys()
