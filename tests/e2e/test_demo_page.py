@@ -22,13 +22,12 @@ LOADS = 250.0  # seconds in which a new drafter loads on a busy machine
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
-def test_a_stream_survives_the_death_of_its_drafter(tmp_path: Path) -> None:
+def test_a_stream_survives_the_death_of_its_drafter(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port = free_port()
     options = ("--port", str(port), "--grpc-port", str(free_port()), *LIGHT)
     options += tuple(word for setting in SETTINGS for word in ("--set", setting))
     command = [sys.executable, "-m", "eyas.cli", "serve", "--demo", *options]
-    (tmp_path / "chromium").mkdir()
-    with browser_page(tmp_path / "chromium") as page:
+    with browser_page(tmp_path_factory.mktemp("page")) as page:
         process = Popen(command, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
