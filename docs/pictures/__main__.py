@@ -224,7 +224,7 @@ def film(url: str) -> None:
         scene.replay()
         scene.hold(2.0)
         page.run("document.querySelector('#kill').click()")
-        scene.until("document.querySelector('#death.back')", LONGEST_RUN_S, faster=4.0)
+        scene.until("!!document.querySelector('#death.back')", LONGEST_RUN_S, faster=4.0)
         scene.until("document.querySelector('#status').textContent !== 'Running'", LONGEST_RUN_S, faster=8.0)
         page.run("document.querySelector('#replay').click()")
         scene.hold(3.0)

@@ -39,9 +39,9 @@ def test_a_stream_survives_the_death_of_its_drafter(tmp_path: Path, tmp_path_fac
             page.open(f"http://127.0.0.1:{port}/")
             page.until("document.querySelector('#model').value === 'demo'")
             page.run("document.querySelector('#seed').value = '7'; document.querySelector('#kill').click()")
-            page.until("document.querySelector('.mark.killed')")
+            page.until("!!document.querySelector('.mark.killed')")
             assert "was killed with SIGKILL" in page.text("#death")
-            page.until("document.querySelector('#death.back')", LOADS)
+            page.until("!!document.querySelector('#death.back')", LOADS)
             page.until("document.querySelector('#status').textContent.startsWith('Done')", LOADS)
             assert page.text("#same") == "✓ identical"
             assert "drafts again after" in page.text("#death")
