@@ -67,7 +67,11 @@ def test_fields_without_effect_change_nothing(url: str, path: str, good: dict[st
 
     async def run() -> None:
         script = Script(TOKENS)
-        async with worker(url, script), http_router(url) as base, AsyncClient(base_url=base, timeout=30) as client:
+        async with (
+            worker(url, script),
+            http_router(url, request_timeout_s=600.0) as base,
+            AsyncClient(base_url=base, timeout=None) as client,
+        ):
             plain = await client.post(path, json=good)
             for field in fields:
                 answer = await client.post(path, json=good | field)
