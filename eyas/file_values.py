@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ Kind = Literal[
     "text, or an object with it as content", "text, or texts by name",
 ]  # fmt: skip
 Setting = TypeVar("Setting", int, float, bool, str)
+# The largest number that a float can have; whole numbers of JSON may be larger.
+LARGEST = sys.float_info.max
 # Most characters of a value that an error shows.
 MAX_SHOWN = 80
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
@@ -63,7 +66,7 @@ class FileValue:
         return items is not None and all(type(item) is (int if self.kind == "token ids" else str) for item in items)
 
     def _is_inside(self, value: float) -> bool:
-        return (value > self.low if self.is_open else value >= self.low) and value <= self.high and abs(value) < math.inf
+        return (value > self.low if self.is_open else value >= self.low) and value <= self.high and abs(value) <= LARGEST
 
     def __str__(self) -> str:
         if self.choices:

@@ -157,7 +157,9 @@ def load_hydra(
     config, tensors = read_hydra_config(folder), read_tensors(folder, HYDRA_FILES)
     ids = take_draft_ids(tensors, hidden, vocab, folder)
     expected, optional = _shapes(config, hidden, vocab, len(ids)), {"input_embed_fn.weight"}
-    optional |= {name for name in expected if name.startswith("hydra_lm_head.") and name.endswith(".bias")}
+    biases = {name for name in expected if name.startswith("hydra_lm_head.") and name.endswith(".bias")}
+    if biases.isdisjoint(tensors):  # all of them or none
+        optional |= biases
     prefix_sizes = read_layer_sizes(sizes, target_folder / "config.json") if config.has_prefix else None
     if prefix_sizes:
         expected |= _prefix_shapes(prefix_sizes, vocab)
