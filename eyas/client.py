@@ -205,7 +205,7 @@ class Client:
         with ThreadPoolExecutor(min(len(calls), MAX_PARALLEL_CALLS) or 1) as pool:
             return list(pool.map(lambda call: self._whole(*call, **options), calls))
 
-    def stream(
+    def stream(  # noqa: PLR0913  # fields of a request, all by keyword
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,

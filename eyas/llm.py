@@ -102,7 +102,7 @@ class LLM:
         ConfigError: the method is unknown, its head is missing, torch has no such device, or an argument is unknown.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # keywords as a user of vLLM knows them
         self,
         model: str,
         draft_model: str | None = None,

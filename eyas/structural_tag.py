@@ -107,10 +107,9 @@ class _LarkWriter:
                 return _literal(format_["value"])
             case "json_schema":
                 return self._json(format_)
-            case "any_text":
-                return self._rule(self._text_without(_TEXT, format_.get("excludes", [])))
-            case "regex":
-                return self._rule(self._text_without(_pattern(_regex(format_["pattern"])), format_.get("excludes", [])))
+            case "any_text" | "regex":
+                body = _TEXT if kind == "any_text" else _pattern(_regex(format_["pattern"]))
+                return self._rule(self._text_without(body, format_.get("excludes", [])))
             case "grammar":
                 return self._rule(f"%lark {{\n{grammar_to_lark(_string(format_['grammar'], 'grammar'))}\n}}")
             case "token":

@@ -118,6 +118,22 @@ def check_sampling(sampling: SamplingParams) -> None:
     """
     check_sizes(vars(sampling))
     _check_entries(sampling)
+    _check_numbers(sampling)
+    _check_lists(sampling)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
+        )
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
+    if sampling.structured_outputs is not None:
+        check_structured_outputs(sampling.structured_outputs)
+    if sampling.reasoning_budget is not None:
+        _check_reasoning_budget(sampling.reasoning_budget)
+
+
+def _check_numbers(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for a number out of its range."""
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
@@ -131,6 +147,10 @@ def check_sampling(sampling: SamplingParams) -> None:
         for what, real in values:
             if not (_is_real(real) and math.isfinite(real) and least <= float(real) <= most):
                 raise InvalidRequest(f"{what} is {real!r}; it must {words}", name)
+
+
+def _check_lists(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for a list that is too long, or has an empty or repeated entry."""
     for name in ("stop", "bad_words"):
         if not all(getattr(sampling, name)):
             raise InvalidRequest(f"{name} holds an empty string; leave it out", name)
@@ -145,16 +165,6 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise InvalidRequest(
                 f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}", "bad_token_ids"
             )
-    if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
-        )
-    if sampling.n > 1 and sampling.temperature == 0:
-        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
-    if sampling.structured_outputs is not None:
-        check_structured_outputs(sampling.structured_outputs)
-    if sampling.reasoning_budget is not None:
-        _check_reasoning_budget(sampling.reasoning_budget)
 
 
 def _check_reasoning_budget(budget: ReasoningBudget) -> None:

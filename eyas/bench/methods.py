@@ -74,7 +74,7 @@ class MethodScore:
     other_seconds: float = 0.0
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # a keyword for each kind of run
         cls,
         method: str,
         temperature: float,

@@ -435,6 +435,21 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
 
 
 @kernel(error_model="numpy")
+def _choose(scores, is_reserved, limit, ranked, is_taken):
+    """Mark the `limit` best nodes, all reserved ones before any other. ranked, is_taken: room to work in."""
+    num, left = len(scores), limit
+    is_chosen = np.zeros(num, np.bool_)
+    for turn in range(2):  # the reserved ones first
+        for i in range(num):
+            ranked[i] = scores[i] if is_reserved[i] == (turn == 0) else -np.inf
+        _take_best(ranked, num, left, is_taken)
+        for i in range(num):
+            is_chosen[i] |= is_taken[i]
+            left -= is_taken[i]
+    return is_chosen
+
+
+@kernel(error_model="numpy")
 def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
     """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
 
@@ -461,14 +476,7 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
             _take_best(ranked, end - first, share, is_taken)
             for i in range(first, end):
                 is_reserved[firsts[i]] |= is_taken[i - first]
-        is_chosen, left = np.zeros(num, np.bool_), limits[s]
-        for turn in range(2):  # the reserved ones first
-            for i in range(num):
-                ranked[i] = better[i] if is_reserved[i] == (turn == 0) else -np.inf
-            _take_best(ranked, num, left, is_taken)
-            for i in range(num):
-                is_chosen[i] |= is_taken[i]
-                left -= is_taken[i]
+        is_chosen = _choose(better, is_reserved, limits[s], ranked, is_taken)
         numbers, count, t = np.zeros(num, np.int64), 0, 0
         for i in range(num):
             if i == starts[t + 1]:

@@ -344,7 +344,7 @@ def resolve_tree(tree: TreeConfig, name: str, head: str) -> TreeConfig:
         return replace(tree, num_steps=find_method(name).num_steps(head, tree))
 
 
-def build_drafter(
+def build_drafter(  # noqa: PLR0913  # the parts of DrafterParts
     name: str,
     target: str,
     head: str,

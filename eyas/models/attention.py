@@ -55,7 +55,7 @@ def import_transformers() -> None:
             logger.disabled = was_disabled
 
 
-def slot_attention(
+def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     module: nn.Module,
     query: Tensor,
     key: Tensor,

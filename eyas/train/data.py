@@ -95,7 +95,7 @@ class Prepared:
     rejected: Mapping[str, int] = field(default_factory=dict)
 
 
-def prepare(
+def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
     chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = lambda rows: None,
 ) -> Prepared:  # fmt: skip

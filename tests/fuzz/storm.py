@@ -248,7 +248,7 @@ def is_http_fine(answer: Answer) -> bool:
     return not answer.status.startswith("5") and answer.status != NO_ANSWER
 
 
-async def storm(
+async def storm(  # noqa: C901  # tasks that share the state of a storm
     services: Services, settings: FuzzSettings, update: Callable[[FuzzResult], object] = lambda result: None
 ) -> FuzzResult:
     """Send malformed messages until there are enough, or an interrupt; between them, compare valid requests with plain

@@ -52,7 +52,7 @@ CHAT: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def http_router(
+async def http_router(  # noqa: PLR0913  # settings of a router, all by keyword
     url: str,
     template: str = PLAIN,
     keys: ApiKeys | None = None,
