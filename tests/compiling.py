@@ -1,21 +1,13 @@
-"""Compiles the kernels that a GPU would launch, for GPUs that are not there.
-
-COMPILED holds what becomes of the kernels of KERNEL_CALLS, by their source, arguments and compiler, so that tests read it.
-`python -m tests.compiling --write` compiles all that it lacks and writes it: run it after every edit of a kernel's file.
-"""
+"""Compiles the kernels that a GPU would launch, for GPUs that are not there."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import os
 import re
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,11 +26,6 @@ WHOLE = (80, 90)
 ALL_LAYOUTS = 90
 # Kinds of GPU for which the product with a weight of 8 bits is compiled; sm_80 has no such numbers.
 FLOAT8_LINEAR = (89, 90, 100)
-# What became of each kernel, by its key. A change of a kernel, of its place in its file, of its arguments or of Triton makes
-# another key.
-COMPILED = Path(__file__).parent / "models" / "cuda" / "compiled.json"
-
-WRITE = "After an edit of kernels, of their launches or of Triton's version run: python -m tests.compiling --write"
 
 
 @dataclass(frozen=True)
@@ -343,9 +330,6 @@ KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
 )  # fmt: skip
 
 
-Kernels = dict[str, dict[str, Any]]
-
-
 def launches_of(calls: Iterable[Callable[[int], None]], sm: int) -> list[Launch]:
     """What these functions launch on one kind of GPU."""
     launches = list[Launch]()
@@ -355,53 +339,17 @@ def launches_of(calls: Iterable[Callable[[int], None]], sm: int) -> list[Launch]
     return launches
 
 
-def kernels_of(sm: int, known: Kernels) -> Kernels:
-    """What becomes of all kernels that KERNEL_CALLS launch, on one kind of GPU, by their keys. Unknown ones are compiled."""
-    import triton
+def compiled_kernels(sm: int, most: int | None = None) -> list[Compiled]:
+    """Compile what KERNEL_CALLS launch on one kind of GPU, each variant once.
 
-    found = Kernels()
+    most: variants of each kernel, the first that are launched, and of attention one more, which a tree has; None takes
+    all.
+    """
+    found, counts = dict[str, Compiled](), Counter[str]()
     for launch in launches_of(KERNEL_CALLS, sm):
         source = as_source(launch)
-        variant = f"{triton.__version__} sm_{sm} {source.hash()} {sorted(launch.options.items())}"
-        key = hashlib.sha256(variant.encode()).hexdigest()[:24]
-        if key not in found:
-            found[key] = known.get(key) or asdict(compiled(source, launch.options, sm))
-    return found
-
-
-def compiled_again(sm: int) -> list[dict[str, Any]]:
-    """What becomes of each kernel of attention at its first launch, without a look at COMPILED."""
-    first = {launch.function.__name__: launch for launch in reversed(launches_of([attention_calls], sm))}
-    return [asdict(compiled(as_source(launch), launch.options, sm)) for launch in first.values()]
-
-
-def known_kernels() -> Kernels:
-    """What COMPILED holds."""
-    known: Kernels = json.loads(COMPILED.read_text()) if COMPILED.exists() else {}
-    return known
-
-
-def is_up_to_date(known: Kernels) -> bool:
-    """Whether they are from this version of Triton. Kernels of another one are compiled again each time."""
-    import triton
-
-    return known.get("triton", {}).get("version") == triton.__version__
-
-
-def write_compiled() -> None:
-    """Write COMPILED, without what is outdated."""
-    import triton
-
-    known, found = known_kernels(), Kernels()
-    for sm in SHARED_KIB:
-        found |= kernels_of(sm, known)
-    named = {**found, "triton": {"version": triton.__version__}}
-    lines = [f"{json.dumps(key)}: {json.dumps(kernel)}" for key, kernel in sorted(named.items())]
-    COMPILED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
-    if sys.argv[1:] != ["--write"]:
-        sys.exit(WRITE)
-    write_compiled()
+        name, variant = source.fn.__name__, f"{source.hash()} {sorted(launch.options.items())}"
+        if variant not in found and (most is None or counts[name] < most + (name == "_attend_parts")):
+            counts[name] += 1
+            found[variant] = compiled(source, launch.options, sm)
+    return list(found.values())
