@@ -1,4 +1,4 @@
-"""Counts the code: files, lines, function lengths, class names, and the calls from `LLM.generate` to the first attention.
+"""Counts the code: files, lines, function lengths, class names, and what two journeys through it cross.
 
 Run from the repository's root: `python -m benchmarks.scripts.count_code`.
 """
@@ -6,29 +6,21 @@ Run from the repository's root: `python -m benchmarks.scripts.count_code`.
 from __future__ import annotations
 
 import ast
-import re
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median, quantiles
-from types import FrameType
 
-import torch
-
-import eyas
-from eyas import LLM, SamplingParams
+from benchmarks.scripts.journeys import generate_journey, step_journey
 
 PACKAGES = ("eyas", "services")
 GENERATED = Path("eyas/v1")
-MODEL = "models/demo/target"
-DRAFT_MODEL = "models/demo/eagle3"
-COMPREHENSION = re.compile(r"(\.<locals>|\.<(genexpr|\w+comp)>)+$")
 
 
-def sources(package: str) -> list[Path]:
+def sources(package: str, root: Path = Path()) -> list[Path]:
     """The Python files of a package, without generated stubs; the link eyas/services is not followed."""
-    files = [path for path in Path(package).rglob("*.py") if not path.is_relative_to(GENERATED)]
-    return sorted(path for path in files if not path.is_relative_to("eyas/services"))
+    skipped = root / GENERATED, root / "eyas" / "services"
+    files = (root / package).rglob("*.py")
+    return sorted(path for path in files if not any(path.is_relative_to(folder) for folder in skipped))
 
 
 def function_lengths(tree: ast.Module) -> list[int]:
@@ -42,33 +34,46 @@ def public_classes(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def calls_to_attention(llm: LLM) -> list[str]:
-    """Distinct functions of Eyas that run from `LLM.generate` to the first call of attention, torch's or compiled, in order.
+def is_parallel(first: ast.expr, other: ast.expr) -> bool:
+    """Whether two values of a tuple assignment are of one kind: calls of one function, entries of one object, two names."""
+    match first, other:
+        case ast.Call(), ast.Call():
+            return _function(first) == _function(other)
+        case ast.Attribute(value=one), ast.Attribute(value=two):
+            return ast.dump(one) == ast.dump(two)
+        case ast.Constant(), ast.Constant():
+            return type(first.value) is type(other.value)
+        case _:
+            return type(first) is type(other)
 
-    Comprehensions and generator expressions count for the function that they stand in. llm: one that has not generated
-    yet, because a cached prefix adds calls.
-    """
-    folder, params = str(Path(eyas.__file__).parent), SamplingParams(max_tokens=2, temperature=0.0)
-    calls: dict[str, None] = {}
-    attention = torch.nn.functional.scaled_dot_product_attention
-    reached = False
 
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal reached
-        reached = reached or (event == "c_call" and argument is attention)
-        if event == "call" and not reached and frame.f_code.co_filename.startswith(folder):
-            module = frame.f_globals.get("__name__", "")
-            name = COMPREHENSION.sub("", frame.f_code.co_qualname)
-            calls.setdefault(f"{module}.{name}")
-            reached = name in ("CpuLayer.run", "CpuStack.run")  # compiled attention is no call that a profile shows
+def _function(call: ast.Call) -> str:
+    """The name of a function or method, without its object."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.dump(call.func)
 
-    sys.setprofile(profile)
-    try:
-        llm.generate([[7, 8, 9]], params)
-    finally:
-        sys.setprofile(None)
-    assert reached, "generation called no attention"
-    return list(calls)
+
+def unrelated_assignments(tree: ast.Module) -> list[int]:
+    """Lines of tuple assignments whose values have nothing in common. An exchange or a step, `a, b = b, a + b`, is fine."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Tuple() as target], value=ast.Tuple(elts=[first, *others])):
+                changed = {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+                used = {name.id for value in (first, *others) for name in ast.walk(value) if isinstance(name, ast.Name)}
+                if not (changed - {"self"}) & used and not all(is_parallel(first, other) for other in others):
+                    found.append(node.lineno)
+    return found
+
+
+def package_lines(root: Path = Path()) -> dict[str, int]:
+    """Lines of each package of the product, of its modules beside them, and of tests and benchmarks as wholes."""
+    lines = Counter[str]()
+    for top in (*PACKAGES, "tests", "benchmarks"):
+        for path in sources(top, root):
+            parts = path.relative_to(root).parts
+            package = top if len(parts) == 2 or top not in PACKAGES else "/".join(parts[:2])
+            lines[package] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(sorted(lines.items()))
 
 
 def main() -> None:
@@ -76,18 +81,24 @@ def main() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for package in PACKAGES for path in sources(package)}
     for package in PACKAGES:
         lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)]
-        short = sum(count < 40 for count in lines)
-        print(f"{package}: {len(lines)} files, {sum(lines)} lines; longest {max(lines)}, {short} under 40 lines")
+        print(f"{package}: {len(lines)} files, {sum(lines)} lines; longest {max(lines)}")
+    print("lines of packages: " + ", ".join(f"{package} {count}" for package, count in package_lines().items()))
     lengths = [length for tree in trees.values() for length in function_lengths(tree)]
     p90 = quantiles(lengths, n=10)[-1]
     print(f"functions: {len(lengths)}, median {median(lengths):.0f}, p90 {p90:.0f}, longest {max(lengths)} lines")
     names = Counter(name for tree in trees.values() for name in public_classes(tree))
     twice = sorted(name for name, count in names.items() if count > 1)
     print(f"public class names that exist twice: {len(twice)} {' '.join(twice)}".rstrip())
-    calls = calls_to_attention(LLM(MODEL, DRAFT_MODEL, device="cpu"))
-    print(f"functions from LLM.generate to the first attention: {len(calls)}")
-    if "--calls" in sys.argv[1:]:
-        print("\n".join(f"  {call}" for call in calls))
+    unrelated = sum(len(unrelated_assignments(tree)) for tree in trees.values())
+    print(f"tuple assignments of unrelated things: {unrelated}")
+    journeys = {
+        "LLM.generate of four tokens with a drafter": generate_journey(),
+        "a steady step through services": step_journey(),
+    }
+    for title, journey in journeys.items():
+        print(f"{title}: {len(journey.functions)} functions in {len(journey.files)} files")
+        for file, count in journey.files.items():
+            print(f"  {count:4} {file}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""What may only fall: lines of packages, tuple assignments of unrelated things, and what two journeys cross."""
+
+import tomllib
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.scripts.count_code import package_lines, sources, unrelated_assignments
+from benchmarks.scripts.journeys import Journey, generate_journey, step_journey
+from tests.repo.repository import ROOT, syntax
+
+WRITTEN = tomllib.loads((ROOT / "tests" / "repo" / "ratchets.toml").read_text(encoding="utf-8"))
+
+
+def is_kept(count: int, most: int, slack: int) -> bool:
+    """Whether a count is not above what is written down, and not so far below that this is out of date."""
+    return most - slack <= count <= most
+
+
+def test_packages_have_no_more_lines_than_are_written_down() -> None:
+    found, written = package_lines(ROOT), WRITTEN["lines"]
+    assert found.keys() == written.keys()
+    assert not {package: lines for package, lines in found.items() if not is_kept(lines, written[package], 200)}
+
+
+def test_tuple_assignments_of_unrelated_things_only_fall() -> None:
+    counts = {
+        top: sum(len(unrelated_assignments(syntax(path))) for path in sources(top, ROOT))
+        for top in WRITTEN["unrelated_assignments"]
+    }
+    assert all(is_kept(count, WRITTEN["unrelated_assignments"][top], 20) for top, count in counts.items()), counts
+
+
+@pytest.mark.parametrize(("name", "follow"), [("generate", generate_journey), ("step", step_journey)])
+def test_a_journey_crosses_no_more_than_is_written_down(name: str, follow: Callable[[], Journey]) -> None:
+    journey, most = follow(), WRITTEN["journeys"][name]
+    assert is_kept(len(journey.functions), most["functions"], 15), journey.functions
+    assert is_kept(len(journey.files), most["files"], 2), journey.files
