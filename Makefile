@@ -9,6 +9,7 @@ KERNELS := eyas/models/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
 WORKERS ?= 4
+CLEAN_ENV := env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS
 SHARED   = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -27,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 # Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo up bench methods gpu count test every-test load test-fast soak chaos fuzz clients ray lint format protos chart docs pictures images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods gpu count test every-test nightly nightly-tests test-fast soak chaos fuzz clients ray lint format protos chart docs pictures images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -83,22 +84,26 @@ methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the s
 gpu: $(READY) ## on a machine with a GPU: its tests, kernels, prefill, steps, draft rounds and the widened demo, 25 minutes; GPU="--stage steps" for parts
 	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
-count: $(READY) ## files, lines, function lengths and class names of the code, and the calls from LLM.generate to attention
+count: $(READY) ## files, lines, functions and class names of the code, and what two journeys through it cross
 	@$(BIN)/python -m benchmarks.scripts.count_code
 
 FAST := unit cli contract requests scheduling engine drafters acceptance
 test-fast: $(KERNELS) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
-	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not load" $(FAST:%=tests/%)
+	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not nightly" $(FAST:%=tests/%)
 
-test: $(READY) ## lint and every test but those of `make load`, side by side
+test: $(READY) ## lint and the daily tests side by side, under 8 minutes on two cores
 	@$(MAKE) --jobs=2 --keep-going lint every-test
 
 every-test: $(KERNELS)
-	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m "not load"
+	@$(CLEAN_ENV) $(BIN)/python -m pytest -q $(SHARED) -m "not nightly"
 
-load: WORKERS = 2
-load: $(KERNELS) ## a short soak, a short storm, and services that scale and roll under load, under 5 minutes
-	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED) -m load
+nightly: nightly-tests rehearsal soak chaos fuzz ray ## what is too long for every day: charts and Ray in running services, sweeps, rehearsals, storms
+
+# NIGHTLY names the folders or files of some of these tests.
+NIGHTLY ?= tests
+nightly-tests: WORKERS = 2
+nightly-tests: $(KERNELS)
+	@$(CLEAN_ENV) $(BIN)/python -m pytest -q $(SHARED) -m nightly $(NIGHTLY)
 
 soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak

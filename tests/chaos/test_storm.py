@@ -27,7 +27,7 @@ SHORT = StormSettings(
 SEQUENCES = st.lists(st.integers(), min_size=2, max_size=40, unique=True)
 
 
-@pytest.mark.load
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # the fleet of a busy machine starts and dies slowly
 def test_no_token_is_lost_in_a_short_storm(tmp_path: Path) -> None:
     found = storm(SHORT, tmp_path)

@@ -3,12 +3,13 @@
 import importlib
 from pathlib import Path
 
-from tests.growth.growth import growth, pairs
+from tests.growth.growth import growth
 
 if __name__ == "__main__":
     found = list[tuple[float, float, str]]()
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        for reader, shape in pairs(importlib.import_module(f"tests.growth.{path.stem}").READERS):
+        readers = importlib.import_module(f"tests.growth.{path.stem}").READERS
+        for reader, shape in ((one, shape) for one in readers for shape in one.shapes):
             measured = growth(reader, shape)
             found.append((measured.exponent, measured.seconds[-1], f"{reader.name}, {shape}"))
     for exponent, seconds, title in sorted(found, reverse=True):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from eyas.errors import EyasError
 
@@ -22,6 +24,8 @@ LOOP_SECONDS = 0.05
 MAX_EXPONENT = 1.6
 # Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
 MAX_ROUNDS = 6
+# Shapes of each reader that are tried daily.
+DAILY_SHAPES = 2
 # Below this a time is as much noise as work, and does no harm.
 NOISE_SECONDS = 0.01
 
@@ -57,9 +61,18 @@ class Growth:
         return math.log(self.seconds[-1] / self.seconds[0], 8) if self.seconds[-1] > NOISE_SECONDS else 0.0
 
 
-def pairs(readers: Iterable[Reader]) -> list[tuple[Reader, str]]:
-    """Every reader with each of its shapes."""
-    return [(reader, shape) for reader in readers for shape in reader.shapes]
+def pairs(readers: Sequence[Reader]) -> list[Any]:
+    """Every reader with each of its shapes, for `parametrize`. About two shapes of a reader are tried daily, others nightly.
+
+    Readers that share shapes take different ones, so that daily each shape meets a reader.
+    """
+    found = list[Any]()
+    for number, reader in enumerate(readers):
+        turns = -(-len(reader.shapes) // DAILY_SHAPES)
+        for place, shape in enumerate(reader.shapes):
+            is_daily = place % turns == number % turns
+            found.append(pytest.param(reader, shape, marks=() if is_daily else pytest.mark.nightly))
+    return found
 
 
 def label(value: object) -> str:

@@ -152,7 +152,7 @@ def test_a_damaged_file_is_named_or_does_no_harm(name: str, tmp_path: Path, capl
     assert not faults(name, SAMPLE, tmp_path, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*TARGETS, *HEADS, *TOKENIZERS])
 def test_many_damaged_files_are_named_or_do_no_harm(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.memory import FEW_PRODUCTS
 
 
-@pytest.mark.load
+@pytest.mark.nightly
 def test_soak_with_cancellations_leaks_no_slots_and_no_memory() -> None:
     """In a process of its own, whose memory no other test has grown."""
     command = [sys.executable, "-m", "tests.scheduling.soak", "200"]

@@ -17,6 +17,8 @@ from tests.deploy.running.kubelet import Node, running
 from tests.deploy.running.load import Load
 from tests.e2e.client import Generated, generate
 
+pytestmark = pytest.mark.nightly
+
 SHORT = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.95, ignore_eos=True, seed=7)
 PROMPT = (0, 282, 659, 276)
 NUM_REQUESTS = 4
@@ -56,7 +58,6 @@ def test_every_service_is_scraped_where_the_monitor_looks(node: Node) -> None:
             assert b"# TYPE eyas_" in answer.read(), service
 
 
-@pytest.mark.load
 def test_each_service_rolls_under_load_without_a_failed_request(node: Node) -> None:
     """A rolling restart: a second pod of each, then the first one stopped, with clients that go on asking."""
     plain = generate(node.endpoint(ROUTER, "grpc"), PROMPT, SHORT, NO_DRAFTER).token_ids
@@ -83,7 +84,6 @@ def test_no_command_line_holds_the_password(node: Node) -> None:
     assert not [name for name, line in lines.items() if password in line]
 
 
-@pytest.mark.load
 def test_all_stop_in_order_under_load_and_nothing_is_lost(node: Node) -> None:
     """First the drafter, then the verifier and the router at once, all with requests running; each ends by itself with 0."""
     endpoint = node.endpoint(ROUTER, "grpc")

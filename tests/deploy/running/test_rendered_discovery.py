@@ -3,12 +3,16 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
 from tests.deploy.charts import CHART, settings, template
 from tests.deploy.running.control_plane import control_plane
 from tests.deploy.running.kubelet import Node, started
 from tests.e2e.client import generate
+
+pytestmark = pytest.mark.nightly
 
 DRAFT, VERIFIER, ROUTER = (f"demo-eyas-{part}" for part in ("draft", "verifier", "router"))
 PROMPT = (0, 282, 659, 276)

@@ -24,6 +24,8 @@ from tests.deploy.charts import containers, rendered
 from tests.deploy.running.substitutions import Local
 from tests.services.redis_server import answers
 
+pytestmark = pytest.mark.nightly
+
 LEASE = Lease("verifier", "v:1", "incarnation", ModelInfo("m", "f", 10, 10), Load(1))
 
 

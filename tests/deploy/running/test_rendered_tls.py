@@ -13,6 +13,8 @@ from tests.deploy.charts import CHART, Object, settings, template
 from tests.deploy.running.kubelet import Node, running
 from tests.services.connections.authority import Authority
 
+pytestmark = pytest.mark.nightly
+
 DRAFT, VERIFIER, ROUTER = (f"demo-eyas-{part}" for part in ("draft", "verifier", "router"))
 ASKED = {"model": "demo", "prompt": "def add(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 KEY = {"Authorization": "Bearer second-key"}

@@ -25,7 +25,7 @@ from tests.telemetry.cluster.collector import Received
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TRACED = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 CALLER = "00f067aa0ba902b7"
@@ -145,7 +145,6 @@ def busy(application: RayApplication) -> int:
     return sum(lease.load.num_running + lease.load.num_waiting for lease in application.verifiers())
 
 
-@pytest.mark.load
 def test_verifiers_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
     outcome = scale_out_and_in(application, asked)
     assert outcome.failures == []
