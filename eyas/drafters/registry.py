@@ -35,6 +35,7 @@ from eyas.errors import CheckpointError
 from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
+    WIRING_KEY,
     check_vocabulary,
     explained,
     head_fingerprint,
@@ -413,14 +414,23 @@ def resolve_wiring(
 ) -> HeadWiring | None:
     """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
 
-    Returns None for a method without a head that has wirings. Raises CheckpointError for a head that works in no wiring.
+    A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so far.
+    Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works in none.
     """
     report_phase("checking")
     report = validate_draft_head(name, model, head, target, dtype, device)
     if report is None:
         return None
-    report.require(head)
-    if report.config_is_right:
+    if WIRING_KEY in read_config(resolve(head)):
+        report = replace(report, scores=report.scores[:1])
+    else:
+        report.require(head)
+    if report.failed:
+        log.warning(
+            "%s: no more than chance, so that drafts cost time and save none. The head is served, for its config records "
+            "its wiring; --validate-head never leaves this check out", report,
+        )  # fmt: skip
+    elif report.config_is_right:
         log.info("%s", report)
     else:
         log.warning("%s; `eyas check head --write` records it in the head's config, for draft services too", report)

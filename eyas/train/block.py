@@ -226,11 +226,11 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def mask_token_id(config: TrainConfig, target: Mapping[str, object]) -> int:
-    """The reserved token of a head. Raises ConfigError if neither the settings nor the target name one."""
+    """The reserved token of a head. Raises ConfigError if neither the settings, the data nor the target name one."""
     named = config.head.mask_token_id if config.head.mask_token_id >= 0 else target.get("pad_token_id")
     if not isinstance(named, int) or not 0 <= named < int(str(target["vocab_size"])):
         raise ConfigError(
-            f"head.mask_token_id is {named}; name a token below {target['vocab_size']} that never occurs in the data, "
-            "for the target has no padding token"
+            f"head.mask_token_id is {named}; name a token below {target['vocab_size']} that never occurs in the data: "
+            "`eyas train prepare` found none, and the target has no padding token"
         )
     return named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from eyas.config.loader import at_least, load, require
 from eyas.datastore import corpus_files
 from eyas.errors import ConfigError
 from eyas.train.config import SERVED_BY, EvalConfig, TrainConfig
+from eyas.train.progress import Show, progress
 
 if TYPE_CHECKING:
     from eyas.train.data import Prepared
@@ -39,6 +41,8 @@ Assignments = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 takes what `LLM` takes.")]
 
+# Seconds that the target decodes in the evaluation of a dry run, which tells what a whole one takes.
+DRY_EVALUATION_S = 10.0
 # Sizes of a draft vocabulary whose coverage `prepare` prints.
 USUAL_DRAFT_VOCABULARIES = (8000, 16000, 32000)
 
@@ -88,20 +92,24 @@ def prepare(
     if info.num_refused:
         print(f"{info.num_refused} turns of the assistant are not supervised: the rendered chats do not hold them")
     _print_coverage(out, info, draft_vocab_size)
+    if info.mask_token_id >= 0:
+        print(f"token {info.mask_token_id} never occurs: one-pass heads take it as their mask token")
 
 
 def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None:
     """How much of the supervised text the draft vocabularies hold."""
-    from eyas.train.data import draft_vocabulary, vocabulary_coverage
+    from eyas.train.data import covering_size, draft_vocabulary, token_frequencies, vocabulary_coverage
 
-    sizes = [draft_vocab_size] if draft_vocab_size else [size for size in USUAL_DRAFT_VOCABULARIES if size < info.vocab_size]
-    for size in sizes:
+    usual = [size for size in USUAL_DRAFT_VOCABULARIES if size < info.vocab_size]
+    chosen = covering_size(token_frequencies(folder))
+    for size in [draft_vocab_size] if draft_vocab_size else sorted({*usual, *([chosen] if chosen else [])}):
         require(
             size <= info.vocab_size,
             f"{folder} is prepared, but --draft-vocab-size is {size}, and {info.model} has {info.vocab_size} tokens",
         )
         covered = vocabulary_coverage(folder, draft_vocabulary(folder, size, info.vocab_size))
-        print(f"a draft vocabulary of {size} tokens holds {covered:.2%} of the supervised tokens")
+        default = ", the default" if size == chosen else ""
+        print(f"a draft vocabulary of {size} tokens holds {covered:.2%} of the supervised tokens{default}")
 
 
 def _template_kwargs(text: str) -> dict[str, Any]:
@@ -184,13 +192,16 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write an untrained head, and estimate the run.")] = False,
 ) -> None:
     """Train a head. The same command continues a run that was stopped. Under torchrun all processes train one head."""
-    from eyas.train.methods import build_trainer
+    settings = load(TrainConfig, config, assignments)
+    with progress(os.environ.get("RANK", "0") == "0") as show:
+        show("importing torch")
+        from eyas.train.methods import build_trainer
 
-    trainer = build_trainer(load(TrainConfig, config, assignments))
+        trainer = build_trainer(settings, show)
+        estimate = _estimate(trainer, show) if dry_run else ""
     _print_draft_vocabulary(trainer)
     _print_shard(trainer)
     if dry_run:
-        estimate = _estimate(trainer)
         if trainer.accelerator.is_main_process:
             print(estimate)
         return
@@ -224,15 +235,20 @@ def _conclude(trainer: Trainer) -> None:
         return
     num_parameters = sum(parameter.numel() for parameter in trainer.trained.values())
     card = write_card(trainer.config, trainer.windows.info, trainer.progress, num_parameters)
-    best = trainer.progress
-    print(f"{card.parent}: " + (f"step {best.best_step}, tau {best.best_tau:.2f}" if best.best_step else "not evaluated"))
+    best, c = trainer.progress, trainer.config
+    print(
+        f"{card.parent}: step {best.best_step}, tau {best.best_tau:.2f}"
+        if best.best_step
+        else f"{card.parent} is the last head, untested, for no evaluation has run; "
+        f"`eyas train eval {card.parent} --model {c.model} --data {c.data.path}` measures it"
+    )
     try:
         print(f"drawn as {plot(Path(trainer.config.out))}")
     except ConfigError as error:
         print(f"no plot: {error}", file=sys.stderr)
 
 
-def _estimate(trainer: Trainer) -> str:
+def _estimate(trainer: Trainer, show: Show) -> str:
     """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`.
 
     On the disk are that head, `last`, `best` and one that is being written.
@@ -247,15 +263,17 @@ def _estimate(trainer: Trainer) -> str:
     if accelerator.is_main_process:
         trainer.write_head("dry-run")
     accelerator.wait_for_everyone()
+    show("step 1 of 2")
     trainer.step()
+    show("step 2 of 2")
     began = time.monotonic()
     trainer.step()
     seconds = time.monotonic() - began
     evaluation = "none"
     if trainer.evaluator is not None and accelerator.is_main_process:
         began = time.monotonic()
-        trainer.evaluator.measure(out / "dry-run")
-        evaluation = f"{time.monotonic() - began:.1f} s each"
+        trainer.evaluator.measure(out / "dry-run", show, DRY_EVALUATION_S)
+        evaluation = f"about {(time.monotonic() - began) / trainer.evaluator.written:.1f} s for the first"
     trained = list(trainer.trained.values())
     count = sum(parameter.numel() for parameter in trained)
     checkpoints = (KEPT_CHECKPOINTS + 1) * 12 * count  # an older one stays until the new one is whole
@@ -288,7 +306,7 @@ def evaluate(
     head: Annotated[Path, typer.Argument(help="Folder of the head.")],
     model: Model,
     data: Annotated[Path, typer.Option(help="Prepared data, whose held-out documents are the prompts.")],
-    method: Annotated[str, typer.Option(help="What was trained, such as dspark.")] = "dspark",
+    method: Annotated[str, typer.Option(help="What was trained; by default the method that the head is for.")] = "",
     temperature: Annotated[list[float], typer.Option(help="0 is greedy decoding; may be repeated.")] = [0.0, 1.0],  # noqa: B006
     num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts to decode.")] = EvalConfig.num_prompts,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
@@ -298,6 +316,7 @@ def evaluate(
     threads: Threads = 0,
 ) -> None:
     """Measure a head by draft trees of the serving engine on held-out prompts."""
+    from eyas.drafters.registry import default_method
     from eyas.models.checkpoint import resolve_placement
     from eyas.tensors import use_threads
     from eyas.train.evaluate import Evaluator, heldout_prompts
@@ -307,8 +326,9 @@ def evaluate(
         num_prompts=num_prompts, max_tokens=max_tokens, temperatures=tuple(temperature),
         num_draft_tokens=num_draft_tokens, num_steps=num_steps,
     )  # fmt: skip
-    served = SERVED_BY.get(method, method)
-    found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head)
+    served = default_method(SERVED_BY.get(method, method), str(head))
+    with progress() as show:
+        found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head, show)
     for temperature_, tau in found.tau.items():
         depths = " ".join(f"{share:.2f}" for share in found.acceptance_by_depth[temperature_])
         print(f"temperature {temperature_:g}: tau {tau:.3f}, accepted to each depth: {depths}")
@@ -319,9 +339,11 @@ def export(
     head: Annotated[str, typer.Argument(help="Folder of a head of Eyas.")],
     model: Model,
     out: Out,
-    to: Annotated[str, typer.Option("--to", help="eyas, safeailab, specforge or speculators.")] = "eyas",
+    to: Annotated[
+        str, typer.Option("--to", help="vllm or sglang, which then load it; eyas, safeailab, specforge or speculators.")
+    ] = "eyas",
 ) -> None:
-    """Write a head in another project's layout."""
+    """Write a head in the layout of another engine or project."""
     from eyas.train.export import export_head
 
     export_head(head, model, out, to)

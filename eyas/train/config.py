@@ -91,10 +91,13 @@ class HeadConfig:
         hidden_size, tie_word_embeddings: of a draft model; heads have the target's width.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
         block_size: rows of a block; DSpark proposes as many tokens, DFlash one less.
-        mask_token_id: token of the rows behind the anchor, which the data must not hold; -1 takes the padding token.
+        mask_token_id: token of the rows after the anchor, which the data must not hold; -1 takes the one that
+            `eyas train prepare` found.
         markov_rank: of DSpark's Markov head.
-        draft_vocab_size: most frequent tokens that the head can draft; 0 is the whole vocabulary.
-        num_heads: of Medusa and Hydra. num_head_layers: residual blocks of each.
+        draft_vocab_size: most frequent tokens that the head can draft; 0 is the whole vocabulary, -1 as many as cover 99.5 %
+            of the supervised tokens, or those of the head to start from.
+        num_heads: of Medusa and Hydra.
+        num_head_layers: residual blocks of each head of Medusa and Hydra.
         train_embeddings: P-EAGLE trains an embedding of its own, which starts as the target's.
     """
 
@@ -111,13 +114,14 @@ class HeadConfig:
     markov_rank: int = 256
     markov_head_type: MarkovHeadType = "vanilla"
     enable_confidence_head: bool = True
-    draft_vocab_size: int = 0
+    draft_vocab_size: int = -1
     num_heads: int = 4
     num_head_layers: int = 1
     train_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        at_least(0, num_hidden_layers=self.num_hidden_layers, draft_vocab_size=self.draft_vocab_size)
+        at_least(0, num_hidden_layers=self.num_hidden_layers)
+        at_least(-1, draft_vocab_size=self.draft_vocab_size, mask_token_id=self.mask_token_id)
         at_least(1, num_heads=self.num_heads, num_head_layers=self.num_head_layers)
         at_least(2, block_size=self.block_size)
         at_least(0, markov_rank=self.markov_rank)
@@ -235,7 +239,8 @@ class EvalConfig:
     """Evaluation by draft trees of the serving engine, on held-out prompts. The best checkpoint is kept by the mean tau.
 
     Attributes:
-        every: steps between two evaluations; 0 evaluates at the end only.
+        every: steps between two evaluations; 0 evaluates at each tenth of the run, as far as evaluations take less than a
+            tenth of the time.
         num_prompts, prompt_tokens, max_tokens: held-out documents, tokens taken of each, tokens generated. No prompts: no
             evaluation.
         num_draft_tokens, num_steps, top_k: of the trees. num_steps 0 takes all depths of a one-pass head, else 5.

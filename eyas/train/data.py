@@ -30,6 +30,7 @@ from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.config.loader import at_least, require
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.models.checkpoint import read_target_config, resolve
 from eyas.text_rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,6 +43,14 @@ UNANSWERED = {FAILED, SKIPPED}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 # Documents that are held out at least, unless that is more than half of them.
 MIN_HELDOUT = 8
+# The size of a draft vocabulary that is chosen by coverage, the share of the supervised tokens that it then holds, and its
+# least size.
+BY_COVERAGE = -1
+COVERAGE = 0.995
+MIN_DRAFT_VOCABULARY = 8192
+# Such a size is a multiple of this. Beyond this share of the whole vocabulary a part saves too little.
+VOCABULARY_STEP = 128
+MAX_DRAFT_SHARE = 0.75
 # What is in memory at a time: entries, characters of their texts, and parts on their way to disk.
 BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
@@ -78,6 +87,7 @@ class Prepared:
     num_refused: turns of assistants that cannot be found in the rendered chat, and so do not count in the loss.
     num_separate: turns that are documents of their own, because the template shows them differently in a longer chat.
     chat_template_kwargs: variables that the chats were rendered with. rejected: rows that cannot be used, by reason.
+    mask_token_id: a token that never occurs, for heads with rows of a reserved token; -1 if every token occurs.
     """
 
     model: str
@@ -93,6 +103,7 @@ class Prepared:
     num_separate: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
+    mask_token_id: int = -1
 
 
 def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
@@ -110,7 +121,6 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     from safetensors.torch import save_file
 
     from eyas.file_values import get_setting
-    from eyas.models.checkpoint import read_target_config, resolve
     from eyas.train.features import keeping_saved
 
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")
@@ -141,7 +151,7 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
             info = Prepared(
                 model, vocab_size, tuple(map(str, files)), train.num_documents, kept_out.num_documents, train.num_tokens,
                 train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
-                dict(chat_template_kwargs or {}), dict(reader.rejected),
+                dict(chat_template_kwargs or {}), dict(reader.rejected), reader.unused_token(train.occurs | kept_out.occurs),
             )  # fmt: skip
             for split, part in parts.items():
                 Dataset.from_file(str(part)).save_to_disk(str(folder / split))
@@ -171,7 +181,10 @@ def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: Docu
 
 
 class SplitWriter:
-    """Writes the documents of a split to an Arrow file, and counts them. token_freq: of supervised tokens, int64 [V]."""
+    """Writes the documents of a split to an Arrow file, and counts them.
+
+    token_freq: of supervised tokens, int64 [V]. occurs: whether each token is in a document, bool [V].
+    """
 
     def __init__(self, file: Path, vocab_size: int) -> None:
         from datasets import Features, Sequence, Value
@@ -180,7 +193,7 @@ class SplitWriter:
         columns = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
         self._writer = ArrowWriter(path=str(file), features=Features(columns), writer_batch_size=WRITER_ROWS)
         self.num_documents = self.num_tokens = self.num_supervised = 0
-        self.token_freq = np.zeros(vocab_size, np.int64)
+        self.token_freq, self.occurs = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.bool_)
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -199,6 +212,7 @@ class SplitWriter:
         self.num_tokens += len(ids)
         self.num_supervised += int(mask.sum())
         np.add.at(self.token_freq, ids[mask], 1)
+        self.occurs[ids] = True
 
 
 def _cut(document: Document, max_length: int) -> Iterator[Document]:
@@ -265,6 +279,25 @@ class DocumentReader:
         self._model, self._vocab_size, self._variables = model, vocab_size, dict(chat_template_kwargs or {})
         self.rejected: Counter[str] = Counter()
         self._tokenizer: Tokenizer = load_tokenizer(model)
+
+    def unused_token(self, occurs: NDArray[np.bool_]) -> int:
+        """Choose a token that never occurs, see Prepared. occurs: bool [V].
+
+        The padding token comes first, then ids without a text, then special tokens, then others; of each kind the last,
+        where vocabularies keep what they reserve. The ends of texts and turns are no choice: they occur while serving.
+        """
+        tokenizer = self._tokenizer.tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token for token, entry in added.items() if entry.special}
+        config = read_target_config(resolve(self._model))
+        ends = {token for key in ("bos_token_id", "eos_token_id") for token in _ids(config.get(key))}
+        free = [int(token) for token in np.flatnonzero(~occurs) if int(token) not in ends]
+        padding = set(_ids(config.get("pad_token_id")))
+
+        def rank(token: int) -> tuple[bool, bool, bool, int]:
+            return token in padding, tokenizer.id_to_token(token) is None, token in special, token
+
+        return max(free, key=rank, default=-1)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -371,6 +404,11 @@ class DocumentReader:
                     mask = np.any(inside, axis=0) if inside else np.zeros(len(begins), bool)
                     documents.append(Document(np.array(encoded.ids, np.int64), mask))
             yield Entry(documents, are_together)
+
+
+def _ids(value: object) -> list[int]:
+    """The token ids of a setting that holds one, several or none."""
+    return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
 
 
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -582,8 +620,24 @@ def token_frequencies(folder: Path) -> Tensor:
         raise ConfigError(f"cannot read {folder / FREQUENCY_FILE}: {error}; run `eyas train prepare` again") from error
 
 
+def covering_size(counts: Tensor) -> int:
+    """The size of the draft vocabulary that holds COVERAGE of the counted tokens, int64 [V]; 0 if a whole one is better.
+
+    Rare tokens of other text need rows too, so that it has at least MIN_DRAFT_VOCABULARY.
+    """
+    shares = counts.sort(descending=True).values.double().cumsum(0)
+    needed = int((shares < COVERAGE * shares[-1]).sum()) + 1
+    size = max(-(-needed // VOCABULARY_STEP) * VOCABULARY_STEP, MIN_DRAFT_VOCABULARY)
+    return size if size <= MAX_DRAFT_SHARE * len(counts) else 0
+
+
 def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:
-    """Ids of the most frequent supervised tokens, ascending, int64 [size]; all if size is 0. Raises ConfigError."""
+    """Ids of the most frequent supervised tokens, ascending, int64 [size].
+
+    size: 0 takes all tokens, BY_COVERAGE as many as `covering_size` says. Raises ConfigError.
+    """
+    if size == BY_COVERAGE:
+        size = covering_size(token_frequencies(folder))
     if not size or size == vocab_size:
         return torch.arange(vocab_size)
     if size > vocab_size:

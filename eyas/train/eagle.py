@@ -35,7 +35,7 @@ from eyas.models.heads.eagle_config import (
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser, Projected
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
-from eyas.train.data import Batch
+from eyas.train.data import BY_COVERAGE, Batch
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
 
@@ -250,8 +250,8 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
         if old.kind == "eagle3" and config.method != method:
             raise ConfigError(f"{config.draft_model} is a head of the method {method}; name that")
         found = {canonical_name(name, old.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
-        if not config.head.draft_vocab_size and "d2t" in found:
-            draft_ids = torch.arange(len(found["d2t"])) + found["d2t"].long()
+        if config.head.draft_vocab_size == BY_COVERAGE:
+            draft_ids = torch.arange(old.draft_vocab_size) + (found["d2t"].long() if "d2t" in found else 0)
         depth = config.loss.num_depths if old.kind == "peagle" else 0
         own = {"draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config), "depth": depth}
         c = EagleHeadConfig(**{**vars(old), **own})

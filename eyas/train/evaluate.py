@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,12 @@ from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
+from eyas.train.progress import Show, silent
 from eyas.tree import DraftTree
 
 Prompt = tuple[int, ...]
+# Tokens that the target writes for a prompt at least: the root of the first tree and one that it may hold.
+MIN_OUTPUT = 2
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +81,26 @@ class Evaluator:
         self._given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
+        # Share of max_tokens that the target has written for the prompts.
+        self.written = 1.0
         # By temperature; of heads that read these layers.
         self._outputs: dict[tuple[int, ...], dict[float, list[KnownOutput]]] = {}
 
-    def measure(self, head: Path) -> Evaluation:
-        """Draft along the outputs of all prompts at all temperatures. Raises CheckpointError for a broken head."""
+    def measure(self, head: Path, show: Show = silent, limit_s: float = math.inf) -> Evaluation:
+        """Draft along the outputs of all prompts at all temperatures. Raises CheckpointError for a broken head.
+
+        limit_s: seconds that the target may decode, the first time; then the outputs are as long as that allows.
+        """
         c = self._config
         tree = resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k), self._method, str(head))
         rng = torch.random.get_rng_state()
         fuser = build_fuser(self._method, str(head), self._model, self._dtype, self._device)
         layers = fuser.aux_hidden_state_layers if fuser else ()
         if layers not in self._outputs:
-            self._outputs[layers] = self._decode(layers)
+            self._outputs[layers] = self._decode(layers, show, limit_s)
         tau, depths = {}, {}
         for temperature, outputs in self._outputs[layers].items():
+            show(f"evaluating: drafting for {len(outputs)} prompts at temperature {temperature:g}")
             drafter = build_drafter(
                 self._method, self._model, str(head), self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False)
             )
@@ -98,23 +109,36 @@ class Evaluator:
         torch.random.set_rng_state(rng)
         return Evaluation(tau, depths)
 
-    def _decode(self, layers: tuple[int, ...]) -> dict[float, list[KnownOutput]]:
-        """The target's outputs for all prompts, by temperature."""
-        c = self._config
+    def _decode(self, layers: tuple[int, ...], show: Show, limit_s: float) -> dict[float, list[KnownOutput]]:
+        """Return the target's outputs for all prompts, by temperature. limit_s: see `measure`."""
+        c, began = self._config, time.monotonic()
+        if not self._given:
+            show(f"evaluating: loading {self._model}")
         target = self._given or load_target(self._model, self._dtype, self._device)
         num_slots = (max(map(len, self._prompts)) + c.max_tokens + 2) * len(self._prompts)
         engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False)
-        found = {}
-        for temperature in c.temperatures:
+        found: dict[float, list[KnownOutput]] = {}
+        for number, temperature in enumerate(c.temperatures):
+            due = began + limit_s * (number + 1) / len(c.temperatures)
             engine = assemble_engine(target.with_features(), None, engine_config, TreeConfig(), None)
             tokens = [list(prompt) for prompt in self._prompts]
             sampling = [SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=n) for n in range(len(tokens))]
             requests = [Request(f"{n}", prompt, sampling[n]) for n, prompt in enumerate(self._prompts)]
             for request in requests:
                 engine.submit(request)
-            while engine.has_work:
+            total, num_tokens, least = len(tokens) * c.max_tokens, 0, 0
+            while engine.has_work and (least < MIN_OUTPUT or time.monotonic() < due):
                 for chunk in engine.step():
                     tokens[int(chunk.request_id)] += chunk.token_ids
+                    num_tokens += len(chunk.token_ids)
+                least = min(len(own) - len(prompt) for own, prompt in zip(tokens, self._prompts, strict=True))
+                show(f"evaluating: the target has written {num_tokens} of {total} tokens at temperature {temperature:g}")
+            self.written = min(self.written, num_tokens / total)
+            if engine.has_work:
+                log.warning(
+                    "this evaluation takes %d of %d tokens at temperature %g, to stay within a tenth of the run; eval.every "
+                    "or fewer eval.max_tokens let it take all", num_tokens, total, temperature,
+                )  # fmt: skip
             reader = target.with_features(layers)
             found[temperature] = [
                 KnownOutput(request, tuple(own), _states(reader, own[:-1]))

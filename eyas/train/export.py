@@ -11,11 +11,13 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
+    WIRING_KEY,
     read_config,
     read_target_config,
     read_tensor,
@@ -23,20 +25,23 @@ from eyas.models.checkpoint import (
     resolve,
 )
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
-from eyas.models.heads.block_config import Dialect, find_kind
+from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json, find_kind
 from eyas.models.heads.eagle import config_json, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
 from eyas.train.config import SERVED_BY, TrainConfig
 from eyas.train.data import Prepared
 from eyas.train.trainer import LOG_FILE, Progressed
 
-Layout = Literal["eyas", "safeailab", "specforge", "speculators"]
+Layout = Literal["vllm", "sglang", "eyas", "safeailab", "specforge", "speculators"]
+# Layers of the target that EAGLE-3 heads read in vLLM and SGLang.
+NUM_EAGLE3_LAYERS = 3
 
 
 def export_head(head: str, model: str, out: Path, layout: str) -> None:
-    """Write a head of Eyas in another layout. SafeAILab's is Eyas' own for EAGLE heads, the authors' for block heads.
+    """Write a head of Eyas in another layout: an engine's, so that it loads there, or another project's.
 
-    Raises ConfigError for an unknown layout, CheckpointError for a head that the layout cannot express.
+    SafeAILab's is Eyas' own for EAGLE heads, the authors' for block heads. Raises ConfigError for an unknown layout,
+    CheckpointError for a head that the layout cannot express.
     """
     if layout not in get_args(Layout):
         raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
@@ -46,11 +51,16 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
         return
     names = set(read_tensors(folder))
     if "fc.weight" not in names:
-        raise CheckpointError(f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only")
+        _export_other(head, out, layout)
+        return
     is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
     kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
     config = read_head_config(folder, read_target_config(resolve(model)), kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
+    if layout in ("vllm", "sglang"):
+        _check_eagle(head, config, layout)
+        _write(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
+        return
     if config.kind == "eagle" and layout not in ("eyas", "safeailab"):
         raise CheckpointError(
             f"{head} is an EAGLE-1 head, which {layout} has no layout for; export it to safeailab, or leave it as it is"
@@ -61,9 +71,95 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
 
 
+def _export_other(head: str, out: Path, layout: str) -> None:
+    """Copy Medusa heads, whose layout is vLLM's. Raises CheckpointError for what is no head, and for Hydra heads."""
+    method = detect_method(head)
+    if method == "medusa" and layout in ("vllm", "eyas"):
+        folder = resolve(head)
+        _write(out, {key: value for key, value in read_config(folder).items() if key != WIRING_KEY}, read_tensors(folder))
+        return
+    if method == "sps":
+        raise CheckpointError(f"{head} is a whole draft model, which engines load as it is; name the folder there")
+    engines = ", and neither vLLM nor SGLang runs Hydra heads" if method == "hydra" else "; it is vLLM's for Medusa heads"
+    raise CheckpointError(
+        f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only{engines}"
+    )
+
+
+def _check_eagle(head: str, c: EagleHeadConfig, engine: str) -> None:
+    """Raise CheckpointError for an EAGLE head with a part that the engine would leave out without a word, or not load."""
+    is_first = c.kind == "eagle"
+    problems = {
+        "it is an EAGLE-1 head with a bias of fc, which vLLM's has not; SGLang runs it": (
+            engine == "vllm" and is_first and c.fc_bias
+        ),
+        "its logits come from a state without a norm, which the engine always takes": (
+            not is_first and c.wiring.output == "bare"
+        ),
+        "it is a P-EAGLE head, which SGLang does not run; vLLM does": engine == "sglang" and c.kind == "peagle",
+        f"it has {c.num_layers} layers, and SGLang reads one; vLLM reads all": engine == "sglang" and c.num_layers > 1,
+        "its residual follows the norm (norm_before_residual), which SGLang does not know; vLLM does": (
+            engine == "sglang" and c.wiring.norm_before_residual
+        ),
+        "it norms the target's states before fc (EAGLE-3.1), which SGLang leaves out; vLLM does not": (
+            engine == "sglang" and c.input_norms != "none"
+        ),
+        f"it reads {len(c.aux_hidden_state_layers)} layers of the target; {engine} expects three": (
+            not is_first and len(c.aux_hidden_state_layers) != NUM_EAGLE3_LAYERS
+        ),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise CheckpointError(f"{head} cannot be exported to {engine}: {problem}")
+
+
+def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An EAGLE head as vLLM's `llama_eagle.py` and `llama_eagle3.py` load it; P-EAGLE's mask token is `pard_token` there."""
+    config = {key: value for key, value in config_json(c).items() if key != DEPTH_KEY}
+    if c.kind == "eagle":
+        return config | {"architectures": ["EagleLlamaForCausalLM"]}, dict(tensors)
+    config |= {"architectures": ["Eagle3LlamaForCausalLM"]}
+    if c.kind == "peagle":
+        config |= {"pard_token": c.mask_token_id}
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _with_vocabulary(c, tensors).items()}
+    return config, named
+
+
+def _sglang(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An EAGLE head as SGLang's `llama_eagle.py` and `llama_eagle3.py` load it."""
+    if c.kind == "eagle":
+        return config_json(c) | {"architectures": ["LlamaForCausalLMEagle"]}, dict(tensors)
+    return _specforge(c, tensors)
+
+
+def _check_block(head: str, c: BlockHeadConfig, engine: str) -> None:
+    """Raise CheckpointError for a block head with a part that the engine does not load."""
+    is_reduced = c.draft_vocab_size < c.vocab_size
+    problems = {
+        f"its draft vocabulary has {c.draft_vocab_size} of {c.vocab_size} tokens, and SGLang takes the target's output "
+        "layer; vLLM runs it, and SGLang runs a head that was trained with head.draft_vocab_size 0": (
+            engine == "sglang" and is_reduced
+        ),
+        f"its Markov head is of the kind {c.markov_kind}, and vLLM's is vanilla; SGLang runs it": (
+            engine == "vllm" and c.markov_rank > 0 and c.markov_kind != "vanilla"
+        ),
+        "it has no Markov head, which DSpark needs there": c.kind == "dspark" and not c.markov_rank,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise CheckpointError(f"{head} cannot be exported to {engine}: {problem}")
+
+
 def _export_block(head: str, model: str, out: Path, layout: str) -> None:
     loaded = load_block_head(head, model)
     tensors = block_tensors(loaded)
+    if layout in ("vllm", "sglang"):
+        _check_block(head, loaded.config, layout)
+        config = block_config_json(loaded.config)
+        if loaded.config.kind == "dspark" and layout == "sglang":  # which reads the settings of the Markov head on top
+            config = block_config_json(loaded.config, "specforge") | config | {"architectures": ["DSparkDraftModel"]}
+        _write(out, config, tensors)
+        return
     if layout == "speculators":
         folder = resolve(model)
         tensors.setdefault("embed_tokens.weight", read_tensor(folder, EMBEDDING_NAMES).float())
@@ -170,7 +266,12 @@ def write_card(config: TrainConfig, prepared: Prepared, progress: Progressed, nu
     )
     tree, settings = config.eval, json.dumps(asdict(config), indent=1)
     shape = f"{tree.num_draft_tokens} nodes, {tree.num_prompts} held-out prompts of {tree.max_tokens} tokens"
-    measured = f"| temperature | tau ({shape}) |\n|---|---|\n{taus}\n" if taus else "It was not evaluated.\n"
+    measured = (
+        f"**Measured** at step {progress.best_step}, tokens per verify step:\n\n"
+        f"| temperature | tau ({shape}) |\n|---|---|\n{taus}\n"
+        if taus
+        else "**Untested**: no evaluation has run. This is the last head.\n"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(
         f"# {config.method} head for {config.model}\n\n"
@@ -179,7 +280,7 @@ def write_card(config: TrainConfig, prepared: Prepared, progress: Progressed, nu
         f"**Data**: {prepared.num_tokens:,} tokens, {prepared.num_supervised:,} supervised, of {prepared.num_documents:,} "
         f"documents; {prepared.num_heldout:,} held out. Sources: {', '.join(prepared.sources)}.\n\n"
         f"**Training**: {progress.step} steps, {progress.num_tokens:,} tokens, {progress.seconds / 60:.1f} minutes.\n\n"
-        f"**Measured** at step {progress.best_step}, tokens per verify step:\n\n{measured}\n"
+        f"{measured}\n"
         f"**Settings**:\n\n```json\n{settings}\n```\n"
     )
     return folder / "README.md"

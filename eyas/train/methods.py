@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
 from eyas.train.peagle import new_peagle_trainer
+from eyas.train.progress import Show, silent
 from eyas.train.trainer import Trainer
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
@@ -43,6 +45,8 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
     """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
     torch.manual_seed(config.seed)
+    if config.method in MASK_METHODS and config.head.mask_token_id < 0 and not config.draft_model:
+        config = replace(config, head=replace(config.head, mask_token_id=windows.info.mask_token_id))
     draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
     trainee = TRAINEES[config.method](config, target, draft_ids)
     if config.method in MASK_METHODS:  # of a warm start, the head's own
@@ -70,13 +74,17 @@ def _dtype(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
 
 
-def build_trainer(config: TrainConfig) -> Trainer:
-    """All parts of a run. Raises ConfigError or CheckpointError, before anything is trained."""
+def build_trainer(config: TrainConfig, show: Show = silent) -> Trainer:
+    """Build all parts of a run. Raises ConfigError or CheckpointError, before anything is trained."""
     accelerator = _accelerator(config)
-    target = load_target_weights(config.model)
+    show(f"reading {config.data.path}")
     windows = Windows(Path(config.data.path), config.data.max_length)
+    show(f"reading embedding and output layer of {config.model}")
+    target = load_target_weights(config.model)
+    show(f"making the {config.method} head")
     trainee = build_trainee(config, target, windows)
     layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
+    show(f"loading {config.model}")
     source = build_source(config, windows, layers)
     evaluates = config.eval.num_prompts and accelerator.is_main_process
     evaluator = build_evaluator(config, source, str(accelerator.device)) if evaluates else None

@@ -11,16 +11,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
@@ -29,9 +27,12 @@ from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
 from eyas.train.features import NoStates, StateSource, TargetStates, keeping_saved
+from eyas.train.progress import Show, progress, silent
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
+# Share of the time of training that evaluations take at most, unless eval.every says when they are.
+EVALUATION_SHARE = 0.1
 
 
 class Trainee(Protocol):
@@ -53,13 +54,24 @@ class Trainee(Protocol):
 
 @dataclass
 class Progressed:
-    """How far a run is. num_tokens: of all windows with their padding. best_tau: of the evaluation that kept `best`."""
+    """How far a run is.
+
+    Attributes:
+        num_tokens: of all windows with their padding.
+        seconds: of all steps.
+        best_tau, best_step: of the evaluation that kept `best`; 0 without one.
+        evaluated_step: of the last evaluation, or of the last head that would have been evaluated.
+        evaluation_s, last_evaluation_s: seconds of all evaluations, and of the last one.
+    """
 
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
     best_tau: float = 0.0
     best_step: int = 0
+    evaluated_step: int = 0
+    evaluation_s: float = 0.0
+    last_evaluation_s: float = 0.0
 
 
 class Trainer:
@@ -87,22 +99,50 @@ class Trainer:
     def run(self) -> Progressed:
         """Train to the end. Raises ConfigError if a loss is not finite, for a full disk, and for a changed configuration."""
         self.resume()
-        with self._bar() as show:
-            while self.progress.step < self.config.optimizer.max_steps:
+        max_steps, loss = self.config.optimizer.max_steps, math.nan
+        with progress(self.accelerator.is_main_process) as show:
+            show(f"step {self.progress.step} of {max_steps}")
+            while self.progress.step < max_steps:
                 metrics = self._timed_step()
                 step = self.progress.step
-                if step % self.config.log_every == 0 or step in (1, self.config.optimizer.max_steps):
-                    record = self._log(metrics)
-                    show(loss=record["loss"], rate=record["tokens_per_second"])
-                if self.config.eval.every and step % self.config.eval.every == 0:
-                    self.evaluate()
+                if step % self.config.log_every == 0 or step in (1, max_steps):
+                    loss = self._log(metrics)["loss"]
+                if self._evaluates_now():
+                    self.evaluate(show)
                 if step % self.config.save_every == 0:
                     self.save()
-                show(completed=step, tau=self.progress.best_tau)
-        if not self.config.eval.every or self.progress.step % self.config.eval.every:
-            self.evaluate()
-        self.save()
+                show(self._figures(loss))
+            if self.progress.evaluated_step < max_steps:
+                self.evaluate(show)
+            self.save()
         return self.progress
+
+    def _evaluates_now(self) -> bool:
+        """Decide whether to evaluate after this step; the first process does for all.
+
+        Without eval.every: at tenths of the run, if all evaluations then take at most EVALUATION_SHARE of the time. The cost
+        of the first is not known before, so that it waits for half of the run.
+        """
+        own, c = self.progress, self.config
+        if c.eval.every:
+            return own.step % c.eval.every == 0
+        if own.step % max(1, c.optimizer.max_steps // 10):
+            return False
+        is_known = own.last_evaluation_s > 0 or 2 * own.step >= c.optimizer.max_steps
+        decision = [is_known and own.evaluation_s + own.last_evaluation_s <= EVALUATION_SHARE * own.seconds]
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import broadcast_object_list
+
+            broadcast_object_list(decision)
+        return decision[0]
+
+    def _figures(self, loss: float) -> str:
+        """Step, loss, speed, best tau and the time that is left, in words."""
+        own, max_steps = self.progress, self.config.optimizer.max_steps
+        speed = own.num_tokens / max(1e-9, own.seconds)
+        left = timedelta(seconds=round(own.seconds / own.step * (max_steps - own.step)))
+        tau = f", tau {own.best_tau:.2f}" if own.best_tau else ""
+        return f"step {own.step} of {max_steps}, loss {loss:.3f}, {speed:.0f} tokens/s{tau}, {left} left"
 
     def _timed_step(self) -> dict[str, Tensor]:
         began = time.monotonic()
@@ -148,13 +188,23 @@ class Trainer:
         self.progress.num_tokens += batch.tokens.numel() * self.accelerator.num_processes
         return metrics
 
-    def evaluate(self) -> Evaluation | None:
-        """Write the head to `last`, measure its trees, and copy it to `best` if they are the best so far."""
-        found = None
+    def evaluate(self, show: Show = silent) -> Evaluation | None:
+        """Write the head to `last`, measure its trees, and copy it to `best` if they are the best so far.
+
+        Without evaluations `best` is the last head.
+        """
+        found, own = None, self.progress
+        own.evaluated_step = own.step
         if self.accelerator.is_main_process:
             self.write_head("last")
-            if self.evaluator is not None:
-                found = self.evaluator.measure(self._out / "last")
+            if self.evaluator is None:
+                self.write_head("best")
+            else:
+                began, budget = time.monotonic(), EVALUATION_SHARE * own.seconds - own.evaluation_s
+                limit_s = math.inf if self.config.eval.every else budget / 2  # the rest is for drafting
+                found = self.evaluator.measure(self._out / "last", show, limit_s)
+                own.last_evaluation_s = time.monotonic() - began
+                own.evaluation_s += own.last_evaluation_s
                 self._keep(found)
         self.accelerator.wait_for_everyone()
         return found
@@ -262,20 +312,6 @@ class Trainer:
                 group["lr"] = rate
             scheduler._last_lr = rates
         self.progress = Progressed(**state["progress"])
-
-    @contextmanager
-    def _bar(self) -> Iterator[Callable[..., None]]:
-        """Show progress; yields what to call with new figures."""
-        columns = (
-            TextColumn("step {task.completed}/{task.total}, loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[rate]:.0f} tokens/s, tau {task.fields[tau]:.2f}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-        )
-        done, total = self.progress, self.config.optimizer.max_steps
-        with Progress(*columns, console=Console(stderr=True), disable=not self.accelerator.is_main_process) as progress:
-            task = progress.add_task("", total=total, completed=done.step, loss=math.nan, rate=0.0, tau=done.best_tau)
-            yield partial(progress.update, task)
 
 
 def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim.Optimizer]:

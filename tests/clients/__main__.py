@@ -41,7 +41,7 @@ CONSTRAINTS = ("torch==2.13.0+cpu",)
 
 @dataclass(frozen=True)
 class ClientJob:
-    """A client. packages: of its environment. what: what it is. job: its script below `jobs`."""
+    """A client. packages: of its environment. what: what it is. job: its script below `jobs`; `.mjs` runs under Node."""
 
     name: str
     what: str
@@ -53,11 +53,25 @@ class ClientJob:
         """The package whose version counts."""
         return self.packages[0].partition("[")[0]
 
+    @property
+    def is_node(self) -> bool:
+        """Whether its packages come from npm."""
+        return self.job.endswith(".mjs")
+
+    def program(self, environment: Path) -> list[str]:
+        """Return the command of its job. Node looks for packages from where the script lies."""
+        return ["node", str(environment / self.job)] if self.is_node else [str(_python(environment)), str(JOBS / self.job)]
+
 
 CLIENTS = (
     ClientJob("openai", "OpenAI's client", ("openai",), "openai_job.py"),
+    ClientJob("openai-node", "OpenAI's client for Node", ("openai", "zod"), "openai_job.mjs"),
+    ClientJob("ai", "Vercel's AI SDK", ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"), "ai_job.mjs"),
     ClientJob("anthropic", "Anthropic's client", ("anthropic",), "anthropic_job.py"),
     ClientJob("instructor", "objects from chats", ("instructor",), "instructor_job.py"),
+    ClientJob("pydantic-ai", "agents with typed output", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_ai_job.py"),
+    ClientJob("openai-agents", "OpenAI's agents", ("openai-agents",), "openai_agents_job.py"),
+    ClientJob("llm", "models on the command line", ("llm",), "llm_job.py"),
     ClientJob("langchain-openai", "LangChain's integration of OpenAI", ("langchain-openai",), "langchain_job.py"),
     ClientJob("litellm", "one interface to many providers", ("litellm", "mcp"), "litellm_job.py"),
     ClientJob("lm-eval", "EleutherAI's evaluation harness", ("lm-eval[api]", "transformers"), "lm_eval_job.py"),
@@ -91,7 +105,7 @@ class ClientResult:
     def save(self, environments: Path) -> None:
         """Keep the result beside the client's environment."""
         values = {name: value for name, value in vars(self).items() if name != "client"}
-        environments.mkdir(exist_ok=True)
+        environments.mkdir(parents=True, exist_ok=True)
         (environments / f"{self.client.name}.json").write_text(json.dumps(values))
 
 
@@ -105,7 +119,7 @@ def latest(client: ClientJob, environments: Path) -> ClientResult:
 
 def main(
     only: Annotated[list[str] | None, typer.Argument(help="Names of clients; all by default.")] = None,
-    environments: Annotated[Path, typer.Option(help="Folder of the clients' environments.")] = Path(".venv-clients"),
+    environments: Annotated[Path, typer.Option(help="Folder of the clients' environments.")] = Path("build/clients"),
     out: Annotated[Path, typer.Option(help="Page to write, from the latest results.")] = Path("docs/clients.md"),
     timeout_s: Annotated[float, typer.Option(help="Most seconds of one client's job.")] = 600.0,
     url: Annotated[str, typer.Option(help="URL of a running server, instead of an own one.")] = "",
@@ -173,35 +187,27 @@ def wait_until_healthy(base: str, process: subprocess.Popen[bytes], log: Path) -
 def run_client(client: ClientJob, environments: Path, base: str, timeout_s: float) -> ClientResult:
     """Install a client if it is not there yet, and run its job."""
     result, started = ClientResult(client, datetime.now(UTC).strftime("%Y-%m-%d")), time.monotonic()
-    python = environments / client.name / "bin" / "python"
-    result.problem = install(client, python)
+    environment = environments / client.name
+    result.problem = install(client, environment)
     if not result.problem:
-        result.version = version_of(client, python)
-        run_job(client, python, base, timeout_s, result)
+        result.version = version_of(client, environment)
+        run_job(client, environment, base, timeout_s, result)
     result.seconds = time.monotonic() - started
     return result
 
 
-def install(client: ClientJob, python: Path) -> str:
+def install(client: ClientJob, environment: Path) -> str:
     """Make the environment of a client. Returns why that failed; empty if it did not."""
-    ready = python.parents[1] / ".ready"
+    ready = environment / ".ready"
     if ready.is_file():
         return ""
+    if client.is_node and not shutil.which("npm"):
+        return "not installed: there is no npm"
     note(f"  installing {' '.join(client.packages)}")
-    shutil.rmtree(python.parents[1], ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python.parents[1])], check=True)
-    constraints = python.parents[1] / "constraints.txt"
-    constraints.write_text("".join(f"{line}\n" for line in CONSTRAINTS))
-    uv = shutil.which("uv")  # much faster, where it is there
-    command = [uv, "pip", "install", "--python", str(python)] if uv else [*PIP, "--python", str(python), "install"]
+    shutil.rmtree(environment, ignore_errors=True)
+    command = _npm(client, environment) if client.is_node else _pip(client, environment)
     try:
-        done = subprocess.run(
-            [*command, "--quiet", "-c", str(constraints), *client.packages],
-            capture_output=True,
-            text=True,
-            timeout=INSTALL_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"not installed within {INSTALL_TIMEOUT_S:.0f} s"
     if done.returncode:
@@ -211,18 +217,47 @@ def install(client: ClientJob, python: Path) -> str:
     return ""
 
 
-def version_of(client: ClientJob, python: Path) -> str:
+def _pip(client: ClientJob, environment: Path) -> list[str]:
+    """Make an empty environment of Python; return the command that fills it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    constraints = environment / "constraints.txt"
+    constraints.write_text("".join(f"{line}\n" for line in CONSTRAINTS))
+    uv = shutil.which("uv")  # much faster, where it is there
+    into = ("--python", str(_python(environment)))
+    command = [uv, "pip", "install", *into] if uv else [*PIP, *into, "install"]
+    return [*command, "--quiet", "-c", str(constraints), *client.packages]
+
+
+def _npm(client: ClientJob, environment: Path) -> list[str]:
+    """Make an empty environment of Node; return the command that fills it."""
+    environment.mkdir(parents=True)
+    (environment / "package.json").write_text('{"private": true}\n')
+    return ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(environment), *client.packages]
+
+
+def _python(environment: Path) -> Path:
+    return environment / "bin" / "python"
+
+
+def version_of(client: ClientJob, environment: Path) -> str:
     """Return the installed version."""
+    if client.is_node:
+        file = environment / "node_modules" / client.distribution / "package.json"
+        return str(json.loads(file.read_text())["version"])
     code = f"from importlib.metadata import version; print(version({client.distribution!r}))"
-    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    command = [str(_python(environment)), "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_job(client: ClientJob, python: Path, base: str, timeout_s: float, result: ClientResult) -> None:
+def run_job(client: ClientJob, environment: Path, base: str, timeout_s: float, result: ClientResult) -> None:
     """Run a client's script and take the results that it prints."""
-    environment = job_environment(base)
+    variables = job_environment(base)
+    if client.is_node:
+        for file in JOBS.glob("*.mjs"):
+            shutil.copy(file, environment)
     try:
-        command = [str(python), str(JOBS / client.job)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+        command = client.program(environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=variables, check=False)
         output, errors = done.stdout, done.stderr
         if done.returncode:
             result.problem = f"the job ended with status {done.returncode}: {errors.strip().splitlines()[-1:]}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +28,7 @@ from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
+    WIRING_KEY,
     check_device,
     check_tensors,
     read_target_config,
@@ -456,14 +458,17 @@ def load_block_fuser(
 def write_block_head(
     folder: Path, config: BlockHeadConfig, tensors: Mapping[str, Tensor], dialect: Dialect = "author"
 ) -> None:
-    """Write config.json and model.safetensors. tensors: under the authors' names, such as `block_tensors(head)`.
+    """Write config.json and model.safetensors. The authors' dialect records the wiring under Eyas' own key too.
+
+    tensors: under the authors' names, such as `block_tensors(head)`.
 
     Raises CheckpointError for tensors that `config` does not imply.
     """
     check_tensors(tensors, block_tensor_shapes(config), block_optional_tensors(config), folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(block_config_json(config, dialect), indent=1) + "\n")
+    record = {WIRING_KEY: asdict(config.wiring)} if dialect == "author" else {}
+    (folder / "config.json").write_text(json.dumps(block_config_json(config, dialect) | record, indent=1) + "\n")
 
 
 def block_tensors(head: BlockHead) -> dict[str, Tensor]:

@@ -390,15 +390,19 @@ def check_draft_vocabulary(vocab_size: int, tensors: Mapping[str, Tensor], sourc
 
 
 def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors. Raises CheckpointError for tensors that `config` does not imply."""
+    """Write config.json and model.safetensors. The wiring is recorded under Eyas' own key.
+
+    Raises CheckpointError for tensors that `config` does not imply.
+    """
     check_tensors(tensors, tensor_shapes(config), optional_tensors(config), folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_json(config), indent=1) + "\n")
+    settings = config_json(config) | {WIRING_KEY: asdict(config.wiring)}
+    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def config_json(c: EagleHeadConfig) -> dict[str, Any]:
-    """The head's config.json. A wiring that no published key can express goes under Eyas's own key."""
+    """The head's config.json, without a wiring that no published key can express."""
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -419,4 +423,4 @@ def config_json(c: EagleHeadConfig) -> dict[str, Any]:
     if c.kind == "peagle":
         settings |= {"architectures": ["PEagleDraftModel"], "parallel_drafting": True, "mask_token_id": c.mask_token_id}
         settings[DEPTH_KEY] = c.depth
-    return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})
+    return settings
