@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 # Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo up bench methods gpu count test every-test nightly nightly-tests test-fast soak chaos fuzz clients ray lint format protos chart docs pictures images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods gpu count test every-test nightly nightly-tests test-fast soak chaos fuzz clients ray lint format protos chart docs pictures wheel sbom notes images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -114,7 +114,7 @@ chaos: $(KERNELS) ## kill, freeze, cut and overload services on loopback, about 
 fuzz: $(KERNELS) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
-clients: $(READY) ## install other projects' clients into .venv-clients and run a small job of each; writes docs/clients.md
+clients: $(READY) ## install other projects' clients into build/clients and run a small job of each; writes docs/clients.md
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 ray: $(KERNELS) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
@@ -144,6 +144,19 @@ docs: $(READY) ## build the site of the documentation into build/site; fails at 
 
 pictures: $(KERNELS) ## make the playground's recorded run, screenshots and animation again; needs chromium and a quiet machine; PICTURES=shots for a part
 	@$(BIN)/python -m docs.pictures $(PICTURES)
+
+wheel: $(READY) ## build sdist and wheel into dist/, and try the wheel in a fresh environment
+	@bash deploy/wheel.sh
+
+sbom: $(READY) ## list the Python packages of constraints.txt as dist/eyas.cdx.json (CycloneDX)
+	@test -x build/sbom/bin/cyclonedx-py || { $(BIN)/python -m venv --without-pip build/sbom && \
+		$(BIN)/python -m pip --python build/sbom/bin/python install --quiet --disable-pip-version-check 'cyclonedx-bom>=7'; }
+	@mkdir -p dist
+	@build/sbom/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file dist/eyas.cdx.json constraints.txt
+
+notes: $(READY) ## print the release notes of TAG, or of this version, from CHANGELOG.md
+	@$(BIN)/python -m deploy.notes $(TAG)
 
 images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
 	@bash deploy/docker/build.sh

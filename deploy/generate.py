@@ -1,6 +1,6 @@
 """`make chart`: write the chart's schema, values table, dashboards and alerts, and the tables in docs.
 
-docs/telemetry.md has the metrics, docs/http.md the fields of requests.
+docs/configuration.md has the settings, docs/telemetry.md the metrics, docs/http.md the fields of requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from deploy.schema import values_schema
+from deploy.settings_page import TRAINING, service_tables, train_tables
 from eyas.services.router.http.anthropic_messages import MessagesBody
 from eyas.services.router.http.bodies import NEUTRAL, UnusedFields
 from eyas.services.router.http.openai_responses import ResponsesBody
@@ -26,6 +27,7 @@ from eyas.telemetry.metrics import ALL_METRICS, Metric
 DEPLOY = Path(__file__).parent
 CHART = DEPLOY / "helm"
 DASHBOARDS = DEPLOY / "dashboards"
+CONFIGURATION_PAGE = DEPLOY.parent / "docs" / "configuration.md"
 TELEMETRY_PAGE = DEPLOY.parent / "docs" / "telemetry.md"
 HTTP_PAGE = DEPLOY.parent / "docs" / "http.md"
 # The bodies of the endpoints that generate, by their names in the table of fields.
@@ -63,6 +65,9 @@ def generated() -> Mapping[Path, str]:
     files = {
         CHART / "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
         CHART / "README.md": _with_generated(CHART / "README.md", values_table()),
+        CONFIGURATION_PAGE: _with_generated(
+            CONFIGURATION_PAGE, f"\n{service_tables()}\n## Training\n\n{TRAINING}\n\n{train_tables()}\n"
+        ),
         TELEMETRY_PAGE: _with_generated(TELEMETRY_PAGE, f"\n{metrics_tables()}\n"),
         HTTP_PAGE: _with_generated(HTTP_PAGE, f"\n{fields_table()}\n"),
     }

@@ -112,7 +112,12 @@ class ApiKeysConfig:
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """TLS of the router's gRPC and HTTP servers: PEM files of certificate chain and private key. Empty disables TLS."""
+    """TLS of the router's gRPC and HTTP servers. Empty disables it.
+
+    Attributes:
+        cert_file: PEM file with the certificate chain.
+        key_file: PEM file with its private key.
+    """
 
     cert_file: str = ""
     key_file: str = ""

@@ -88,12 +88,17 @@ class HeadConfig:
 
     Attributes:
         num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
-        hidden_size, tie_word_embeddings: of a draft model; heads have the target's width.
+        hidden_size: width of a draft model, by default half of the target's; heads have the target's width.
+        tie_word_embeddings: whether a draft model's output layer is its embedding.
+        intermediate_size: width of the MLPs.
+        num_attention_heads, num_key_value_heads, head_dim: of attention.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
-        block_size: rows of a block; DSpark proposes as many tokens, DFlash one less.
+        block_size: rows of a block; DSpark proposes as many tokens, DFlash one fewer.
         mask_token_id: token of the rows after the anchor, which the data must not hold; -1 takes the one that
             `eyas train prepare` found.
-        markov_rank: of DSpark's Markov head.
+        markov_rank: rank of DSpark's Markov head; 0 for none.
+        markov_head_type: vanilla, gated or rnn.
+        enable_confidence_head: give DSpark a head that predicts whether each token will be accepted.
         draft_vocab_size: most frequent tokens that the head can draft; 0 is the whole vocabulary, -1 as many as cover 99.5 %
             of the supervised tokens, or those of the head to start from.
         num_heads: of Medusa and Hydra.
@@ -136,20 +141,25 @@ class LossConfig:
         loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
             distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance;
             next_token: the next token of the data, for draft models alone. The target does not run then.
-        final_loss_type: loss of the last final_loss_ratio of the steps, such as lk_hybrid for sampled chains; empty keeps
-            loss_type.
+        final_loss_type: loss of the last steps, such as lk_hybrid for sampled chains; empty keeps loss_type.
+        final_loss_ratio: share of the steps that have it.
         loss_decay: weights by depth: exponential (loss_decay_gamma), dpace (dpace_alpha) or none.
         loss_decay_gamma: depth k, from 0, has the weight exp(-k / gamma).
+        dpace_alpha: least chance of acceptance in the weights of D-PACE (2605.18810), where a depth counts as often as it is
+            reached.
         step_decay: step k of EAGLE's training-time test, and head k of Medusa and Hydra, has the weight step_decay**k.
         num_anchors: blocks in each window, drawn afresh for each step.
-        num_ahead_anchors: further blocks in each window, behind paths of 0 to max_ahead_length tokens whose features are
-            missing. They teach a head to draft ahead, behind trees that are being verified.
+        num_ahead_anchors: further blocks in each window, after paths of tokens whose features are missing. They teach a head
+            to draft ahead, below trees that are being verified.
+        max_ahead_length: tokens of such a path, at most.
         ttt_steps: steps of EAGLE-3's training-time test.
-        num_depths, down_sample_ratio: of P-EAGLE; depth d keeps max(down_sample_ratio**d, .2) of the rows.
+        num_depths: depths that P-EAGLE trains.
+        down_sample_ratio: depth d of P-EAGLE keeps max(down_sample_ratio**d, .2) of the rows.
         confidence_weight: of the confidence head's loss, whose inputs are detached.
         confidence_target: what the confidence head learns: the target's probability of the proposed token (match), or the
             chance that a sampled token is accepted (rejection).
-        feature_weight: of EAGLE-1's distance to the target's features. noise: uniform noise added to those features.
+        feature_weight: of EAGLE-1's distance to the target's features.
+        noise: uniform noise that is added to those features.
         chunk_rows: logits rows held at a time; they are recomputed in the backward pass, for P-EAGLE with all layers of its
             rows. 0 holds all.
     """
@@ -203,8 +213,17 @@ class OptimizerConfig:
 
     Attributes:
         name: adamw, or muon for matrices of the decoder layers and adamw for the rest.
-        batch_size: windows of a process in one pass. gradient_accumulation_steps: passes of one optimiser step.
-        warmup_ratio, decay_ratio: shares of max_steps in which the rate rises, and in which wsd falls to zero.
+        learning_rate: highest rate of AdamW.
+        muon_learning_rate: highest rate of Muon.
+        betas: of AdamW.
+        weight_decay: of both.
+        max_grad_norm: length to which gradients are clipped.
+        lr_scheduler: wsd, cosine or constant; each has a warm-up.
+        warmup_ratio: share of max_steps in which the rate rises.
+        decay_ratio: share of max_steps in which wsd falls to zero.
+        max_steps: steps of the optimiser; it may change when a run continues.
+        batch_size: windows of a process in one pass.
+        gradient_accumulation_steps: passes of one optimiser step.
         precision: of passes; parameters and optimiser are float32.
     """
 
@@ -241,9 +260,13 @@ class EvalConfig:
     Attributes:
         every: steps between two evaluations; 0 evaluates at each tenth of the run, as far as evaluations take less than a
             tenth of the time.
-        num_prompts, prompt_tokens, max_tokens: held-out documents, tokens taken of each, tokens generated. No prompts: no
-            evaluation.
-        num_draft_tokens, num_steps, top_k: of the trees. num_steps 0 takes all depths of a one-pass head, else 5.
+        num_prompts: held-out documents that are continued; 0 switches evaluation off.
+        prompt_tokens: tokens that are taken of a document without a prompt.
+        max_tokens: tokens that the target writes for each prompt.
+        temperatures: at which it writes them; the mean tau counts.
+        num_draft_tokens: most nodes of a tree, the root included.
+        num_steps: levels of a tree; 0 takes all depths of a one-pass head, else 5.
+        top_k: nodes expanded on each level.
         device: of target and head; empty is that of training.
     """
 
@@ -273,8 +296,11 @@ class TrainConfig:
         method: what to train.
         out: folder of the run: checkpoints, log, `best` and `last` heads, card and plot.
         draft_model: head to start from; empty starts from random weights.
-        save_every, log_every: steps between two checkpoints for resuming, and between two lines of the log.
-        device, target_device: of the head, and of the target whose states it learns from; empty is the head's.
+        seed: decides all that is random.
+        save_every: steps between two checkpoints for resuming.
+        log_every: steps between two lines of the log.
+        device: of the head.
+        target_device: of the target whose states it learns from; empty is the head's.
         threads: CPU threads of torch; 0 keeps its default: passes that train have no compiled kernels.
         shard_target: spread the target's weights over all processes (FSDP2).
     """

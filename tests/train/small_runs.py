@@ -59,7 +59,7 @@ def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) 
         "head": {key: value for key, value in HEAD.items() if key in HEAD_SETTINGS[method]},  # type: ignore[index]
         "loss": {key: value for key, value in LOSS.items() if key in LOSS_SETTINGS[method]},  # type: ignore[index]
         "optimizer": {"batch_size": 2, "max_steps": 4, "precision": "fp32", "learning_rate": 1e-3},
-        "eval": {"num_prompts": 2, "prompt_tokens": 6, "max_tokens": 6, "num_draft_tokens": 6},
+        "eval": {"every": 1000, "num_prompts": 2, "prompt_tokens": 6, "max_tokens": 6, "num_draft_tokens": 6},
     }  # fmt: skip
     for key, value in changes.items():
         part, _, name = key.partition("__")

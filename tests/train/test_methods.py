@@ -59,7 +59,7 @@ def test_the_head_with_the_best_trees_is_kept(folder: Path, tmp_path: Path) -> N
     """Not the last one, whose trees are worse."""
     heads, taus = [], [1.5, 2.5, 1.25]
 
-    def measure(head: Path) -> Evaluation:
+    def measure(head: Path, *_: object) -> Evaluation:
         heads.append((head / "model.safetensors").read_bytes())
         tau = taus[len(heads) - 1]
         return Evaluation({0.0: tau, 1.0: tau - 0.25}, {0.0: (0.5, 0.25), 1.0: (0.25,)})

@@ -46,3 +46,11 @@ with check("errors"):
         require(error.body["error"]["type"] == "not_found_error", "another type")
     else:
         require(False, "no error")
+for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}):
+    with check(f"thinking, {thinking['type']}"):
+        message = client.messages.create(**asked | {"thinking": thinking, "max_tokens": 1040})
+        require({block.type for block in message.content} <= {"thinking", "text"}, "other blocks")
+with check("thinking, enabled, streamed"):
+    given = asked | {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1040}
+    with client.messages.stream(**given) as stream:
+        require(stream.get_final_message().usage.output_tokens > 0, "no usage")

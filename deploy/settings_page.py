@@ -1,0 +1,150 @@
+"""The tables of docs/configuration.md: every key of the services and of `eyas train run`, from the dataclasses.
+
+A row's meaning is the field's line under "Attributes:" of its class; a table's first sentence is the class's own docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from eyas.config import DraftConfig, RouterConfig, VerifierConfig
+from eyas.train.config import HEAD_SETTINGS, LOSS_SETTINGS, TrainConfig
+
+SERVICES: Mapping[str, type] = {"router": RouterConfig, "verifier": VerifierConfig, "draft": DraftConfig}
+# Defaults that would fill a line.
+DESCRIBED = {"methods.eagle1.tree_choices": "the published tree"}
+# Methods that read a setting of `eyas train run`, by section.
+READ_BY = {"head": HEAD_SETTINGS, "loss": LOSS_SETTINGS}
+TRAINING = (
+    "The YAML file of [`eyas train run`](training.md), without a dot for the run itself. A setting is an error where its\n"
+    "last column does not name the method."
+)
+ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*)$")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting: its dotted name, the class and field that hold it, and the services that read it."""
+
+    name: str
+    config: type
+    field: Field[Any]
+    services: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        """The part of the name before its first dot; empty for settings without a section."""
+        first, dot, _ = self.name.partition(".")
+        return first if dot and not first.endswith("[]") else ""
+
+    @property
+    def default(self) -> str:
+        """The default as YAML, or in words."""
+        return DESCRIBED.get(self.name) or shown(self.field)
+
+    @property
+    def meaning(self) -> str:
+        """The meaning in one line. Raises KeyError for a field that its class does not explain."""
+        for config in self.config.__mro__:
+            if (found := meanings(config).get(self.field.name)) is not None:
+                return found
+        raise KeyError(f"{self.config.__name__}.{self.field.name} has no line under Attributes")
+
+
+def shown(field: Field[Any]) -> str:
+    """The default of a field as YAML, or in words."""
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value is MISSING:
+        return "required"
+    if isinstance(value, bool | None):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple) and value:
+        return f"`{list(value)}`"
+    return f"`{value}`" if value not in ("", (), {}) else "empty"
+
+
+def meanings(config: type) -> Mapping[str, str]:
+    """Return what a class says of its fields under "Attributes:", each in one line."""
+    found: dict[str, str] = {}
+    names: Sequence[str] = ()
+    text = inspect.getdoc(config) if "__doc__" in vars(config) else ""
+    for line in (text or "").partition("Attributes:")[2].splitlines():
+        if entry := ENTRY.match(line):
+            names = entry[1].split(", ")
+            found |= dict.fromkeys(names, entry[2])
+        elif line.strip():
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return {name: _cell(meaning) for name, meaning in found.items()}
+
+
+def _cell(text: str) -> str:
+    """The text as a cell of a table: no pipes, no full stop at the end."""
+    return text.replace("|", "\\|").removesuffix(".")
+
+
+def keys(config: type, prefix: str = "") -> Iterator[Key]:
+    """Yield the settings of a config; those of the entries of a list have its name and []."""
+    types = get_type_hints(config)
+    for field in fields(config):
+        kind = types[field.name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from keys(kind, f"{prefix}{field.name}.")
+        else:
+            yield Key(f"{prefix}{field.name}", config, field)
+            entry = next((part for part in get_args(kind) if is_dataclass(part)), None)
+            if isinstance(entry, type) and not issubclass(config, entry):  # an entry like the config itself has its keys
+                yield from keys(entry, f"{prefix}{field.name}[].")
+
+
+def service_keys() -> list[Key]:
+    """Return the settings of all services; one that several read stands once."""
+    found: dict[str, Key] = {}
+    for service, config in SERVICES.items():
+        for key in keys(config):
+            services = (*found[key.name].services, service) if key.name in found else (service,)
+            found[key.name] = Key(key.name, found[key.name].config if key.name in found else key.config, key.field, services)
+    return list(found.values())
+
+
+def service_tables() -> str:
+    """Return a table for each section of the services' configuration."""
+    own = service_keys()
+    order = ["", *dict.fromkeys(key.section for key in own if key.section)]
+    return "\n".join(_service_table(name, [key for key in own if key.section == name]) for name in order)
+
+
+def _service_table(name: str, own: Sequence[Key]) -> str:
+    rows = [f"| `{key.name}` | {', '.join(key.services)} | {key.default} | {key.meaning} |" for key in own]
+    title, intro = (name, _intro(own[0].config)) if name else ("Models", "Settings without a section.")
+    return "\n".join(
+        [f"## {title}", "", intro, "", "| key | services | default | meaning |", "|---|---|---|---|", *rows, ""]
+    )
+
+
+def train_tables() -> str:
+    """Return a table for each section of `eyas train run`'s configuration."""
+    own = list(keys(TrainConfig))
+    order = ["", *dict.fromkeys(key.section for key in own if key.section)]
+    return "\n".join(_train_table(name, [key for key in own if key.section == name]) for name in order)
+
+
+def _train_table(name: str, own: Sequence[Key]) -> str:
+    rows = [f"| `{key.name}` | {key.default} | {key.meaning} | {_methods(key)} |" for key in own]
+    title = f"### {name}" if name else "### Run"
+    return "\n".join(
+        [title, "", _intro(own[0].config), "", "| key | default | meaning | methods |", "|---|---|---|---|", *rows, ""]
+    )
+
+
+def _methods(key: Key) -> str:
+    """The methods that read a setting; all if its section makes no difference."""
+    read = READ_BY.get(key.section)
+    return "all" if read is None else ", ".join(method for method, names in read.items() if key.field.name in names)
+
+
+def _intro(config: type) -> str:
+    return (inspect.getdoc(config) or "").partition("Attributes:")[0].strip().replace("\n", " ")
