@@ -61,7 +61,7 @@ def test_the_demos_settings_load(file: Path) -> None:
 def test_the_settings_of_the_guide_load(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "training.md").read_text()
     (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
-    assert load(TrainConfig, tmp_path / "run.yaml").head.mask_token_id == 128002
+    assert load(TrainConfig, tmp_path / "run.yaml").head.block_size == 7
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,14 @@ def test_the_reserved_token_of_a_warm_start_is_its_own(folder: Path, tmp_path: P
 
 @pytest.mark.parametrize("method", ["dspark", "peagle"])
 def test_a_head_needs_a_reserved_token(method: str, folder: Path, tmp_path: Path) -> None:
-    target = without_padding(folder, tmp_path)
-    with pytest.raises(ConfigError, match="for the target has no padding token"):
-        build_trainer(settings(folder, target, method, out=str(tmp_path), head={}))
+    """Where the data hold every token, and the target names no padding."""
+    target, data = without_padding(folder, tmp_path), Path(shutil.copytree(folder / "data", tmp_path / "data"))
+    config = settings(tmp_path, target, method, out=str(tmp_path), head={})
+    build_trainer(config)
+    info = json.loads((data / "prepared.json").read_text())
+    (data / "prepared.json").write_text(json.dumps(info | {"mask_token_id": -1}))
+    with pytest.raises(ConfigError, match="the target has no padding token"):
+        build_trainer(config)
 
 
 def without_padding(folder: Path, copy: Path) -> str:
