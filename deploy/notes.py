@@ -13,7 +13,7 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 def notes(version: str, changelog: str) -> str:
     """Return the section of a version. Raises ValueError if there is none, or if it is empty."""
-    found = re.search(rf"^## \[?{re.escape(version)}\]?(?: .*)?$\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## \[?{re.escape(version)}\]?(?: [^\n]*)?$\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
     if found is None or not found[1].strip():
         raise ValueError(f"CHANGELOG.md has no section {version!r}; rename Unreleased, and give it the date")
     return found[1].strip() + "\n"
