@@ -293,11 +293,11 @@ class DocumentReader:
         ends = {token for key in ("bos_token_id", "eos_token_id") for token in _ids(config.get(key))}
         free = [int(token) for token in np.flatnonzero(~occurs) if int(token) not in ends]
         padding = set(_ids(config.get("pad_token_id")))
-
-        def rank(token: int) -> tuple[bool, bool, bool, int]:
-            return token in padding, tokenizer.id_to_token(token) is None, token in special, token
-
-        return max(free, key=rank, default=-1)
+        return max(
+            free,
+            key=lambda token: (token in padding, tokenizer.id_to_token(token) is None, token in special, token),
+            default=-1,
+        )
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
