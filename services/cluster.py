@@ -87,15 +87,15 @@ class ServiceSettings:
         Raises ConfigError for settings that the service would refuse, or that ask for TLS; CheckpointError for a model.
         """
         config = self.load()
-        try:
-            check_settings(config, {**os.environ, **self.environment})
-        except (ConfigError, CheckpointError) as error:
-            raise type(error)(f"{self.name}: {error}") from error
         has_public_tls = isinstance(config, RouterConfig) and config.tls.cert_file
         if config.peers.ca_file or config.peers.cert_file or has_public_tls:
             raise ConfigError(
                 f"{self.name}: services started together do not speak TLS; start each by itself: eyas serve {self.name}"
             )
+        try:
+            check_settings(config, {**os.environ, **self.environment})
+        except (ConfigError, CheckpointError) as error:
+            raise type(error)(f"{self.name}: {error}") from error
         return config
 
     def command(self) -> list[str]:
