@@ -172,11 +172,21 @@ async def _serving() -> AsyncIterator[int]:
     with patch.object(REGISTRY, "register"), patch.object(REGISTRY, "unregister"):
         async with _running(partial(run_draft, draft)), _running(partial(run_verifier, verifier)):
             task = asyncio.create_task(run_router(router))
+            follower = asyncio.current_task()
+            end_follower = partial(_cancel, follower)
+            task.add_done_callback(end_follower)
             try:
                 yield http_port
             finally:
+                task.remove_done_callback(end_follower)
                 task.cancel()
                 await asyncio.wait({task})
+
+
+def _cancel(follower: asyncio.Task[Any] | None, router: asyncio.Task[None]) -> None:
+    """End the task that follows a journey, because the router has ended before."""
+    assert follower is not None
+    follower.cancel(f"the router has ended: {router}")
 
 
 @asynccontextmanager
