@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from textwrap import fill
 from typing import Any, get_args, get_type_hints
 
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
@@ -20,8 +21,8 @@ DESCRIBED = {"methods.eagle1.tree_choices": "the published tree"}
 # Methods that read a setting of `eyas train run`, by section.
 READ_BY = {"head": HEAD_SETTINGS, "loss": LOSS_SETTINGS}
 TRAINING = (
-    "The YAML file of [`eyas train run`](training.md), without a dot for the run itself. A setting is an error where its\n"
-    "last column does not name the method."
+    "The YAML file of [`eyas train run`](training.md), without a dot for the run itself. A setting is an\n"
+    "error where its last column does not name the method."
 )
 ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*)$")
 
@@ -147,4 +148,5 @@ def _methods(key: Key) -> str:
 
 
 def _intro(config: type) -> str:
-    return (inspect.getdoc(config) or "").partition("Attributes:")[0].strip().replace("\n", " ")
+    text = (inspect.getdoc(config) or "").partition("Attributes:")[0]
+    return fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)

@@ -92,7 +92,8 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
     Raises EyasError for models and prompts that cannot be used.
     """
     loading = progress.add_task("loading models", total=None)
-    settings = replace(settings, method=default_method(settings.method, settings.draft_model))
+    method = default_method(settings.method, settings.draft_model)
+    settings = replace(settings, method=method, draft_budget="fixed")  # whole trees, whatever they cost
     parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)

@@ -89,7 +89,8 @@ def load_model(
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
     layers = fuser.aux_hidden_state_layers if fuser else ()
     report_phase("loading")
-    check_quantization(engine.quantization, read_config(resolve(target)), target)
+    if engine.quantization:
+        check_quantization(engine.quantization, read_config(resolve(target)), target)
     with explain_out_of_memory(f"no memory for the weights of {target!r}", device, FOR_WEIGHTS):
         return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 

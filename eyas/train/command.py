@@ -41,7 +41,7 @@ Assignments = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 takes what `LLM` takes.")]
 
-# Seconds that the target decodes in the evaluation of a dry run, which tells what a whole one takes.
+# Seconds that the target decodes in the evaluation of a dry run, which shows what a whole one takes.
 DRY_EVALUATION_S = 10.0
 # Sizes of a draft vocabulary whose coverage `prepare` prints.
 USUAL_DRAFT_VOCABULARIES = (8000, 16000, 32000)

@@ -1,4 +1,4 @@
-"""Tells a person what a long command does: a line that rewrites itself on a terminal, else a line every few seconds."""
+"""What a long command is doing: a line that rewrites itself on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 

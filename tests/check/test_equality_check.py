@@ -24,6 +24,7 @@ SETTINGS = {
     "max_tokens": 24,
     "batches": (8,),
     "tree": TreeConfig(num_draft_tokens=9, num_steps=4, top_k=4),
+    "draft_budget": "fixed",
 }
 PROMPT = (5, 9, 11)
 

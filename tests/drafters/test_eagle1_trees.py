@@ -100,5 +100,7 @@ def test_paths_that_make_no_tree_are_refused(paths: tuple[tuple[int, ...], ...])
 
 
 def test_paths_are_read_from_settings() -> None:
-    config = load(DraftConfig, None, ["served_model_name=m", "model=t", "methods.eagle1.tree_choices=[[0],[1],[0,2]]"])
+    config = load(
+        DraftConfig, None, ["served_model_name=m", "model=t", "draft_model=h", "methods.eagle1.tree_choices=[[0],[1],[0,2]]"]
+    )
     assert config.methods.eagle1.tree_choices == ((0,), (1,), (0, 2))

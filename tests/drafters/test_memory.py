@@ -61,10 +61,8 @@ def test_a_limit_that_is_too_small_names_a_sufficient_one(method: str, tiny_targ
 
 def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, tiny_head: str) -> None:
     assert DraftingConfig(kv_cache_memory="1.5 GiB").num_bytes == 3 * 2**29
-    assert (
-        load(DraftConfig, None, ["served_model_name=m", "model=t", "drafting.kv_cache_memory=2KiB"]).drafting.num_bytes
-        == 2048
-    )
+    settings = ["served_model_name=m", "model=t", "draft_model=h", "drafting.kv_cache_memory=2KiB"]
+    assert load(DraftConfig, None, settings).drafting.num_bytes == 2048
     for size in ("2GB", "much", "-1MiB", "2"):
         with pytest.raises(ConfigError, match=rf"memory is '{size}'; it must be a size such as 512MiB"):
             DraftingConfig(kv_cache_memory=size)

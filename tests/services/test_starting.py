@@ -75,7 +75,7 @@ def test_settings_of_draft_services_are_checked_alike() -> None:
             check_settings(load(DraftConfig, None, [f"{key}={json.dumps(value)}" for key, value in given.items()]), {})
 
 
-def test_keys_in_the_environment_of_a_router_are_looked_for_there() -> None:
+def test_keys_of_a_router_are_looked_for_in_its_environment() -> None:
     config = load(RouterConfig, None, [f"models=[{{name: m, tokenizer: {TARGET}}}]", "api_keys.env=KEYS"])
     check_settings(config, {"KEYS": "one"})
     with pytest.raises(ConfigError, match="KEYS"):

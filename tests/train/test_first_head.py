@@ -112,7 +112,7 @@ def test_a_dry_run_says_what_it_does(folder: Path, tmp_path: Path) -> None:
     assert re.search(r"evaluation: about [\d.]+ s for the first", result.stdout)
 
 
-def test_progress_is_told_at_once_and_again_while_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_at_once_and_again_without_changes(capsys: pytest.CaptureFixture[str]) -> None:
     seen = ""
     with progress(interval_s=0.01) as show:
         show("reading")

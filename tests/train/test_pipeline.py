@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -249,7 +250,7 @@ def test_the_demos_script_trains_a_head(tmp_path: Path) -> None:
     for command in commands:
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
-    assert "step 2, tau" in done.output
+    assert re.search("step [12], tau", done.output)
     assert {path.name for path in (work / "medusa" / "best").iterdir()} >= {"config.json", "model.safetensors", "README.md"}
 
 

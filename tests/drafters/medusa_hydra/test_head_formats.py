@@ -153,7 +153,7 @@ def test_a_token_map_serves_hydra_too(tmp_path: Path, tiny_target: str, tiny_hea
         ({"grounded_heads": False}, "grounded_heads is False"),
         ({"hidden_state_offset": 1}, "hidden_state_offset is 1"),
         ({"hydra_num_heads": None}, "hydra_num_heads is left out"),
-        ({"hydra_num_heads": 4}, "missing hydra_lm_head.3.weight"),
+        ({"hydra_num_heads": 4}, "missing hydra_lm_head.3.bias, hydra_lm_head.3.weight"),
         ({"hydra_num_layers": 1}, "unexpected hydra_mlp.0.1.linear.bias"),
         ({"hydra_head_arch": "prefix-mlp"}, "missing hydra_lm_head.0.1.weight"),
     ],

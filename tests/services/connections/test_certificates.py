@@ -221,5 +221,5 @@ def test_api_keys_are_masked_in_the_printed_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])
 def test_no_worker_dials_with_tls_and_is_dialled_without(kind: type[VerifierConfig | DraftConfig]) -> None:
     with pytest.raises(ConfigError, match=r"this worker would serve without TLS; set peers\.cert_file and peers\.key_file"):
-        kind("demo", "target", peers=PeersConfig(ca_file="ca.crt"))
+        kind("demo", "target", draft_model="head", peers=PeersConfig(ca_file="ca.crt"))
     assert RouterConfig((ServedModel("demo", "target"),), peers=PeersConfig(ca_file="ca.crt"))
