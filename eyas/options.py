@@ -41,6 +41,8 @@ LLM_ARGUMENTS = (
     *("dtype", "device", "validate_head", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
     *("tensor_parallel_size", "quantization", "chat_template"),
 )
+# In a context's meta: the settings of services that a file of options holds, as service.key=value.
+FILE_SETTINGS = "eyas.options.file_settings"
 # Keys of a file of options that hold the settings of a service instead, as in its own config file.
 SECTIONS = ("router", "verifier", "draft")
 
@@ -56,6 +58,21 @@ def service_settings(options: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in named if value not in (None, "")]
 
 
+def overrides(context: typer.Context) -> list[str]:
+    """Return the settings that go before `service_settings`, later ones first: of the file of options, then of --set.
+
+    An option on the command line, or in the environment, goes before the file's setting of the same key.
+    """
+    keys = {**SERVICE_KEYS, **{name: (f"verifier.{name}", f"draft.{name}") for name in ("draft_model", "method")}}
+    sources = {name: context.get_parameter_source(name) for name in keys}
+    is_given = {
+        name: source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT") for name, source in sources.items()
+    }
+    given = {key for name, own in keys.items() if is_given[name] for key in own}
+    settings = [each for each in context.meta.get(FILE_SETTINGS, ()) if each.partition("=")[0] not in given]
+    return [*settings, *(context.params["assignments"] or ())]
+
+
 def read_options(context: typer.Context, file: Path | None) -> Path | None:
     """Take the options that the command line leaves out from a YAML file.
 
@@ -67,20 +84,22 @@ def read_options(context: typer.Context, file: Path | None) -> Path | None:
         return None
     from eyas.config.loader import read_yaml
 
-    known = {param.name or "" for param in context.command.params} - {"config", "help"}
+    repeatable = {param.name or "": getattr(param, "multiple", False) for param in context.command.params}
+    known = repeatable.keys() - {"config", "help"}
     sections = SECTIONS if "assignments" in known else ()
     found: dict[str, Any] = {}
+    settings: list[str] = context.meta.setdefault(FILE_SETTINGS, [])
     for key, value in read_yaml(file).items():
         name = "assignments" if key == "set" else str(key).replace("-", "_")
         if name in sections:
-            found.setdefault("assignments", []).extend(_assignments(name, value))
+            settings.extend(_assignments(name, value))
         elif name not in known:
             near = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.0)[0].replace("_", "-")
             raise ConfigError(f"{file}: {context.info_name} has no option {key}; did you mean {near}?")
         elif name == "assignments":
-            found.setdefault("assignments", []).extend(value if isinstance(value, list) else [value])
+            settings.extend(map(str, value if isinstance(value, list) else [value]))
         else:
-            found[name] = value
+            found[name] = [value] if repeatable[name] and not isinstance(value, list | None) else value
     context.default_map = found
     return file
 

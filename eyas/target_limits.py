@@ -66,8 +66,8 @@ def check_context(max_model_len: int, limit: int, source: str) -> None:
 
 def check_ranks(num_ranks: int, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the ranks can split the heads of a target evenly. config: its config.json."""
-    heads = int(config.get("num_attention_heads", num_ranks))
-    kv_heads = int(config.get("num_key_value_heads", heads))
+    heads = int(config.get("num_attention_heads") or num_ranks)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % num_ranks or not can_split_heads(kv_heads, num_ranks):
         raise CheckpointError(
             f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "

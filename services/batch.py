@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,9 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TRIES = 6
 RETRIED = frozenset({429, 502, 503, 504})
 REPORT_INTERVAL_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+# How each line of a response begins.
+LINE_START = b'{"id": "batch_req_'
 # Characters of a line that an error shows.
 MAX_SHOWN = 80
 
@@ -77,29 +80,47 @@ def run_batch(
         if bool(url) == bool(model):
             raise ConfigError("give either --url of a server, or --model to serve one meanwhile")
         files = BatchFiles.of(file, output, error_file)
-        done = files.begin(restart)
-        with _base_url(console, url, model, context.params) as base:
-            counts = asyncio.run(answer_all(files, done, base, api_key, concurrency, console))
-    print(f"{counts.num_done} answered, {counts.num_failed} failed, {len(done)} were there before: {files.output}")
+        earlier = files.read(restart)
+        with _server(console, url, model, context) as (base, check):
+            counts = asyncio.run(answer_all(files, earlier, base, api_key, concurrency, console, check))
+    num_before = len(earlier.ids)
+    print(f"{counts.num_done} answered, {counts.num_failed} failed, {num_before} were there before: {files.output}")
     if counts.num_failed:
         print(f"the failed ones are in {files.errors}")
         raise typer.Exit(1)
 
 
 @contextmanager
-def _base_url(console: Console, url: str, model: str, given: dict[str, Any]) -> Iterator[str]:
-    """The URL of the server that answers; a model is served in the body's time."""
+def _server(console: Console, url: str, model: str, context: typer.Context) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The URL of the server that answers, and what raises Unavailable if its processes ended.
+
+    A model is served in the body's time.
+    """
     if url:
-        yield url.rstrip("/").removesuffix("/v1")
+        yield url.rstrip("/").removesuffix("/v1"), lambda: None
         return
     check_source(model)
+    given = context.params
     names = given["served_model_name"] or [model]
     services = plan(
-        model, given["draft_model"], given["method"], names, options.service_settings(given), given["assignments"] or ()
+        model,
+        given["draft_model"],
+        given["method"],
+        names,
+        options.service_settings(given),
+        options.overrides(context),
     )
     with running_cluster(services, free_port()) as cluster:
         wait_until_ready(console, cluster)
-        yield cluster.http
+        yield cluster.http, cluster.check
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The responses of a run that goes on: their ids, and the bytes of their lines."""
+
+    ids: frozenset[str] = frozenset()
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,29 +134,69 @@ class BatchFiles:
     @classmethod
     def of(cls, requests: Path, output: Path | None, errors: Path | None) -> BatchFiles:
         """Name the files that are not named. Raises ConfigError for names that are equal, and a file that is not there."""
-        output = output or requests.with_suffix(".out.jsonl")
-        errors = errors or output.with_suffix(".errors.jsonl")
+        output = output or _with_end(requests, ".out.jsonl")
+        errors = errors or _with_end(output, ".errors.jsonl")
         if len({path.resolve() for path in (requests, output, errors)}) < 3:
             raise ConfigError(f"{requests}, {output} and {errors} must be three files; name others")
         if not requests.is_file():
             raise ConfigError(f"cannot read {requests}: there is no such file")
+        for path in (output, errors):
+            if not path.parent.is_dir():
+                raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
         return cls(requests, output, errors)
 
-    def begin(self, restart: bool) -> frozenset[str]:
-        """Return the ids that have a response. A last line that was cut is removed, and earlier failures are forgotten."""
+    def read(self, restart: bool) -> EarlierRun:
+        """Return what goes on, and write nothing. Raises ConfigError for files that hold something else."""
+        for path in (self.output, self.errors):
+            _check_first_line(path)
         if restart or not self.output.exists():
-            self.output.write_text("")
-        text = self.output.read_bytes()
-        if not text.endswith(b"\n"):
-            text = text[: text.rfind(b"\n") + 1]
-            self.output.write_bytes(text)
-        self.errors.write_text("")
-        try:
-            return frozenset(json.loads(line)["custom_id"] for line in text.splitlines() if line.strip())
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.output} holds no responses of a batch: {error!r}; name another, or add --restart"
-            ) from None
+            return EarlierRun()
+        ids, num_bytes = set[str](), 0
+        with self.output.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                num_bytes += len(line)
+                if not line.strip():
+                    continue
+                if (found := _parsed_line(line)) is None or not isinstance(found["custom_id"], str):
+                    shown = line[:MAX_SHOWN].decode(errors="replace")
+                    raise ConfigError(
+                        f"{self.output} holds no responses of a batch: {shown!r}; name another, or add --restart"
+                    )
+                ids.add(found["custom_id"])
+        return EarlierRun(frozenset(ids), num_bytes)
+
+    def begin(self, earlier: EarlierRun) -> None:
+        """Keep the earlier responses only: a last line that was cut is removed, and earlier failures are forgotten."""
+        with self.output.open("ab") as file:
+            file.truncate(earlier.num_bytes)
+        self.errors.write_bytes(b"")
+
+
+def _with_end(path: Path, end: str) -> Path:
+    return path.with_name(path.name.removesuffix(".jsonl") + end)
+
+
+def _check_first_line(path: Path) -> None:
+    """Raise ConfigError for a file that another than `eyas run-batch` wrote: it would be lost."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        line = file.readline()
+    is_cut = not line.endswith(b"\n") and line[: len(LINE_START)] == LINE_START[: len(line)]
+    if not is_cut and _parsed_line(line) is None:
+        shown = line[:MAX_SHOWN].decode(errors="replace")
+        raise ConfigError(f"{path} holds no responses of a batch: {shown!r}; name another file, or remove this one")
+
+
+def _parsed_line(line: bytes) -> dict[str, Any] | None:
+    """Return a line of responses or errors; None if it is something else."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict) and {"custom_id", "response"} <= found.keys():
+            return found
+    return None
 
 
 @dataclass(frozen=True)
@@ -200,28 +261,50 @@ def _parsed(line: str, number: int) -> BatchRequest:
 
 
 async def answer_all(
-    files: BatchFiles, done: frozenset[str], base: str, api_key: str, concurrency: int, console: Console
+    files: BatchFiles,
+    earlier: EarlierRun,
+    base: str,
+    api_key: str,
+    concurrency: int,
+    console: Console,
+    check: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
     """Send the requests that are left, `concurrency` at once, and write each response as it comes.
 
-    Raises Unavailable if nothing answers at `base`.
+    check: raises Unavailable if the server's processes ended; called where a request got no answer.
+
+    Raises Unavailable if nothing answers at `base`, and ConfigError for a base that is no URL.
     """
     counts, headers = BatchCounts(), {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    with files.requests.open(encoding="utf-8", errors="replace") as lines:
-        num_requests = sum(1 for line in lines if line.strip()) - len(done)
-    with (
-        files.requests.open(encoding="utf-8", errors="replace") as lines,
-        files.output.open("a") as output,
-        files.errors.open("a") as errors,
-    ):
-        requests = read_requests(lines, done)
-        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=None, limits=limits) as client:
-            await _check_reachable(client, base)
+    client = _client(base, headers, limits)
+    async with client:
+        await _check_reachable(client, base)
+        files.begin(earlier)
+        with files.requests.open(encoding="utf-8-sig", errors="replace") as lines:
+            num_requests = sum(1 for line in lines if line.strip()) - len(earlier.ids)
+        with (
+            files.requests.open(encoding="utf-8-sig", errors="replace") as lines,
+            files.output.open("a") as output,
+            files.errors.open("a") as errors,
+        ):
+            requests = read_requests(lines, earlier.ids)
             async with _progress(console, counts, num_requests):
-                workers = [_work(requests, client, counts, output, errors) for _ in range(concurrency)]
-                await asyncio.gather(*workers)
+                try:
+                    async with asyncio.TaskGroup() as workers:
+                        for _ in range(concurrency):
+                            workers.create_task(_work(requests, client, counts, output, errors, check))
+                except ExceptionGroup as group:
+                    raise group.exceptions[0] from None
     return counts
+
+
+def _client(base: str, headers: dict[str, str], limits: httpx.Limits) -> httpx.AsyncClient:
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    try:
+        return httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout, limits=limits)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url is {base!r}: {error}; give one such as http://127.0.0.1:8000") from None
 
 
 async def _check_reachable(client: httpx.AsyncClient, base: str) -> None:
@@ -232,12 +315,17 @@ async def _check_reachable(client: httpx.AsyncClient, base: str) -> None:
 
 
 async def _work(
-    requests: Iterator[BatchRequest], client: httpx.AsyncClient, counts: BatchCounts, output: IO[str], errors: IO[str]
+    requests: Iterator[BatchRequest],
+    client: httpx.AsyncClient,
+    counts: BatchCounts,
+    output: IO[str],
+    errors: IO[str],
+    check: Callable[[], object],
 ) -> None:
     """Take requests until there are none left."""
     for request in requests:
-        line = await _answer(request, client)
-        has_failed = line["error"] is not None or line["response"]["status_code"] >= 400
+        line = await _answer(request, client, check)
+        has_failed = line["error"] is not None or line["response"]["status_code"] != 200
         file = errors if has_failed else output
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -245,28 +333,37 @@ async def _work(
         counts.num_done += not has_failed
 
 
-async def _answer(request: BatchRequest, client: httpx.AsyncClient) -> dict[str, Any]:
+async def _answer(request: BatchRequest, client: httpx.AsyncClient, check: Callable[[], object]) -> dict[str, Any]:
     """Return the line of a request's response or error."""
     line: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
     if request.problem:
         return line | {"error": {"code": "invalid_request", "message": request.problem}}
     try:
         response = await _post(request, client)
-    except httpx.HTTPError as error:
-        return line | {"error": {"code": "connection_error", "message": f"{type(error).__name__}: {error}"}}
+    except (httpx.HTTPError, ValueError, RecursionError) as error:
+        check()
+        code = "connection_error" if isinstance(error, httpx.HTTPError) else "invalid_request"
+        return line | {"error": {"code": code, "message": f"{type(error).__name__}: {error}"}}
+    if response.status_code in RETRIED:
+        check()
     body: Any = {"error": {"message": response.text[:MAX_SHOWN]}}
-    with suppress(ValueError):
+    problem = (
+        {"code": "invalid_response", "message": "the answer is no JSON object"} if response.status_code == 200 else None
+    )
+    with suppress(ValueError, RecursionError):
         body = response.json()
+        problem = problem if not isinstance(body, dict) else None
     answer = {"status_code": response.status_code, "request_id": response.headers.get("x-request-id", ""), "body": body}
-    return line | {"response": answer, "error": None}
+    return line | {"response": answer, "error": problem}
 
 
 async def _post(request: BatchRequest, client: httpx.AsyncClient) -> httpx.Response:
     """Send a request; again where the server is busy or away for a while, and at once says when."""
+    content = json.dumps(request.body)
     for attempt in range(MAX_TRIES):
         is_last, wait_s = attempt == MAX_TRIES - 1, 0.5 * 2**attempt
         try:
-            response = await client.post(request.url, json=request.body)
+            response = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
         except httpx.TransportError:
             if is_last:
                 raise
@@ -274,7 +371,7 @@ async def _post(request: BatchRequest, client: httpx.AsyncClient) -> httpx.Respo
             if response.status_code not in RETRIED or is_last:
                 return response
             with suppress(ValueError):
-                wait_s = min(float(response.headers.get("retry-after", "")), 60.0)
+                wait_s = max(0.0, min(60.0, float(response.headers.get("retry-after", ""))))
         await asyncio.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 

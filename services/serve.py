@@ -126,7 +126,7 @@ def _planned_services(context: typer.Context) -> list[ServiceSettings]:
     given = context.params
     for source in filter(None, (given["model"], given["draft_model"])):
         check_source(source)
-    settings, assignments = options.service_settings(given), given["assignments"] or ()
+    settings, assignments = options.service_settings(given), options.overrides(context)
     if model := given["model"]:
         names = given["served_model_name"] or [model]
         services = plan(model, given["draft_model"], given["method"], names, settings, assignments)

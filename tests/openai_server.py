@@ -30,6 +30,10 @@ class _Handler(BaseHTTPRequestHandler):
         server.bodies.append((self.path, self.headers.get("Authorization"), body))
         if server.failures:
             self._send(server.failures.pop(0), {"error": {"message": "not now", "code": "busy"}}, {"Retry-After": "0"})
+        elif "page" in json.dumps(body):
+            self._send(200, "<html>")
+        elif "elsewhere" in json.dumps(body):
+            self._send(307, {}, {"Location": "/v2"})
         elif "bad" in json.dumps(body):
             self._send(400, {"error": {"message": "bad prompt", "code": "invalid"}})
         elif body.get("stream"):

@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.cli import SUBCOMMANDS, app, load_command
-from eyas.options import LLM_ARGUMENTS, llm_arguments, read_options
+from eyas.options import FILE_SETTINGS, LLM_ARGUMENTS, llm_arguments, overrides, read_options
 
 # Help of fewer words say nothing that the option's name does not.
 MIN_WORDS = 4
 OPTIONS = """
 max-model-len: 300
 served_model_name: [one, two]
+api-key: secret
 set: [router.limits.max_connections=9]
 verifier:
   engine: {max_num_seqs: 4}
@@ -27,7 +28,8 @@ class _Context:
     """The parts of a click context that options are read into."""
 
     def __init__(self) -> None:
-        self.command, self.info_name, self.default_map = load_command("serve"), "serve", dict[str, Any]()
+        self.command, self.info_name = load_command("serve"), "serve"
+        self.default_map, self.meta = dict[str, Any](), dict[str, Any]()
 
 
 def completions(words: str) -> set[str]:
@@ -42,8 +44,24 @@ def test_a_file_sets_options_and_settings_of_services(tmp_path: Path) -> None:
     assert context.default_map == {
         "max_model_len": 300,
         "served_model_name": ["one", "two"],
-        "assignments": ["router.limits.max_connections=9", "verifier.engine.max_num_seqs=4"],
+        "api_key": ["secret"],
     }
+    assert context.meta[FILE_SETTINGS] == ["router.limits.max_connections=9", "verifier.engine.max_num_seqs=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["verifier.engine.max_num_seqs=4"]),
+        (["--set", "router.a=1"], ["verifier.engine.max_num_seqs=4", "router.a=1"]),
+        (["--max-num-seqs", "7", "--set", "router.a=1"], ["router.a=1"]),
+    ],
+)
+def test_settings_of_a_file_stay_with_options(words: list[str], expected: list[str], tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("verifier: {engine: {max_num_seqs: 4}}\nserved-model-name: one\n")
+    with load_command("serve").make_context("serve", ["m", "--config", str(file), *words]) as context:
+        assert overrides(context) == expected
+        assert context.params["served_model_name"] == ["one"]
 
 
 def test_the_command_line_goes_before_a_file(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """`eyas run-batch` against a server: responses and errors in OpenAI's form, going on after an interruption."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from eyas.cli import app
-from eyas.services.batch import read_requests
+from eyas.errors import Unavailable
+from eyas.services.batch import BatchFiles, answer_all, read_requests
 from tests.openai_server import openai_server
 
 
@@ -63,6 +66,53 @@ def test_each_bad_line_has_an_error_of_its_own(file: Path) -> None:
     (refused,) = [line for line in errors if line["custom_id"] == "b"]
     assert (refused["error"], refused["response"]["status_code"]) == (None, 400)
     assert refused["response"]["body"]["error"]["message"] == "bad prompt"
+
+
+def test_only_an_object_with_status_200_is_an_answer(file: Path) -> None:
+    rows = [request("a", "page"), request("b", "elsewhere"), request("c", "\ud800"), request("d", top_p=1)]
+    file.write_text("\ufeff" + "\n".join([*map(json.dumps, rows), json.dumps(request("e")).replace('"x"', "1e999")]))
+    with openai_server() as server:
+        result = run(file, server.url)
+    assert "3 answered, 2 failed" in result.output
+    errors = {line["custom_id"]: line for line in lines(file.with_suffix(".out.errors.jsonl"))}
+    assert errors["a"]["error"]["code"] == "invalid_response"
+    assert errors["b"]["response"]["status_code"] == 307
+
+
+def test_a_run_that_cannot_begin_erases_nothing(file: Path) -> None:
+    with openai_server() as server:
+        run(file, server.url)
+        output, notes = file.with_suffix(".out.jsonl"), file.with_name("notes")
+        answers = output.read_text()
+        assert run(file, "http://127.0.0.1:9", "--restart").exit_code == 1
+        assert output.read_text() == answers
+        for text in ("# mine", "# mine\nmore", file.read_text()):
+            notes.write_text(text)
+            for words in (["--output"], ["--restart", "--output"], ["--error-file"]):
+                result = run(file, server.url, *words, str(notes))
+                assert (result.exit_code, notes.read_text()) == (1, text)
+                assert "holds no responses of a batch" in result.output
+    result = run(file, "http://x:abc", "--restart")
+    assert "give one such as" in result.output
+    assert output.read_text() == answers
+
+
+def test_files_of_each_name_have_an_output_of_their_own(tmp_path: Path) -> None:
+    with openai_server() as server:
+        for name in ("prompts.2024", "prompts.2025"):
+            (file := tmp_path / name).write_text(json.dumps(request(name)))
+            assert run(file, server.url).exit_code == 0
+            assert [line["custom_id"] for line in lines(tmp_path / f"{name}.out.jsonl")] == [name]
+
+
+def test_the_reason_of_a_server_that_ended_ends_the_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise Unavailable("verifier was killed")
+
+    monkeypatch.setattr("eyas.services.batch.MAX_TRIES", 1)
+    files = BatchFiles.of(file, None, None)
+    with openai_server(failures=(503,) * 9) as server, pytest.raises(Unavailable, match="verifier was killed"):
+        asyncio.run(answer_all(files, files.read(False), server.url, "", 2, Console(stderr=True), check))
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(file: Path) -> None:
