@@ -239,7 +239,13 @@ def check_structured_outputs(structured: StructuredOutputs) -> None:
 
 def is_whitespace_pattern(pattern: object) -> bool:
     """Return whether a regular expression can match whitespace of JSON only, by the characters that it is written with."""
-    return isinstance(pattern, str) and len(pattern) <= MAX_WHITESPACE_PATTERN and bool(_WHITESPACE.fullmatch(pattern))
+    if not isinstance(pattern, str) or len(pattern) > MAX_WHITESPACE_PATTERN or not _WHITESPACE.fullmatch(pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _check_json(name: str, text: str) -> None:

@@ -16,11 +16,8 @@ _RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "enable_prefix_caching": ("prefix_cache", bool),
     "max_num_batched_tokens": ("max_prefill_tokens", int),
     "enforce_eager": ("cuda_graphs", lambda value: not value),
-    "structured_outputs_config": (
-        "json_whitespace_pattern",
-        lambda value: "" if value.get("disable_any_whitespace") else EngineConfig.json_whitespace_pattern,
-    ),
 }
+_STRUCTURED = "structured_outputs_config"
 # Arguments of vLLM that Eyas does not have, with the values that ask for nothing, and what to do instead of another one.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "Eyas runs no code of a checkpoint; docs/models.md lists the models"),
@@ -96,16 +93,27 @@ def engine_config(arguments: Mapping[str, Any], engine: EngineConfig) -> EngineC
     own = {item.name for item in fields(EngineConfig)}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in own or name in _RENAMED:
+        if name == _STRUCTURED:
+            settings |= _whitespace(value)
+        elif name in own or name in _RENAMED:
             key, convert = _RENAMED.get(name, (name, lambda same: same))
             settings |= {} if value is None else {key: convert(value)}
         elif name not in _WITHOUT_EFFECT:
             others = "dtype", "device", "tree", "tokenizer", "seed", "threads"
-            _refuse(name, value, _REFUSED, "argument", [*own, *_RENAMED, *others])
+            _refuse(name, value, _REFUSED, "argument", [*own, *_RENAMED, _STRUCTURED, *others])
     try:
         return replace(engine, **settings)
     except TypeError as error:
         raise ConfigError(f"an argument of LLM has the wrong type: {error}") from error
+
+
+def _whitespace(config: object) -> dict[str, str]:
+    """Return the setting that vLLM's structured_outputs_config asks for, if any. Raises ConfigError for no mapping."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{_STRUCTURED} is {config!r}; it must be a mapping such as {{'disable_any_whitespace': True}}")
+    return {"json_whitespace_pattern": ""} if config.get("disable_any_whitespace") is True else {}
 
 
 def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculation:

@@ -273,7 +273,7 @@ def _estimate(trainer: Trainer, show: Show) -> str:
     if trainer.evaluator is not None and accelerator.is_main_process:
         began = time.monotonic()
         trainer.evaluator.measure(out / "dry-run", show, DRY_EVALUATION_S)
-        evaluation = f"about {(time.monotonic() - began) / trainer.evaluator.written:.1f} s for the first"
+        evaluation = f"about {(time.monotonic() - began) / trainer.evaluator.written_share:.1f} s for the first"
     trained = list(trainer.trained.values())
     count = sum(parameter.numel() for parameter in trained)
     checkpoints = (KEPT_CHECKPOINTS + 1) * 12 * count  # an older one stays until the new one is whole

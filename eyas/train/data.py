@@ -30,6 +30,7 @@ from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.config.loader import at_least, require
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.file_values import read_json
 from eyas.models.checkpoint import read_target_config, resolve
 from eyas.text_rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
 from eyas.tokenizer import Tokenizer, load_tokenizer
@@ -290,7 +291,9 @@ class DocumentReader:
         added = tokenizer.get_added_tokens_decoder()
         special = {token for token, entry in added.items() if entry.special}
         config = read_target_config(resolve(self._model))
-        ends = {token for key in ("bos_token_id", "eos_token_id") for token in _ids(config.get(key))}
+        file = resolve(self._model) / "generation_config.json"
+        stated = (config, read_json(file) if file.is_file() else {})
+        ends = {token for own in stated for key in ("bos_token_id", "eos_token_id") for token in _ids(own.get(key))}
         free = [int(token) for token in np.flatnonzero(~occurs) if int(token) not in ends]
         padding = set(_ids(config.get("pad_token_id")))
         return max(
@@ -604,6 +607,8 @@ def read_prepared(folder: Path) -> Prepared:
         found = Prepared(**{**settings, "sources": tuple(settings["sources"])})
         if not all(type(value) is int for name, value in vars(found).items() if name.startswith("num_")):
             raise ValueError(f"{INFO_FILE} holds counts that are no whole numbers")
+        if type(found.mask_token_id) is not int:
+            raise ValueError(f"{INFO_FILE} has the mask_token_id {found.mask_token_id!r}, which is no token id")
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(folder)!r} holds no prepared data ({error}); run `eyas train prepare` first") from error

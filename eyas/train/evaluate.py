@@ -81,15 +81,22 @@ class Evaluator:
         self._given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
-        # Share of max_tokens that the target has written for the prompts.
-        self.written = 1.0
+        # By temperature: tokens that the target writes for all prompts, as many as it did at the first measurement.
+        self.written: dict[float, int] = {}
         # By temperature; of heads that read these layers.
         self._outputs: dict[tuple[int, ...], dict[float, list[KnownOutput]]] = {}
+
+    @property
+    def written_share(self) -> float:
+        """The share of eval.max_tokens that the target has written, at the temperature with the least; 1 before."""
+        total = len(self._prompts) * self._config.max_tokens
+        return min(self.written.values(), default=total) / total
 
     def measure(self, head: Path, show: Show = silent, limit_s: float = math.inf) -> Evaluation:
         """Draft along the outputs of all prompts at all temperatures. Raises CheckpointError for a broken head.
 
-        limit_s: seconds that the target may decode, the first time; then the outputs are as long as that allows.
+        limit_s: seconds that the target may decode, the first time; then the outputs are as long as that allows. They
+        have the lengths of `written`, if it holds some.
         """
         c = self._config
         tree = resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k), self._method, str(head))
@@ -111,10 +118,11 @@ class Evaluator:
 
     def _decode(self, layers: tuple[int, ...], show: Show, limit_s: float) -> dict[float, list[KnownOutput]]:
         """Return the target's outputs for all prompts, by temperature. limit_s: see `measure`."""
-        c, began = self._config, time.monotonic()
+        c = self._config
         if not self._given:
             show(f"evaluating: loading {self._model}")
         target = self._given or load_target(self._model, self._dtype, self._device)
+        began = time.monotonic()
         num_slots = (max(map(len, self._prompts)) + c.max_tokens + 2) * len(self._prompts)
         engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False)
         found: dict[float, list[KnownOutput]] = {}
@@ -127,14 +135,17 @@ class Evaluator:
             for request in requests:
                 engine.submit(request)
             total, num_tokens, least = len(tokens) * c.max_tokens, 0, 0
-            while engine.has_work and (least < MIN_OUTPUT or time.monotonic() < due):
+            known = self.written.get(temperature)
+            while engine.has_work and (
+                num_tokens < known if known is not None else least < MIN_OUTPUT or time.monotonic() < due
+            ):
                 for chunk in engine.step():
                     tokens[int(chunk.request_id)] += chunk.token_ids
                     num_tokens += len(chunk.token_ids)
                 least = min(len(own) - len(prompt) for own, prompt in zip(tokens, self._prompts, strict=True))
                 show(f"evaluating: the target has written {num_tokens} of {total} tokens at temperature {temperature:g}")
-            self.written = min(self.written, num_tokens / total)
-            if engine.has_work:
+            self.written[temperature] = num_tokens
+            if num_tokens < total:
                 log.warning(
                     "this evaluation takes %d of %d tokens at temperature %g, to stay within a tenth of the run; eval.every "
                     "or fewer eval.max_tokens let it take all", num_tokens, total, temperature,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError, ConfigError
+from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,
@@ -28,13 +29,17 @@ from eyas.models.heads.block import block_tensors, load_block_head, write_block_
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json, find_kind
 from eyas.models.heads.eagle import config_json, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
+from eyas.models.heads.medusa import MEDUSA_FILES, load_medusa
 from eyas.train.config import SERVED_BY, TrainConfig
 from eyas.train.data import Prepared
+from eyas.train.multi_head import write_medusa
 from eyas.train.trainer import LOG_FILE, Progressed
 
 Layout = Literal["vllm", "sglang", "eyas", "safeailab", "specforge", "speculators"]
 # Layers of the target that EAGLE-3 heads read in vLLM and SGLang.
 NUM_EAGLE3_LAYERS = 3
+# Says in EAGLE-1's config that fc has a bias. The engines take it for a bias of attention.
+FC_BIAS_KEY = "bias"
 
 
 def export_head(head: str, model: str, out: Path, layout: str) -> None:
@@ -49,16 +54,18 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     if find_kind(raw) is not None:
         _export_block(head, model, out, layout)
         return
-    names = set(read_tensors(folder))
+    # Medusa's authors name the file of weights in their own way
+    names = set() if detect_method(head) in ("medusa", "hydra") else set(read_tensors(folder))
     if "fc.weight" not in names:
-        _export_other(head, out, layout)
+        _export_other(head, model, out, layout)
         return
     is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
     kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
-    config = read_head_config(folder, read_target_config(resolve(model)), kind)
+    target = read_target_config(resolve(model))
+    config = read_head_config(folder, target, kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
     if layout in ("vllm", "sglang"):
-        _check_eagle(head, config, layout)
+        _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
         _write(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
         return
     if config.kind == "eagle" and layout not in ("eyas", "safeailab"):
@@ -71,12 +78,17 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
 
 
-def _export_other(head: str, out: Path, layout: str) -> None:
-    """Copy Medusa heads, whose layout is vLLM's. Raises CheckpointError for what is no head, and for Hydra heads."""
+def _export_other(head: str, model: str, out: Path, layout: str) -> None:
+    """Write Medusa heads of any layout in vLLM's, which is also Eyas' own.
+
+    Raises CheckpointError for what is no head, and for Hydra heads.
+    """
     method = detect_method(head)
     if method == "medusa" and layout in ("vllm", "eyas"):
-        folder = resolve(head)
-        _write(out, {key: value for key, value in read_config(folder).items() if key != WIRING_KEY}, read_tensors(folder))
+        tensors = read_tensors(resolve(head), MEDUSA_FILES)
+        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+        vocab_size = get_setting(int, read_target_config(resolve(model)), "vocab_size", "the target's config")
+        write_medusa(out, load_medusa(head, model).to(dtype), vocab_size)
         return
     if method == "sps":
         raise CheckpointError(f"{head} is a whole draft model, which engines load as it is; name the folder there")
@@ -86,8 +98,11 @@ def _export_other(head: str, out: Path, layout: str) -> None:
     )
 
 
-def _check_eagle(head: str, c: EagleHeadConfig, engine: str) -> None:
-    """Raise CheckpointError for an EAGLE head with a part that the engine would leave out without a word, or not load."""
+def _check_eagle(head: str, c: EagleHeadConfig, engine: str, num_layers: int) -> None:
+    """Raise CheckpointError for an EAGLE head with a part that the engine would leave out without a word, or not load.
+
+    num_layers: of the target.
+    """
     is_first = c.kind == "eagle"
     problems = {
         "it is an EAGLE-1 head with a bias of fc, which vLLM's has not; SGLang runs it": (
@@ -104,6 +119,13 @@ def _check_eagle(head: str, c: EagleHeadConfig, engine: str) -> None:
         "it norms the target's states before fc (EAGLE-3.1), which SGLang leaves out; vLLM does not": (
             engine == "sglang" and c.input_norms != "none"
         ),
+        "it has a bias of fc or of attention, which the engine's EAGLE-3 heads have not; train one without": (
+            not is_first and (c.fc_bias or c.qkv_bias or c.out_bias)
+        ),
+        f"it reads the output of layer {num_layers - 1}, the target's last, which SGLang does not give to heads; vLLM runs "
+        f"it, and SGLang runs a head that was trained with head.target_layer_ids up to {num_layers - 2}": (
+            engine == "sglang" and not is_first and num_layers in c.aux_hidden_state_layers
+        ),
         f"it reads {len(c.aux_hidden_state_layers)} layers of the target; {engine} expects three": (
             not is_first and len(c.aux_hidden_state_layers) != NUM_EAGLE3_LAYERS
         ),
@@ -115,7 +137,7 @@ def _check_eagle(head: str, c: EagleHeadConfig, engine: str) -> None:
 
 def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An EAGLE head as vLLM's `llama_eagle.py` and `llama_eagle3.py` load it; P-EAGLE's mask token is `pard_token` there."""
-    config = {key: value for key, value in config_json(c).items() if key != DEPTH_KEY}
+    config = {key: value for key, value in config_json(c).items() if key not in (DEPTH_KEY, FC_BIAS_KEY)}
     if c.kind == "eagle":
         return config | {"architectures": ["EagleLlamaForCausalLM"]}, dict(tensors)
     config |= {"architectures": ["Eagle3LlamaForCausalLM"]}
@@ -126,10 +148,18 @@ def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _sglang(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An EAGLE head as SGLang's `llama_eagle.py` and `llama_eagle3.py` load it."""
+    """An EAGLE head as SGLang's `llama_eagle.py` and `llama_eagle3.py` load it.
+
+    EAGLE-1's fc always has a bias there. Layer ids count outputs, which SpecForge's do only if they begin with 1: so the
+    wiring is recorded for Eyas.
+    """
     if c.kind == "eagle":
-        return config_json(c) | {"architectures": ["LlamaForCausalLMEagle"]}, dict(tensors)
-    return _specforge(c, tensors)
+        config = {key: value for key, value in config_json(c).items() if key != FC_BIAS_KEY}
+        no_bias = torch.zeros(c.hidden, dtype=tensors["fc.weight"].dtype)
+        return config | {"architectures": ["LlamaForCausalLMEagle"]}, {"fc.bias": no_bias, **tensors}
+    config, named = _specforge(c, tensors)
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in c.aux_hidden_state_layers]
+    return config | {WIRING_KEY: asdict(c.wiring)}, named
 
 
 def _check_block(head: str, c: BlockHeadConfig, engine: str) -> None:
@@ -169,7 +199,7 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
 
 
 def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as SGLang reads them.
+    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as `read_head_config` takes them.
 
     norm_output says whether lm_head reads the normed state, and with a norm for each feature whether the next step does.
     """
@@ -266,6 +296,8 @@ def write_card(config: TrainConfig, prepared: Prepared, progress: Progressed, nu
     )
     tree, settings = config.eval, json.dumps(asdict(config), indent=1)
     shape = f"{tree.num_draft_tokens} nodes, {tree.num_prompts} held-out prompts of {tree.max_tokens} tokens"
+    if (share := best.get("written_share", 1.0)) < 1:
+        shape += f", {100 * share:.1f} % of these written"
     measured = (
         f"**Measured** at step {progress.best_step}, tokens per verify step:\n\n"
         f"| temperature | tau ({shape}) |\n|---|---|\n{taus}\n"

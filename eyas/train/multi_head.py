@@ -91,13 +91,19 @@ class MultiHeadTrainer(nn.Module):
 
     def write(self, folder: Path) -> None:
         """Write Medusa heads in vLLM's layout, Hydra's in their authors', with a map of the draft vocabulary."""
-        if isinstance(self.head, HydraHead):
-            config, tensors = _hydra_checkpoint(self.head)
-        else:
-            config, tensors = _medusa_checkpoint(self.head)
+        if not isinstance(self.head, HydraHead):
+            write_medusa(folder, self.head, self._vocab_size)
+            return
+        config, tensors = _hydra_checkpoint(self.head)
         sizes = {"hidden_size": self.head.hidden, "vocab_size": self._vocab_size}
-        tensors["token_map"] = self.head.draft_ids
-        _write(folder, config | sizes, tensors)
+        _write(folder, config | sizes, tensors | {"token_map": self.head.draft_ids})
+
+
+def write_medusa(folder: Path, head: MedusaHead, vocab_size: int) -> None:
+    """Write Medusa heads in vLLM's layout, with an output layer for each head and a map of the draft vocabulary."""
+    config, tensors = _medusa_checkpoint(head)
+    sizes = {"hidden_size": head.hidden, "vocab_size": vocab_size}
+    _write(folder, config | sizes, tensors | {"token_map": head.draft_ids})
 
 
 def _medusa_checkpoint(head: MedusaHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -105,7 +111,7 @@ def _medusa_checkpoint(head: MedusaHead) -> tuple[dict[str, Any], dict[str, Tens
         "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": head.num_heads,
         "num_hidden_layers": len(head.weights), "medusa_fc_bias": True, "truncated_vocab_size": len(head.draft_ids),
     }  # fmt: skip
-    tensors = {f"lm_heads.{number}.weight": rows for number, rows in enumerate(head.outputs)}
+    tensors = {f"lm_heads.{number}.weight": rows for number, rows in enumerate(head.outputs.expand(head.num_heads, -1, -1))}
     for layer, (weight, bias) in enumerate(zip(head.weights, head.biases, strict=True)):
         for number in range(head.num_heads):
             name = f"blocks.{number}.layers.{layer}"

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ class Progressed:
         best_tau, best_step: of the evaluation that kept `best`; 0 without one.
         evaluated_step: of the last evaluation, or of the last head that would have been evaluated.
         evaluation_s, last_evaluation_s: seconds of all evaluations, and of the last one.
+        written: tokens that evaluations read, by temperature. A run that continues reads as many, or taus would differ.
     """
 
     step: int = 0
@@ -72,6 +73,7 @@ class Progressed:
     evaluated_step: int = 0
     evaluation_s: float = 0.0
     last_evaluation_s: float = 0.0
+    written: dict[float, int] = field(default_factory=dict)
 
 
 class Trainer:
@@ -202,15 +204,17 @@ class Trainer:
             else:
                 began, budget = time.monotonic(), EVALUATION_SHARE * own.seconds - own.evaluation_s
                 limit_s = math.inf if self.config.eval.every else budget / 2  # the rest is for drafting
+                self.evaluator.written.update(own.written)
                 found = self.evaluator.measure(self._out / "last", show, limit_s)
+                own.written = dict(self.evaluator.written)
                 own.last_evaluation_s = time.monotonic() - began
                 own.evaluation_s += own.last_evaluation_s
-                self._keep(found)
+                self._keep(found, self.evaluator.written_share)
         self.accelerator.wait_for_everyone()
         return found
 
-    def _keep(self, found: Evaluation) -> None:
-        self._write_log({"step": self.progress.step, **found.figures})
+    def _keep(self, found: Evaluation, written_share: float) -> None:
+        self._write_log({"step": self.progress.step, **found.figures, "written_share": round(written_share, 4)})
         taus = {name: value for name, value in found.figures.items() if isinstance(value, float)}
         self.accelerator.log(taus, step=self.progress.step)
         if found.mean_tau > self.progress.best_tau:

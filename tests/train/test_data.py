@@ -375,6 +375,24 @@ def test_a_reserved_token_in_the_data_is_refused(tmp_path: Path) -> None:
         build_trainer(settings(tmp_path, target, head__mask_token_id=7))
 
 
+@pytest.mark.parametrize("value", ["x", None, 1.5])
+def test_a_reserved_token_that_is_no_id_is_refused(value: object, tmp_path: Path) -> None:
+    prepared(tmp_path, tiny_target(tmp_path))
+    file = tmp_path / "data" / "prepared.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mask_token_id": value}))
+    with pytest.raises(ConfigError, match="no token id"):
+        read_prepared(tmp_path / "data")
+
+
+def test_the_reserved_token_ends_no_turn(tmp_path: Path) -> None:
+    """Neither the end of a text nor that of a turn, which only generation_config.json names in some models."""
+    target = tiny_target(tmp_path)
+    reserved = prepared(tmp_path, target).mask_token_id
+    assert reserved >= 0
+    (Path(target) / "generation_config.json").write_text(json.dumps({"eos_token_id": [reserved]}))
+    assert prepared(tmp_path, target).mask_token_id != reserved
+
+
 def test_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     prepare(TARGET, [write_ids(tmp_path / "ids.jsonl", 5)], tmp_path / "data", 0.0, 64, 2, 0)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import find_eagle_kind
+from eyas.models.heads.medusa import load_medusa
 from eyas.train.export import export_head
 from eyas.train.methods import build_trainer
 from tests.train.small_runs import prepared, settings, tiny_target
@@ -50,12 +51,12 @@ EXPECTED: dict[tuple[str, str], tuple[str, set[str], dict[str, Any]]] = {
     ("eagle3", "sglang"): (
         "LlamaForCausalLMEagle3", under("midlayer", EAGLE3) | VOCABULARY | {"fc.weight", "norm.weight"},
         {
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
             "tie_word_embeddings": False, "draft_vocab_size": 24,
         },
     ),
     ("eagle1", "sglang"): (
-        "LlamaForCausalLMEagle", under("layers.0", LAYER) | {"fc.weight", "fc.bias"}, {"bias": True, "num_hidden_layers": 1},
+        "LlamaForCausalLMEagle", under("layers.0", LAYER) | {"fc.weight", "fc.bias"}, {"num_hidden_layers": 1},
     ),
     ("dflash", "vllm"): (
         "DFlashDraftModel", under("layers.0", BLOCK) | VOCABULARY | {"fc.weight", "hidden_norm.weight", "norm.weight"},
@@ -86,8 +87,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, out: Path, method: str, **changes: Any) -> str:
     """The folder of an untrained head."""
-    given = {} if method in ("eagle1", "medusa", "hydra") else {"head__target_layer_ids": [1, 2, 3]}
-    build_trainer(settings(folder, str(folder / "target"), method, out=str(out), **given, **changes)).write_head("head")
+    given: dict[str, Any] = {} if method in ("eagle1", "medusa", "hydra") else {"head__target_layer_ids": [1, 2, 3]}
+    build_trainer(settings(folder, str(folder / "target"), method, out=str(out), **(given | changes))).write_head("head")
     return str(out / "head")
 
 
@@ -96,13 +97,15 @@ def test_an_engine_finds_its_names_shapes_and_settings(method: str, engine: str,
     architecture, names, keys = EXPECTED[method, engine]
     size = 0 if method in ("dflash", "dspark") and engine == "sglang" else 24
     reduced = {} if method == "eagle1" else {"head__draft_vocab_size": size}
-    head, target = written(folder, tmp_path, method, **reduced), str(folder / "target")
+    layers = {"head__target_layer_ids": [0, 1, 2]} if (method, engine) == ("eagle3", "sglang") else {}
+    head, target = written(folder, tmp_path, method, **reduced, **layers), str(folder / "target")
     export_head(head, target, tmp_path / "out", engine)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert config["architectures"] == [architecture]
     assert config.items() >= keys.items()
-    assert not any(key.startswith("eyas") for key in config)
+    assert layers or not any(key.startswith("eyas") for key in config)
+    assert "bias" not in config, "the engines take it for a bias of attention"
     assert set(tensors) == names
     if "lm_head.weight" in names:
         assert (tensors["lm_head.weight"].shape, tensors["d2t"].shape, tensors["t2d"].shape) == ((24, 32), (24,), (48,))
@@ -138,12 +141,40 @@ def test_medusa_heads_are_in_vllms_layout(folder: Path, tmp_path: Path) -> None:
     }
 
 
+def test_medusa_heads_of_the_authors_get_vllms_names(folder: Path, tmp_path: Path) -> None:
+    generator, target = torch.Generator().manual_seed(0), str(folder / "target")
+    shapes = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (48, 32)}
+    tensors = {f"{n}.{name}": torch.randn(s, generator=generator) for n in range(2) for name, s in shapes.items()}
+    (tmp_path / "head").mkdir()
+    torch.save(tensors, tmp_path / "head" / "medusa_lm_head.pt")
+    (tmp_path / "head" / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    export_head(str(tmp_path / "head"), target, tmp_path / "out", "vllm")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_heads"] == 2
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["blocks.1.layers.0.weight"], tensors["1.0.linear.weight"])
+    one, two = (load_medusa(str(head), target) for head in (tmp_path / "head", tmp_path / "out"))
+    states = torch.randn(3, 32, generator=generator)
+    assert torch.equal(one.logits(states, 2), two.logits(states, 2))
+
+
+@pytest.mark.parametrize("name", ["fc.bias", "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.o_proj.bias"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_biases_of_eagle3_heads_are_refused(name: str, engine: str, folder: Path, tmp_path: Path) -> None:
+    head = Path(written(folder, tmp_path, "eagle3", head__target_layer_ids=[0, 1, 2]))
+    tensors = load_file(head / "model.safetensors")
+    rows = len(tensors[name.replace("bias", "weight")])
+    save_file({**tensors, name: torch.ones(rows)}, head / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a bias of fc or of attention"):
+        export_head(str(head), str(folder / "target"), tmp_path / "out", engine)
+
+
 @pytest.mark.parametrize(
     ("method", "engine", "changes", "reason"),
     [
         ("eagle1", "vllm", {}, "a bias of fc"),
         ("eagle3.1", "sglang", {}, "norms the target's states"),
         ("peagle", "sglang", {}, "a P-EAGLE head"),
+        ("eagle3", "sglang", {}, "head.target_layer_ids up to 2"),
         ("dspark", "vllm", {"head__markov_head_type": "gated"}, "kind gated"),
         ("dspark", "sglang", {"head__draft_vocab_size": 24}, "head.draft_vocab_size 0"),
         ("hydra", "vllm", {}, "neither vLLM nor SGLang runs Hydra"),

@@ -67,7 +67,7 @@ def test_the_head_with_the_best_trees_is_kept(folder: Path, tmp_path: Path) -> N
     trainer = build_trainer(
         settings(folder, str(folder / "target"), "medusa", out=str(tmp_path / "run"), eval__every=2, optimizer__max_steps=6)
     )
-    trainer.evaluator = SimpleNamespace(measure=measure)  # type: ignore[assignment]
+    trainer.evaluator = SimpleNamespace(measure=measure, written={}, written_share=1.0)  # type: ignore[assignment]
     progress = trainer.run()
     assert len({*heads}) == 3
     assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == heads[1]

@@ -309,3 +309,17 @@ def test_evaluation_finds_the_tau_of_serving(temperature: float, folder: Path) -
     emitted, steps = (sum(getattr(own, name) for own in stats) for name in ("num_emitted", "num_verify_steps"))
     assert found.tau[temperature] == pytest.approx(emitted / steps)
     assert found.mean_tau == fmean(found.tau.values())
+
+
+def test_a_run_that_continues_measures_along_the_same_text(folder: Path) -> None:
+    """Outputs that the first evaluation cut are cut there again, however long the second may take."""
+    target = str(folder / "target")
+    head = Path(tiny_block_head("dspark", target))
+    c = EvalConfig(num_prompts=2, prompt_tokens=6, max_tokens=24, temperatures=(0.0,), num_draft_tokens=8)
+    prompts = heldout_prompts(folder / "data", c)
+    first, second = (Evaluator(target, "dspark", prompts, c, "cpu") for _ in range(2))
+    found = first.measure(head, limit_s=0)
+    assert first.written_share < 0.5
+    second.written.update(first.written)
+    assert second.measure(head) == found
+    assert second.written_share == first.written_share

@@ -20,7 +20,8 @@ def test_arguments_of_vllm_become_engine_settings() -> None:
     assert engine_config({"max_model_len": None}, EngineConfig()) == EngineConfig()
     compact = {"backend": "auto", "disable_any_whitespace": True}
     assert engine_config({"structured_outputs_config": compact}, EngineConfig()).json_whitespace_pattern == ""
-    assert engine_config({"structured_outputs_config": {"backend": "auto"}}, EngineConfig()) == EngineConfig()
+    own = EngineConfig(json_whitespace_pattern=" ?")
+    assert engine_config({"structured_outputs_config": {"backend": "auto"}}, own) == own
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def test_arguments_of_vllm_become_engine_settings() -> None:
         ({"qwertyuiop": 4}, "qwertyuiop is no argument that Eyas knows; leave it out"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": "many"}, "wrong type"),
+        ({"structured_outputs_config": "xgrammar"}, "structured_outputs_config is 'xgrammar'; it must be a mapping"),
     ],
 )
 def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> None:
@@ -82,3 +84,9 @@ def test_ngram_lengths_are_those_of_prompt_lookup() -> None:
 def test_other_keys_of_a_speculative_config_are_refused(config: dict, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         speculation(config, MethodsConfig())
+
+
+@pytest.mark.parametrize("pattern", ["(", ")", "*", " {3,1}", " ?)("])
+def test_a_whitespace_pattern_that_is_no_regex_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="json_whitespace_pattern is"):
+        EngineConfig(json_whitespace_pattern=pattern)
