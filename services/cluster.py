@@ -27,6 +27,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig, load
+from eyas.config.loader import read_yaml
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.server import GENERATION_SERVICE
@@ -174,19 +175,22 @@ class Child:
 
     def last_log_lines(self, count: int) -> list[str]:
         """Up to `count` last lines of the log; a progress bar that rewrites its line counts once per state."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - NUM_LOG_BYTES))
-            text = file.read().decode(errors="replace")
+        text = self._read(-NUM_LOG_BYTES).decode(errors="replace")
         return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-count:]
 
     def new_messages(self) -> list[str]:
         """Return what the service has logged since the last call, without times and names of loggers."""
-        with self.log.open("rb") as file:
-            file.seek(self._num_read)
-            lines = file.read().splitlines(keepends=True)
+        lines = self._read(self._num_read).splitlines(keepends=True)
         lines = lines[: -1 if lines and not lines[-1].endswith(b"\n") else None]
         self._num_read += sum(map(len, lines))
         return [_message(line.decode(errors="replace")) for line in lines]
+
+    def _read(self, start: int) -> bytes:
+        """Return the log from a place, counted from its end if negative; nothing of a log that has been removed."""
+        with suppress(FileNotFoundError), self.log.open("rb") as file:
+            file.seek(start if start >= 0 else max(0, os.fstat(file.fileno()).st_size + start))
+            return file.read()
+        return b""
 
     def wait_or_kill(self, deadline: float) -> None:
         """Wait for the end; kill the process at the deadline (by time.monotonic)."""
@@ -325,8 +329,8 @@ def running_cluster(
                 address = f"{_reachable(host)}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
                 service = service.add("ready_without_verifiers=false")
-                if isinstance(config, RouterConfig) and not config.http.cors_allow_origins and is_loopback(host):
-                    service = service.add(f"http.cors_allow_origins={json.dumps(OWN_PAGES)}")
+                if is_loopback(host):
+                    service = _with_own_pages(service)
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log, own = logs / f"{service.name}.log", {**environment, **service.environment}
@@ -343,6 +347,15 @@ def running_cluster(
         os.close(owned)
         if not failed:
             shutil.rmtree(logs)
+
+
+def _with_own_pages(router: ServiceSettings) -> ServiceSettings:
+    """Return a router whose API pages of this machine may use, unless its own settings name origins, or none."""
+    named = read_yaml(router.file).get("http") if router.file else None
+    if "cors_allow_origins" in (named or {}):
+        return router
+    own = f"http.cors_allow_origins={json.dumps(OWN_PAGES)}"
+    return replace(router, assignments=(own, *router.assignments))
 
 
 def _new_folder() -> tuple[Path, int]:

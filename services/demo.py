@@ -13,7 +13,8 @@ from eyas.client import Client
 from eyas.errors import ConfigError
 from eyas.request import SamplingParams
 from eyas.services.cluster import CONFIG_TYPES, Cluster, ServiceSettings, assign, running_cluster
-from eyas.services.router.http.drafter_kill import KILL_SIGNAL, SUPERVISOR_VARIABLE, is_loopback
+from eyas.services.lifecycle import is_loopback
+from eyas.services.router.http.drafter_kill import KILL_SIGNAL, SUPERVISOR_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs" / "local"
@@ -55,6 +56,11 @@ def with_kills(services: Sequence[ServiceSettings], host: str) -> list[ServiceSe
         raise ConfigError(f"--demo lets the playground kill the drafter, so it serves this machine only, not --host {host}")
     own = {SUPERVISOR_VARIABLE: str(os.getpid())}
     return [replace(each, environment={**each.environment, **own}) if each.name == "router" else each for each in services]
+
+
+def ignore_kills() -> None:
+    """Let the router's signal have no effect while services start. Unlike SIG_IGN, a function is not inherited by them."""
+    signal.signal(KILL_SIGNAL, lambda *_: None)
 
 
 def kill_drafter_on_signal(cluster: Cluster) -> None:

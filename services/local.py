@@ -64,11 +64,9 @@ def demo(
             prompts = prompts[:num_prompts]
             comparisons = [_measure(console, router, prompts, _sampling(t, max_tokens)) for t in TEMPERATURES]
         console.print(_table(comparisons))
-        for comparison in (c for c in comparisons if not c.is_different):
-            console.print(
-                f"At temperature {comparison.temperature} the modes differ by less than two passes of one mode do. Where "
-                "trees do not pay, the draft budget leaves them out of most steps."
-            )
+        for comparison in comparisons:
+            if reason := comparison.reason:
+                console.print(f"At temperature {comparison.temperature} {reason}")
         if differences := [line for comparison in comparisons for line in comparison.differences()]:
             raise RequestFailed("speculative output differs from plain output:\n" + "\n".join(differences))
 
@@ -207,6 +205,21 @@ class DemoComparison:
     def is_different(self) -> bool:
         """Whether the speeds of the modes differ by more than passes of the same mode do."""
         return abs(self.speedup - 1) > self.noise
+
+    @property
+    def reason(self) -> str:
+        """A sentence on a speedup that is none, or below 1; empty for others."""
+        if not self.is_different:
+            return (
+                "the modes differ by less than two passes of one mode do. Where trees do not pay, the draft budget leaves "
+                "them out of most steps."
+            )
+        if self.speedup < 1:
+            return (
+                "drafting was slower than plain decoding: the drafter and its trees took more time than the tokens that "
+                f"they saved, {self.stats.acceptance_length:.2f} of them a step. Other programs on this machine add to it."
+            )
+        return ""
 
     @property
     def speedup(self) -> float:

@@ -24,7 +24,7 @@ from eyas.config.loader import MAX_PORT
 from eyas.errors import ConfigError, EyasError
 from eyas.process import PHASE_PREFIX, num_cores
 from eyas.services.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
-from eyas.services.demo import ROOT, demo_services, kill_drafter_on_signal, warm_up, with_kills
+from eyas.services.demo import ROOT, demo_services, ignore_kills, kill_drafter_on_signal, warm_up, with_kills
 from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
@@ -108,14 +108,16 @@ def serve(
         services = _planned_services(context)
         if demo:
             port, grpc_port = (number if is_free(number) else free_port() for number in (port, grpc_port))
+            ignore_kills()
         _check_ports(port, grpc_port)
         names = served_model_name or [model or "the demo model"]
         with running_cluster(services, grpc_port, port, host, None if model else ROOT) as cluster:
-            if demo:
-                kill_drafter_on_signal(cluster)
             wait_until_ready(console, cluster)
             if not model:
-                warm_up(cluster["router"].address, (api_key or [""])[0])
+                with suppress(EyasError):  # whose keys may be in a file
+                    warm_up(cluster["router"].address, (api_key or [""])[0])
+            if demo:
+                kill_drafter_on_signal(cluster)
             page = f"playground: {cluster.playground}, " if cluster.playground else ""
             announcement = f"Serving {', '.join(names)} at {cluster.http} ({page}gRPC: {host}:{grpc_port}); Ctrl-C stops it"
             watch_until_interrupted(console, cluster, announcement, log_requests)

@@ -31,6 +31,7 @@ from eyas.outputs import TextChunk
 from eyas.rpc.admission import KEY_HEADERS, address_of, given_key
 from eyas.rpc.channel import Reloaded
 from eyas.rpc.messages import GenerateCall
+from eyas.services.router.http.drafter_kill import KILL_PATH
 from eyas.services.router.http.errors import error_response
 from eyas.validation import check_cache_salt
 
@@ -411,7 +412,7 @@ def _given_key(headers: Iterable[tuple[str, str]]) -> str:
 
 
 class Authenticator:
-    """ASGI middleware that requires an API key below /v1, and for /tokenize, /detokenize and /version.
+    """ASGI middleware that requires an API key below /v1, for /tokenize, /detokenize and /version, and to kill the drafter.
 
     The key is in the header `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it.
 
@@ -424,7 +425,7 @@ class Authenticator:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = get_route_path(scope) if scope["type"] == "http" else ""
-        if not path.startswith(("/v1/", *KEYED_PATHS)):
+        if not (path.startswith(("/v1/", *KEYED_PATHS)) or path == KILL_PATH):
             await self._app(scope, receive, send)
             return
         app, access = self._app, Access()

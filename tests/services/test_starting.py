@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import CheckpointError, ConfigError
 from eyas.process import PHASE_PREFIX
 from eyas.request import GenerationStats
-from eyas.services.cluster import Child
+from eyas.services.cluster import OWN_PAGES, Child, ServiceSettings, _with_own_pages
 from eyas.services.preflight import check_settings
 from eyas.services.serve import _phase, plan
 from eyas.services.verifier.load_log import LoadLog
@@ -110,6 +111,23 @@ def test_new_messages_are_whole_lines_of_text_or_json(tmp_path: Path) -> None:
     with child.log.open("a") as file:
         file.write("shed\n")
     assert (child.new_messages(), child.new_messages(), _phase([])) == (["unfinished"], [], "")
+    child.log.unlink()
+    assert (child.new_messages(), child.last_log_lines(3)) == ([], [])
+
+
+def test_origins_of_pages_can_be_switched_off(tmp_path: Path) -> None:
+    router = plan(TARGET)[-1]
+    file = tmp_path / "router.yaml"
+    file.write_text("http: {cors_allow_origins: []}")
+
+    def origins(settings: ServiceSettings) -> tuple[str, ...]:
+        config = _with_own_pages(settings).load()
+        assert isinstance(config, RouterConfig)
+        return config.http.cors_allow_origins
+
+    assert list(origins(router)) == OWN_PAGES
+    assert origins(router.add("http.cors_allow_origins=[]")) == ()
+    assert origins(replace(router, file=file)) == ()
 
 
 def test_the_line_about_load_is_silent_when_idle() -> None:

@@ -255,7 +255,8 @@ class GenerationEndpoints:
             with _field_names(body):
                 requested = _completion_calls(body, info)
                 if body.suffix:
-                    requested = await self._around(body, info, request, requested)
+                    around = self._around(body, info, request, requested)
+                    requested = await cancel_on_disconnect(request.receive, around)
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
@@ -386,17 +387,16 @@ class GenerationEndpoints:
         tokenizer, caller = self.service.tokenizer(info.name), request.state.caller
         format_ = middle_format(tokenizer, info.name)
         suffix = await self.service.encode(info, body.suffix, caller, is_inside=True)
-        ends, found = end_tokens(format_, tokenizer), []
+        sampling, found = calls[0].request.sampling, list[GenerateCall]()  # of all prompts
+        ends = (*sampling.stop_token_ids, *end_tokens(format_, tokenizer))
+        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)))
         for call in calls:
             prefix = call.request.prompt_ids
             if call.prompt_text:
                 prefix = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
             prompt = middle_prompt(format_, tokenizer, prefix, suffix)
-            sampling = call.request.sampling
-            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
-            found.append(
-                replace(call, prompt_text=None, request=replace(call.request, prompt_ids=prompt, sampling=sampling))
-            )
+            own = replace(call.request, prompt_ids=prompt, sampling=sampling)
+            found.append(replace(call, prompt_text=None, request=own))
         return found
 
     def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:

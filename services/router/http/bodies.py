@@ -41,9 +41,10 @@ from eyas.validation import check_sizes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-# Fields of OpenAI, vLLM and Anthropic with the values that ask for nothing. They count as absent; so does null.
+# Fields of OpenAI, vLLM, Anthropic and others with the values that ask for nothing. They count as absent; so does null.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "access_programs": (),
+    "adapter_id": ("",),
     "allowed_token_ids": (),
     "audio": (),
     "background": (False,),
@@ -52,6 +53,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ([],),
     "conversation": (),
+    "custom_logit_processor": ("",),
     "disable_additional_properties": (False,),
     "disable_fallback": (False,),
     "early_stopping": (False,),
@@ -60,12 +62,15 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "image": ({"context_compression": "auto"}, {"context_compression": "disabled"}),
+    "image_data": ([], ""),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logit_processors": ([],),
     "logits_processors": ([],),
     "logprob_token_ids": (),
+    "lora": ([], {}, ""),
+    "lora_path": ([], ""),
     "mcp_servers": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -79,6 +84,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "seed": (-1,),
+    "session_params": ({},),
     "suffix": ("",),
     "thinking": ({"type": "disabled"},),
     "thinking_token_budget": (-1,),

@@ -6,7 +6,6 @@ machine, may call it: a page of another site, or one whose name was made to poin
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from eyas.errors import PermissionDenied, Unavailable
+from eyas.services.lifecycle import is_loopback
 
 KILL_PATH = "/playground/drafter"
 KILL_SIGNAL = signal.SIGUSR1
@@ -60,13 +60,3 @@ def _name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine alone: localhost, or an address of the loopback interface."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -59,32 +59,34 @@ RESHAPED: Mapping[str, str] = {
 }
 # Objects whose fields count as fields of the body, unless the body has them itself.
 WRAPPERS = ("extra_body", "options", "parameters", "sampling_params")
-# Most tokens that ask for no limit.
+# Fields that bound the output, and their values that ask for no bound.
+_LIMITS = ("max_tokens", *(name for name, targets in RENAMED.items() if "max_tokens" in targets))
 _NO_LIMIT = frozenset({-1, -2})
 # Fields of others without a counterpart, at any place of a body.
 IGNORED = frozenset(
     {
         # llama.cpp and its front ends
-        "cache_prompt", "chat_format", "dry_allowed_length", "dry_base", "dry_multiplier", "dry_penalty_last_n",
-        "dry_sequence_breakers", "dynamic_temperature", "dynatemp_exponent", "dynatemp_high", "dynatemp_low",
-        "dynatemp_range", "epsilon_cutoff", "eta_cutoff", "guidance_scale", "id_slot", "image_data", "lora",
+        "backend_sampling", "cache_prompt", "chat_format", "dry_allowed_length", "dry_base", "dry_multiplier",
+        "dry_penalty_last_n", "dry_sequence_breakers", "dynamic_temperature", "dynatemp_exponent", "dynatemp_high",
+        "dynatemp_low", "dynatemp_range", "epsilon_cutoff", "eta_cutoff", "guidance_scale", "id_slot",
         "max_context_length", "min_keep", "mirostat", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
         "n_indent", "n_keep", "negative_prompt", "no_repeat_ngram_size", "nsigma", "num_beams", "parse_tool_calls",
-        "penalize_nl", "penalty_alpha", "post_sampling_probs", "reasoning_format", "rep_pen_range", "rep_pen_slope",
-        "repeat_last_n", "response_fields", "sampler_order", "sampler_priority", "samplers", "slot_id",
-        "smoothing_curve", "smoothing_factor", "t_max_predict_ms", "t_max_prompt_ms", "temperature_last", "tfs", "tfs_z",
-        "thinking_forced_open", "timings_per_token", "top_a", "top_n_sigma", "trim_stop", "truncation_length", "typ_p",
-        "typical", "typical_p", "use_default_badwordsids", "xtc_probability", "xtc_threshold",
+        "penalize_nl", "penalty_alpha", "post_sampling_probs", "reasoning_format", "reasoning_in_content",
+        "rep_pen_range", "rep_pen_slope", "repeat_last_n", "response_fields", "return_progress", "sampler_order",
+        "sampler_priority", "samplers", "slot_id", "smoothing_curve", "smoothing_factor", "t_max_predict_ms",
+        "t_max_prompt_ms", "temperature_last", "tfs", "tfs_z", "thinking_forced_open", "timings_per_token", "top_a",
+        "top_n_sigma", "trim_stop", "truncation_length", "typ_p", "typical", "typical_p", "use_default_badwordsids",
+        "xtc_probability", "xtc_threshold",
         # Ollama and LM Studio
         "draft_model", "f16_kv", "keep_alive", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa",
         "num_keep", "num_thread", "numa", "penalize_newline", "ttl", "use_mlock", "use_mmap", "vocab_only",
         # TGI, vLLM and SGLang
-        "adapter_id", "backend", "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor",
-        "custom_params", "data_parallel_rank", "decoder_input_details", "details", "detokenize",
-        "guided_decoding_backend", "guideline", "logprob_start_len", "lora_path", "return_cached_tokens_details",
-        "return_hidden_states", "return_logprob", "return_routed_experts", "return_text_in_logprobs", "routed_dp_rank",
-        "separate_reasoning", "session_params", "stream_reasoning", "text_token_ids_logprob", "token_ids_logprob",
-        "tool_prompt", "top_k_return_sequences", "top_logprobs_num", "top_n_tokens", "typical_prob", "watermark",
+        "backend", "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_params", "data_parallel_rank",
+        "decoder_input_details", "details", "detokenize", "guided_decoding_backend", "guideline", "logprob_start_len",
+        "return_cached_tokens_details", "return_hidden_states", "return_logprob", "return_routed_experts",
+        "return_text_in_logprobs", "routed_dp_rank", "separate_reasoning", "stream_reasoning", "text_token_ids_logprob",
+        "token_ids_logprob", "tool_prompt", "top_k_return_sequences", "top_logprobs_num", "top_n_tokens",
+        "typical_prob", "watermark",
         # OpenRouter, gateways, client libraries and other providers
         "allowed_openai_params", "api_base", "api_key", "api_version", "cache", "compliance",
         "context_length_exceeded_behavior", "custom_llm_provider", "debug", "document_image_limit", "drop_params",
@@ -107,10 +109,11 @@ def translated(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     Raises InvalidRequest for two names of one field with different values, and for values that have no meaning here.
     """
     body = {name: value for name, value in data.items() if value is not None}
-    for name in set(WRAPPERS) - set(known):
+    for name in [one for one in WRAPPERS if one not in known]:
         if isinstance(inner := body.get(name), Mapping):
             del body[name]
             body = {key: value for key, value in inner.items() if value is not None} | body
+    _drop_limits(body)
     if _flag("do_sample", body.pop("do_sample", True)) is False:
         body.setdefault("temperature", 0.0)
     for name in [name for name in body if name in RESHAPED and name not in known]:
@@ -123,11 +126,15 @@ def translated(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     return body
 
 
-def _rename(body: dict[str, Any], name: str, target: str, value: Any) -> None:
-    if target in ("max_tokens", "max_output_tokens") and isinstance(value, int) and value in _NO_LIMIT:
+def _drop_limits(body: dict[str, Any]) -> None:
+    """Drop limits that ask for none. Raises InvalidRequest for those of a prompt, whose outputs have a limit by default."""
+    for name in [name for name in _LIMITS if isinstance(body.get(name), int) and body[name] in _NO_LIMIT]:
         if "prompt" in body:
-            raise InvalidRequest(f"{name} is {value}, which sets no limit; give a number of tokens", name)
-        return
+            raise InvalidRequest(f"{name} is {body[name]}, which sets no limit; give a number of tokens", name)
+        del body[name]
+
+
+def _rename(body: dict[str, Any], name: str, target: str, value: Any) -> None:
     if target.startswith("guided_") and value == "":  # no constraint, there
         return
     if name == "format" and value == "json":

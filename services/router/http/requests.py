@@ -112,7 +112,7 @@ class ResponseFormat(StrictModel):
     def _read_other_forms(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data = dict(data)
+        data = {name: value for name, value in data.items() if value is not None}
         target = {"regex": "pattern", "grammar": "grammar"}.get(str(data.get("type")), "schema")
         for name in ("value", "schema", "regex"):
             if name in data and target not in data:
@@ -512,6 +512,15 @@ class TokenizeBody(StrictModel):
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_llama_cpp_names(cls, data: Any) -> Any:
+        """Read llama.cpp's `content`, without special tokens unless `add_special` asks for them."""
+        if not isinstance(data, dict) or "content" not in data or "prompt" in data:
+            return data
+        rest = {name: value for name, value in data.items() if name not in ("content", "add_special")}
+        return {"add_special_tokens": data.get("add_special", False), **rest, "prompt": data["content"]}
+
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeBody:
         if (self.prompt is None) == (not self.messages):
@@ -574,7 +583,7 @@ def _unknown_field(param: str, name: str) -> str:
         return f"{param} is not supported; leave it out"
     parts = (Message, EarlierCall, FunctionDefinition, StreamOptions, ResponseFormat, StructuredOutputsBody)
     known = [one for model in (*bodies.values(), *parts) for one in field_names(model)]
-    similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]))
+    similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]) - {name})
     return f"{param} is not a known field; {f'did you mean {_either(similar)}?' if similar else 'leave it out'}"
 
 

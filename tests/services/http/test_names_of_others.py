@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from httpx import AsyncClient
+from pydantic import ValidationError
 
 from eyas.errors import InvalidRequest
 from eyas.request import StructuredOutputs
@@ -16,11 +17,11 @@ from eyas.services.router.http.anthropic_messages import MessagesBody
 from eyas.services.router.http.bodies import FieldPolicy, parse_body
 from eyas.services.router.http.openai_responses import ResponsesBody
 from eyas.services.router.http.other_servers import IGNORED, RENAMED, RESHAPED, near_names
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, invalid_body
 from tests.services.http.http_router import CHAT, TOKENS, Script, http_router, worker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 # Fields of a completion's or chat's call, by what others send for them.
 COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_predict": 3}, {"max_tokens": 3}),
@@ -45,6 +46,10 @@ COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))},
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": None}},
+        {"structured_outputs": StructuredOutputs(json_object=True)},
     ),
     (
         {"response_format": {"type": "json", "value": SCHEMA}},
@@ -77,6 +82,9 @@ CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"reasoning_budget": 0}, {"thinking_token_budget": 0}),
     ({"num_predict": -1}, {"max_tokens": None}),
+    ({"max_tokens": -1}, {"max_tokens": None}),
+    ({"max_completion_tokens": -2, "max_tokens": -1, "lora": [], "image_data": []}, {"num_tokens": None}),
+    ({"max_tokens": -1, "return_progress": True, "reasoning_in_content": False, "backend_sampling": False}, {}),
     ({"n_probs": 2}, {"logprobs": True, "top_logprobs": 2}),
     ({"messages": [*MESSAGES, {"role": "assistant", "content": "A", "prefix": True}]}, {"continue_final_message": True}),
     ({"messages": [{**MESSAGES[0], "reasoning_details": [], "cache_control": {"type": "ephemeral"}}]}, {}),
@@ -96,6 +104,18 @@ def test_names_of_chats_of_other_servers_mean_the_same(given: dict[str, Any], ex
     assert {name: getattr(body, name) for name in expected} == expected
 
 
+def test_llama_cpp_names_the_text_to_encode_content() -> None:
+    body = TokenizeBody.model_validate({"content": "a"})
+    assert (body.prompt, body.add_special_tokens) == ("a", False)
+    assert TokenizeBody.model_validate({"content": "a", "add_special": True}).add_special_tokens is True
+
+
+def test_no_guess_is_the_name_itself() -> None:
+    with pytest.raises(ValidationError) as caught:
+        DetokenizeBody.model_validate({"tokens": [1], "content": "a"})
+    assert "did you mean content" not in str(invalid_body(caught.value.errors()))
+
+
 def test_each_endpoint_has_its_own_name_of_a_limit() -> None:
     responses = ResponsesBody.model_validate({"input": "a", "max_tokens": 3})
     assert responses.max_output_tokens == 3
@@ -108,7 +128,11 @@ def test_each_endpoint_has_its_own_name_of_a_limit() -> None:
     [
         ({"n_predict": 3, "max_tokens": 4}, "n_predict and max_tokens say different things"),
         ({"n_predict": -1}, "n_predict is -1, which sets no limit; give a number of tokens"),
+        ({"max_tokens": -1}, "max_tokens is -1, which sets no limit; give a number of tokens"),
         ({"n_predict": "x"}, "max_tokens"),
+        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora"),
+        ({"image_data": ["aGk="]}, "image_data"),
+        ({"session_params": {"id": "a"}}, "session_params"),
         ({"do_sample": "yes"}, "do_sample is 'yes'; it must be true or false"),
         ({"regex": "a", "grammar": "b"}, "both say what the output must match"),
         ({"json_schema": 3}, "guided_json"),
@@ -162,9 +186,18 @@ async def statuses(url: str, unknown_fields: Any, bodies: list[dict[str, Any]]) 
 def test_unknown_fields_are_refused_or_ignored(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Near misses, and fields of other endpoints, are refused in either case."""
     caplog.set_level(logging.INFO, "eyas.services.router.http.bodies")
-    made_up = [{"wholly_new": 1}, {"wholly_new": 2}, {"messages": [CHAT["messages"][0] | {"mood": "good"}]}]
-    wrong = [{"temprature": 1}, {"prompt": "a"}, {"functions": [{"name": "f"}]}, {"tool_choise": "auto"}]
-    others = [{"n_predict": 2, "max_tokens": 2}, {"mirostat": 1}, {"mirostat": 2}, {"keep_alive": 0}]
+    made_up: list[dict[str, Any]] = [
+        {"wholly_new": 1},
+        {"wholly_new": 2},
+        {"messages": [CHAT["messages"][0] | {"mood": "good"}]},
+    ]
+    wrong: list[dict[str, Any]] = [
+        {"temprature": 1},
+        {"prompt": "a"},
+        {"functions": [{"name": "f"}]},
+        {"tool_choise": "auto"},
+    ]
+    others: list[dict[str, Any]] = [{"n_predict": 2, "max_tokens": 2}, {"mirostat": 1}, {"mirostat": 2}, {"keep_alive": 0}]
     for setting in ("refuse", "ignore"):
         caplog.clear()
         found = asyncio.run(statuses(url, setting, [*others, *made_up, *wrong]))

@@ -5,13 +5,15 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from eyas.services.lifecycle import is_loopback
 from eyas.services.router.auth import ApiKey, ApiKeys, hash_of
-from eyas.services.router.http.drafter_kill import KILL_PATH, KILL_SIGNAL, SUPERVISOR_VARIABLE, is_loopback
+from eyas.services.router.http.drafter_kill import KILL_PATH, KILL_SIGNAL, SUPERVISOR_VARIABLE
 from tests.services.http.http_router import TOKENS, Script, get, http_router, worker
 
 SECRETS = {"all": ("generate", "models", "cluster"), "usual": ("generate", "models")}
@@ -119,11 +121,11 @@ def test_the_recorded_run_is_a_race_with_equal_tokens(url: str) -> None:
     assert (run["request"]["temperature"], len(answer.content) < 80_000) == (0, True)
 
 
-def delete(url: str, **headers: str) -> int:
+def delete(url: str, api_keys: ApiKeys | None = None, **headers: str) -> int:
     """Ask for the drafter's death as a browser would; %s in a header is the server's host and port."""
 
     async def run() -> int:
-        async with http_router(url) as base, httpx.AsyncClient(base_url=base) as client:
+        async with http_router(url, keys=api_keys) as base, httpx.AsyncClient(base_url=base) as client:
             own = base.removeprefix("http://")
             given = {name.replace("_", "-"): value.replace("%s", own) for name, value in headers.items()}
             return (await client.delete(KILL_PATH, headers=given)).status_code
@@ -132,13 +134,13 @@ def delete(url: str, **headers: str) -> int:
 
 
 @pytest.fixture
-def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kills(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The signals that this process gets, as the one that started the router."""
     received = list[int]()
     monkeypatch.setattr(os, "getppid", os.getpid)
     monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getpid()))
     before = signal.signal(KILL_SIGNAL, lambda number, _: received.append(number))
-    yield received  # type: ignore[misc]
+    yield received
     signal.signal(KILL_SIGNAL, before)
 
 
@@ -164,8 +166,17 @@ def test_the_own_page_may_kill_the_drafter(url: str, kills: list[int]) -> None:
     ],
 )
 def test_no_other_page_may_kill_the_drafter(url: str, kills: list[int], headers: dict[str, str]) -> None:
-    assert delete(url, **headers) == 403
+    assert delete(url, None, **headers) == 403
     assert kills == []
+
+
+def test_killing_the_drafter_needs_a_key(url: str, kills: list[int]) -> None:
+    assert delete(url, keys(), Origin="http://%s") == 401
+    assert delete(url, keys(), Origin="http://%s", Authorization="Bearer other") == 401
+    assert kills == []
+    assert delete(url, keys(), Origin="http://%s", Authorization="Bearer usual") == 202
+    (script,) = fetch(url, ["/playground/drafter.js"], keys=keys())
+    assert script.status_code == 200
 
 
 def test_a_usual_router_cannot_kill_a_drafter(url: str) -> None:
@@ -186,7 +197,15 @@ def test_the_page_of_the_demo_shows_the_button(url: str, kills: list[int]) -> No
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False)],
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+    ],
 )
 def test_which_hosts_are_this_machine_alone(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected

@@ -1,6 +1,7 @@
 // The server's API: the key of this tab, JSON requests, and streams of completions.
 
 const KEY = "eyas-api-key";
+const NEEDS_KEY = "This server needs an API key that it knows. Type one in at the top.";
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",
@@ -22,11 +23,15 @@ export class ServerGone extends Error {
   }
 }
 
+/** Headers carry visible ASCII alone. */
+const isSendable = (key) => /^[!-~]*$/.test(key);
+
 /** What a fetch or a read throws, as an error of this page. */
 const named = (error) => (error instanceof TypeError ? new ServerGone() : error);
 
 export async function request(path, options = {}) {
   const key = apiKey.get();
+  if (!isSendable(key)) throw new ApiError("The API key holds a space or another character that no key can have. Type it in again at the top.", 401);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   // The address is relative to the page, which may lie below a path prefix.
   const response = await fetch(new URL(path, document.baseURI), { ...options, headers }).catch((error) => {
@@ -34,6 +39,7 @@ export async function request(path, options = {}) {
   });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
+  if (response.status === 401) throw new ApiError(NEEDS_KEY, 401);
   throw new ApiError(body?.error?.message ?? `The server answered with status ${response.status}.`, response.status);
 }
 

@@ -27,20 +27,22 @@ export class Death {
     Object.assign(this, { say, mark, numPlain: 0, inARow: 0, isGone: false, isBack: false, started: performance.now() });
   }
 
-  /** Kill the drafter, then watch for another one; returns when that is connected. */
+  /** Kill the drafter, then watch for another one; returns when that is connected, or at once where the state may not be read. */
   async happen() {
-    const before = (await connected()) ?? new Set();
-    this.name = [...before][0] ?? "";
+    const before = await connected();
+    this.name = [...(before ?? [])][0] ?? "";
     await request("playground/drafter", { method: "DELETE" });
     this.started = performance.now();
     this.isGone = true;
     this.mark("✕ drafter killed", "killed");
     this.show();
+    if (before === null) return; // without the cluster's state only verify steps can show that a new one drafts
     for (;;) {
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
       const now = await connected();
       this.next = [...(now ?? [])].find((id) => !before.has(id));
-      if (this.next || this.isBack || now === null) break;
+      if (now === null) return;
+      if (this.next || this.isBack) break;
       this.show();
     }
     this.isBack = true;

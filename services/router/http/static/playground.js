@@ -37,6 +37,7 @@ const state = { run: new Run(), plain: new Run(), endpoint: "", body: null, abor
 
 const pause = (ms, signal) =>
   new Promise((resolve, reject) => {
+    if (signal?.aborted) return reject(signal.reason);
     const timer = setTimeout(resolve, ms);
     signal?.addEventListener("abort", () => {
       clearTimeout(timer);
@@ -238,12 +239,7 @@ async function run({ maxTokens = 0, onSteps = () => {} } = {}) {
   setRunning(true);
   say("Running");
   try {
-    await runUntilAnswered(body, onSteps);
-    if (values.endpoint === "chat/completions") {
-      conversation.add(values.prompt, state.run.content);
-      $("prompt").value = "";
-      showForget();
-    }
+    await runUntilAnswered(body, onSteps).finally(() => keepAnswer(values));
     showLink(values, seed);
     $("save-run").disabled = false;
     say(`Done: ${count(state.run.tokens.length, "token")} in ${count(state.run.steps.length, "verify step")} with seed ${seed}. ${$("same").textContent}`);
@@ -263,6 +259,14 @@ async function run({ maxTokens = 0, onSteps = () => {} } = {}) {
   if (state.plain.isWhole) offerReplay();
 }
 
+/** Take a chat's whole answer into the conversation, even if the plain run after it was stopped. */
+function keepAnswer(values) {
+  if (values.endpoint !== "chat/completions" || !state.run.isWhole) return;
+  conversation.add(values.prompt, state.run.content);
+  $("prompt").value = "";
+  showForget();
+}
+
 function setRunning(isRunning) {
   $("run").disabled = isRunning;
   $("halt").hidden = !isRunning;
@@ -272,7 +276,7 @@ const say = (text) => void ($("status").textContent = text);
 
 function showProblem(message, status) {
   const needsKey = status === 401;
-  $("problem").textContent = needsKey ? "This server needs an API key that it knows. Type one in at the top." : message;
+  $("problem").textContent = message;
   $("problem").hidden = false;
   if (needsKey) {
     document.querySelector(".key").open = true;
@@ -299,6 +303,7 @@ async function kill() {
   else {
     const room = (state.models.find(({ id }) => id === $("model").value)?.max_model_len ?? KILL_TOKENS) - $("prompt").value.length / 2;
     await run({ maxTokens: Math.max(Math.min(KILL_TOKENS, Math.floor(room)), 16), onSteps });
+    if (!dying && $("problem").hidden) showProblem(`The run ended within ${KILL_AFTER_STEPS} steps, so the drafter was left alone. Try another prompt.`);
     await dying;
   }
   $("kill").disabled = false;
@@ -314,12 +319,17 @@ function showDeath(text, kind) {
 
 /** Put the request with its seed into the address of this page. */
 function showLink(values, seed) {
-  const link = linkTo({ ...values, seed: String(seed) }, values.endpoint === "chat/completions" ? state.body.messages.slice(0, -1) : []);
+  const link = linkTo({ ...values, model: linkedModel(), seed: String(seed) }, values.endpoint === "chat/completions" ? state.body.messages.slice(0, -1) : []);
   history.replaceState(null, "", link || location.pathname);
   state.link = link;
 }
 
-function fillForm({ values, messages }) {
+/** The model that a link names: the chosen one of several. */
+const linkedModel = () => (state.models.length > 1 ? $("model").value : "");
+
+function fillForm({ values: { model, ...values }, messages }) {
+  state.linkedModel = model;
+  if (state.models.length) showModels(state.models);
   for (const [name, value] of Object.entries(values)) $("form").elements[name].value = value;
   conversation.set(values.endpoint === "chat/completions" ? messages : []);
   document.querySelector(".settings").open = false;
@@ -331,6 +341,7 @@ function fillForm({ values, messages }) {
 function takeLink() {
   const link = readLink();
   if (!link) return false;
+  state.abort?.abort();
   fillForm(link);
   clear(link.values.prompt);
   showNotice("This link holds a prompt and its settings. Run it to see the race.");
@@ -355,7 +366,7 @@ function offer(id, place, what, action) {
 }
 
 function currentLink() {
-  const link = linkTo(formValues(), $("form").endpoint.value === "chat/completions" ? conversation.messages : []);
+  const link = linkTo({ ...formValues(), model: linkedModel() }, $("form").endpoint.value === "chat/completions" ? conversation.messages : []);
   if (!link) throw new Error("This prompt is too long for a link; copy it as curl.");
   return link;
 }
@@ -365,7 +376,7 @@ const currentDrawing = () => standalone($("tree").querySelector("svg"));
 
 function startSharing() {
   offer("copy-link", "shared", "The link is copied.", () => copy($("prompt").value || !state.link ? currentLink() : state.link));
-  offer("copy-curl", "shared", "The command is copied.", () => copy(curlOf($("form").endpoint.value, requestBody(...lastRequest()), apiKey.get() !== "")));
+  offer("copy-curl", "shared", "The command is copied.", () => copy(curlOf(...lastRequest(), apiKey.get() !== "")));
   offer("save-run", "shared", "Both runs are saved as JSON.", () =>
     save("eyas-race.json", JSON.stringify(exported(state.run, state.plain, state.endpoint, state.body)), "application/json"));
   offer("tree-text", "tree-shared", "The tree is copied as text.", () => copy(treeText(steps.selectedStep())));
@@ -375,18 +386,23 @@ function startSharing() {
   offer("save-json", "tree-shared", "The tree is saved.", () => save("eyas-tree.json", currentTree(), "application/json"));
 }
 
-/** The form's values and a seed: the form's own, or the one that the last run drew. */
+/**
+ * The form's endpoint and request with its seed, or the one that the last run drew. A chat's question leaves the form once it is
+ * answered; then this is the last request itself.
+ */
 function lastRequest() {
   const values = formValues();
-  return [values, values.seed === "" ? state.body?.seed : Number(values.seed)];
+  if (!values.prompt && state.body) return [state.endpoint, state.body];
+  return [values.endpoint, requestBody(values, values.seed === "" ? state.body?.seed : Number(values.seed))];
 }
 
 // Page
 
 function showModels(models) {
-  const [chosen, options] = [$("model").value, models.map(({ id }) => new Option(id, id))];
+  const [chosen, options] = [state.linkedModel || $("model").value, models.map(({ id }) => new Option(id, id))];
   $("model").replaceChildren(...(options.length ? options : [new Option("no model is served now", "")]));
   if (models.some(({ id }) => id === chosen)) $("model").value = chosen;
+  if (models.length) state.linkedModel = "";
   state.models = models;
 }
 

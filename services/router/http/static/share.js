@@ -1,7 +1,7 @@
 // What leaves the page: links to a request, curl commands, texts for the clipboard, files.
 
 /** Settings of the form that a link carries, with the values that it leaves out. */
-const DEFAULTS = { endpoint: "completions", temperature: "0", top_p: "1", max_tokens: "128", seed: "", drafter: "", num_draft_tokens: "", stop: "" };
+const DEFAULTS = { model: "", endpoint: "completions", temperature: "0", top_p: "1", max_tokens: "128", seed: "", drafter: "", num_draft_tokens: "", stop: "" };
 const MAX_LINK = 16000;
 
 /**
