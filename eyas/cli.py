@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -85,6 +85,17 @@ class LazyGroup(TyperGroup):
                 raise
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
+        except ModuleNotFoundError as error:
+            _exit_without(error, ctx.invoked_subcommand)
+
+
+def _exit_without(error: ModuleNotFoundError, name: str) -> NoReturn:
+    """Say which extra brings the package that a subcommand needs, and exit with status 1. Raises a missing part of Eyas."""
+    if (error.name or "eyas").partition(".")[0] == "eyas":
+        raise error
+    needs = f"`eyas {name}` needs the package {error.name}; run: pip install 'eyas[{SUBCOMMANDS[name].extra}]'"
+    print(f"error: {needs}", file=sys.stderr)
+    raise typer.Exit(1) from error
 
 
 def load_command(name: str) -> Any:
@@ -93,11 +104,7 @@ def load_command(name: str) -> Any:
     try:
         found = getattr(import_module(subcommand.module), subcommand.attribute)
     except ModuleNotFoundError as error:
-        if (error.name or "eyas").partition(".")[0] == "eyas":
-            raise
-        needs = f"`eyas {name}` needs the package {error.name}; run: pip install 'eyas[{subcommand.extra}]'"
-        print(f"error: {needs}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        _exit_without(error, name)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False)
         found.command()(function)

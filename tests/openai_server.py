@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +23,8 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "words", "owned_by": self.server.owner}]})  # type: ignore[attr-defined]
+        server: Any = self.server
+        self._send(200, server.listed or {"data": [{"id": "words", "owned_by": server.owner}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -57,7 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
         stats = {"num_spec_steps": 4, "mean_acceptance_length": 2.0}
         events: list[Any] = [{"choices": [word]}] * NUM_WORDS
         events.append({"choices": [], "usage": USAGE, "metrics": {"speculative_decoding": stats}})
-        for event in events:
+        server: Any = self.server
+        time.sleep(server.wait_s)
+        for event in server.events or events:
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
@@ -65,10 +69,21 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def openai_server(owner: str = "somebody", failures: tuple[int, ...] = ()) -> Iterator[Any]:
-    """The running server. url: its address. bodies: path, key and body of each request. failures: of the first ones."""
+def openai_server(
+    owner: str = "somebody",
+    failures: tuple[int, ...] = (),
+    *,
+    listed: object = None,
+    events: tuple[object, ...] = (),
+    wait_s: float = 0.0,
+) -> Iterator[Any]:
+    """The running server. url: its address. bodies: path, key and body of each request. failures: of the first ones.
+
+    listed, events: the list of models and the events of a stream, in place of its own. wait_s: seconds before a stream.
+    """
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.owner, server.failures, server.bodies = owner, list(failures), []
+    server.listed, server.events, server.wait_s = listed, events, wait_s
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -123,7 +123,9 @@ def serve(
     request_rate: Annotated[
         float, typer.Option(help="Requests a second, at random moments; 0 sends each as soon as --concurrency allows.")
     ] = 0.0,
-    concurrency: Annotated[int, typer.Option(help="Most requests at once; 0 sets no limit.")] = 16,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Most requests at once; 0 sets no limit. By default 16, or no limit with a rate.")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines or a JSON list with prompt, text, turns, messages or conversations.")
     ] = None,

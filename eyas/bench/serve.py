@@ -36,6 +36,10 @@ WORDS = (
     "who over know water than call first people may down side been now find any new work part take get place made live"
 )
 MAX_SHOWN = 200
+DEFAULT_CONCURRENCY = 16
+TIMEOUT_S = 600.0
+# What a server's answer in another form than OpenAI's raises here, or a URL.
+ODD_ANSWERS = (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, TypeError, KeyError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class ServeSettings:
 
     Attributes:
         request_rate: requests a second, with random gaps; 0 sends each one as soon as `concurrency` allows.
-        concurrency: most requests at once; 0 sets no limit.
+        concurrency: most requests at once; 0 sets no limit. None: DEFAULT_CONCURRENCY, or no limit with a request rate.
         input_tokens: about how many each random prompt has. prompts: file to take prompts from instead. dataset: one of the
             hub instead, by its id.
         goodput: milliseconds that a request must keep to count as good, by latency.
@@ -55,7 +59,7 @@ class ServeSettings:
     endpoint: Endpoint = "completions"
     num_prompts: int = 100
     request_rate: float = 0.0
-    concurrency: int = 16
+    concurrency: int | None = None
     prompts: Path | None = None
     dataset: str = ""
     input_tokens: int = 256
@@ -68,12 +72,23 @@ class ServeSettings:
     def __post_init__(self) -> None:
         one_of(Endpoint, endpoint=self.endpoint)
         at_least(1, num_prompts=self.num_prompts, input_tokens=self.input_tokens, max_tokens=self.max_tokens)
-        at_least(0, request_rate=self.request_rate, concurrency=self.concurrency, temperature=self.temperature)
+        at_least(0, request_rate=self.request_rate, concurrency=self.limit, temperature=self.temperature)
         for latency in self.goodput:
             one_of(Latency, goodput=latency)
         above_zero(**{f"goodput {name}": limit for name, limit in self.goodput.items()})
         require("://" in self.url, f"the URL is {self.url!r}; give one such as http://127.0.0.1:8000")
+        try:
+            httpx.URL(self.base)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"the URL is {self.url!r}: {error}; give one such as http://127.0.0.1:8000") from None
         require(not (self.prompts and self.dataset), "prompts and dataset are both given; leave one out")
+
+    @property
+    def limit(self) -> int:
+        """The most requests at once; 0 for no limit."""
+        if self.concurrency is not None:
+            return self.concurrency
+        return 0 if self.request_rate else DEFAULT_CONCURRENCY
 
     @property
     def base(self) -> str:
@@ -225,13 +240,15 @@ async def run_load(settings: ServeSettings, api_key: str, on_done: Callable[[Req
     prompts = load_texts(settings)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=settings.base, headers=headers, timeout=None, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=settings.base, headers=headers, timeout=TIMEOUT_S, limits=limits) as client:
         template = await _template(settings, client)
-        slots = asyncio.Semaphore(settings.concurrency or len(prompts))
+        slots = asyncio.Semaphore(settings.limit or len(prompts))
 
         async def ask(prompt: Any) -> RequestTimes:
+            # With a rate, a request begins when it arrives: the wait for a slot counts.
+            arrived = time.perf_counter() if settings.request_rate else None
             async with slots:
-                times = await _ask(settings, client, template, prompt)
+                times = await _ask(settings, client, template, prompt, arrived)
             on_done(times)
             return times
 
@@ -257,13 +274,14 @@ async def _template(settings: ServeSettings, client: httpx.AsyncClient) -> dict[
         response = await client.get("/v1/models")
         served = response.json().get("data") or [{}]
         response.raise_for_status()
-    except (httpx.HTTPError, ValueError, AttributeError) as error:
+        owner, listed = served[0].get("owned_by"), served[0].get("id", "")
+    except ODD_ANSWERS as error:
         raise Unavailable(f"{settings.base}/v1/models does not answer: {error}; check the URL and --api-key") from error
-    own: dict[str, Any] = {"return_speculation": True} if served[0].get("owned_by") == "eyas" else {}
+    own: dict[str, Any] = {"return_speculation": True} if owner == "eyas" else {}
     if settings.ignore_eos:
         own["ignore_eos"] = True
     return own | {
-        "model": settings.model or served[0].get("id", ""),
+        "model": settings.model or listed,
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "stream": True,
@@ -271,13 +289,15 @@ async def _template(settings: ServeSettings, client: httpx.AsyncClient) -> dict[
     }
 
 
-async def _ask(settings: ServeSettings, client: httpx.AsyncClient, template: dict[str, Any], prompt: Any) -> RequestTimes:
-    """Send one request and follow its stream."""
+async def _ask(
+    settings: ServeSettings, client: httpx.AsyncClient, template: dict[str, Any], prompt: Any, arrived: float | None
+) -> RequestTimes:
+    """Send one request and follow its stream. arrived: when it began; None for now."""
     is_chat = settings.endpoint == "chat"
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     body = template | ({"messages": messages} if is_chat else {"prompt": prompt})
-    times = RequestTimes(time.perf_counter())
+    times = RequestTimes(time.perf_counter() if arrived is None else arrived)
     try:
         async with client.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
@@ -286,7 +306,7 @@ async def _ask(settings: ServeSettings, client: httpx.AsyncClient, template: dic
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     read_event(times, json.loads(data), time.perf_counter())
-    except (httpx.HTTPError, ValueError) as error:
+    except ODD_ANSWERS as error:
         times.error = f"{type(error).__name__}: {error}"
     times.ended = time.perf_counter()
     times.num_output_tokens = times.num_output_tokens or len(times.chunks)
@@ -303,10 +323,10 @@ def read_event(times: RequestTimes, event: Mapping[str, Any], now: float) -> Non
             times.chunks.append(now)
     if usage := event.get("usage"):
         details = usage.get("completion_tokens_details") or {}
-        times.num_prompt_tokens = usage.get("prompt_tokens") or 0
-        times.num_output_tokens = usage.get("completion_tokens") or 0
-        times.accepted = details.get("accepted_prediction_tokens") or 0
-        times.rejected = details.get("rejected_prediction_tokens") or 0
+        times.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        times.num_output_tokens = int(usage.get("completion_tokens") or 0)
+        times.accepted = int(details.get("accepted_prediction_tokens") or 0)
+        times.rejected = int(details.get("rejected_prediction_tokens") or 0)
     if stats := (event.get("metrics") or {}).get("speculative_decoding"):
         times.num_steps = stats.get("num_spec_steps") or 0
         times.num_step_tokens = times.num_steps * (stats.get("mean_acceptance_length") or 0.0)
@@ -353,7 +373,7 @@ def _dataset_rows(name: str) -> Iterator[Any]:
 
 
 def _prompt_of(row: Any, endpoint: Endpoint) -> Any:
-    """Return the prompt of a row: a text, or messages up to the last of the user's for chats; None without one."""
+    """Return the prompt of a row: a text, or messages up to the first of the user's for chats; None without one."""
     if not isinstance(row, Mapping):
         return row if isinstance(row, str) else None
     chat = row.get("messages") or row.get("conversations")
@@ -363,6 +383,8 @@ def _prompt_of(row: Any, endpoint: Endpoint) -> Any:
         messages = [{"role": roles.get(role, role), "content": content} for role, content in said]
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not users:
+            return None
+        if not all(isinstance(message["content"], str) for message in messages[: users[0] + 1]):
             return None
         return messages[: users[0] + 1] if endpoint == "chat" else messages[users[0]]["content"]
     turns = row.get("turns")

@@ -1,12 +1,23 @@
 """`eyas bench serve`: what it sends, what it counts, and what it says of servers that do not answer."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from eyas.bench.serve import Percentiles, RequestTimes, ServeResults, ServeSettings, load_texts, read_event, read_goodput
+from eyas.bench.serve import (
+    DEFAULT_CONCURRENCY,
+    Percentiles,
+    RequestTimes,
+    ServeResults,
+    ServeSettings,
+    load_texts,
+    read_event,
+    read_goodput,
+    run_load,
+)
 from eyas.cli import app
 from eyas.errors import ConfigError, Unavailable
 from tests.openai_server import NUM_WORDS, openai_server
@@ -52,6 +63,33 @@ def test_other_servers_get_no_fields_of_eyas() -> None:
     assert "| drafted tokens accepted | 75.0% |" in result.stdout
 
 
+def test_a_rate_has_no_limit_of_its_own() -> None:
+    assert (settings().limit, settings(request_rate=1.0).limit) == (DEFAULT_CONCURRENCY, 0)
+    assert (settings(request_rate=1.0, concurrency=3).limit, settings(concurrency=0).limit) == (3, 0)
+
+
+def test_the_wait_for_a_slot_counts_with_a_rate() -> None:
+    with openai_server(wait_s=0.05) as server:
+        load = ServeSettings(url=server.url, num_prompts=5, request_rate=1e6, concurrency=1)
+        results = asyncio.run(run_load(load, "", lambda times: None))
+    assert results.latencies["ttft"].by_percent[99] > 150
+
+
+@pytest.mark.parametrize("listed", [{"data": ["m"]}, {"data": 3}, ["m"], {"data": [None]}])
+def test_an_odd_list_of_models_is_one_line(listed: object) -> None:
+    with openai_server(listed=listed) as server:
+        result = CliRunner().invoke(app, ["bench", "serve", server.url])
+    assert result.exit_code == 1
+    assert "/v1/models does not answer" in result.stderr
+
+
+def test_an_odd_event_is_an_error_of_its_request() -> None:
+    with openai_server(events=({"choices": ["x"]},)) as server:
+        result = CliRunner().invoke(app, ["bench", "serve", server.url, "--num-prompts", "1"])
+    assert result.exit_code == 1
+    assert "none of 1 requests was answered: AttributeError" in result.stderr
+
+
 def test_failures_are_counted_by_their_reason() -> None:
     with openai_server(failures=(500, 500)) as server:
         words = ["bench", "serve", server.url, "--num-prompts", "4", "--concurrency", "1"]
@@ -64,6 +102,7 @@ def test_failures_are_counted_by_their_reason() -> None:
     ("words", "reason"),
     [
         (["http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models does not answer"),
+        (["http://x:abc"], "the URL is 'http://x:abc'"),
         (["127.0.0.1:9"], "give one such as http://127.0.0.1:8000"),
         (["http://x", "--goodput", "ttft"], "goodput is 'ttft'; give a latency and its milliseconds"),
         (["http://x", "--goodput", "speed:3"], "goodput is 'speed'; it must be one of ttft, itl, tpot, e2e"),
@@ -107,6 +146,7 @@ def test_an_error_in_a_stream_is_the_requests() -> None:
 
 def test_prompts_come_from_rows_of_every_usual_form(tmp_path: Path) -> None:
     rows = [
+        {"messages": [{"role": "user", "content": None}]}, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         {"prompt": "one"}, {"text": "two"}, {"turns": ["three", "x"]}, {"question": "four"}, {"other": 1},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "five"}]},
         {"conversations": [{"from": "human", "value": "six"}, {"from": "gpt", "value": "x"}]},

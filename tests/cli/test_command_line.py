@@ -67,6 +67,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert "pip install 'eyas[serve]'" in result.output
 
 
+def test_a_package_that_is_missed_later_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eyas.bench.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    result = CliRunner().invoke(app, ["bench", "serve", "http://x"])
+    assert result.exit_code == 1
+    assert "needs the package httpx; run: pip install 'eyas[bench]'" in result.output
+
+
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (file := tmp_path / "file.txt").write_text("some text")
     arguments = ["datastore", "build", f"{file}", "--model", "models/demo/target", "--out", f"{file}/folder"]

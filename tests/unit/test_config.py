@@ -6,6 +6,7 @@ import pytest
 
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError
+from eyas.target_limits import check_ranks
 
 VERIFIER = "served_model_name: m\nmodel: t\n"
 ROUTER = "models: [{name: m, tokenizer: t}]\n"
@@ -189,3 +190,8 @@ def test_a_value_out_of_range_is_refused_without_a_file_too() -> None:
 def test_the_wrong_setting_names_its_own_source(tmp_path: Path, text: str, assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(VerifierConfig, written(tmp_path, text), [assignment])
+
+
+def test_heads_that_are_null_are_as_if_left_out() -> None:
+    check_ranks(2, {"num_attention_heads": None, "num_key_value_heads": None})
+    check_ranks(2, {"num_attention_heads": 4, "num_key_value_heads": None})
