@@ -22,11 +22,13 @@ from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.train.config import EvalConfig
-from eyas.train.data import DocumentReader, Windows, prepare
+from eyas.train.data import DocumentReader, Windows, prepare, read_prepared
 from eyas.train.evaluate import Evaluator, heldout_prompts
+from eyas.train.export import write_card
 from eyas.train.features import StoredFeatures, store_features
 from eyas.train.methods import build_online_target, build_source, build_trainer
 from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
+from eyas.train.trainer import Progressed
 from tests.tiny import DEMO, fixed_config
 from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target
@@ -309,6 +311,14 @@ def test_evaluation_finds_the_tau_of_serving(temperature: float, folder: Path) -
     emitted, steps = (sum(getattr(own, name) for own in stats) for name in ("num_emitted", "num_verify_steps"))
     assert found.tau[temperature] == pytest.approx(emitted / steps)
     assert found.mean_tau == fmean(found.tau.values())
+
+
+@pytest.mark.parametrize(("share", "words"), [(1.0, "of 6 tokens)"), (0.25, "of 6 tokens, 25.0 % of these written)")])
+def test_a_card_says_how_much_the_target_wrote(share: float, words: str, folder: Path, tmp_path: Path) -> None:
+    config = settings(folder, str(folder / "target"), out=str(tmp_path))
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "tau_t0": 2.0, "written_share": share}) + "\n")
+    card = write_card(config, read_prepared(folder / "data"), Progressed(step=4, best_step=4), 100)
+    assert words in card.read_text()
 
 
 def test_a_run_that_continues_measures_along_the_same_text(folder: Path) -> None:
