@@ -129,6 +129,8 @@ class Clock:
     def __init__(self, evaluation_s: float) -> None:
         self.now, self._evaluation_s = 0.0, evaluation_s
         self.limits: list[float] = []
+        self.written: dict[float, int] = {}
+        self.written_share = 1.0
 
     def monotonic(self) -> float:
         self.now += 1.0
