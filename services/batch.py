@@ -21,8 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eyas import options
 from eyas.errors import ConfigError, Unavailable
 from eyas.services.cluster import free_port, running_cluster
-from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan, wait_until_ready
-from eyas.tokenizer import check_source
+from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan_of_options, wait_until_ready
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TRIES = 6
@@ -92,25 +91,14 @@ def run_batch(
 
 @contextmanager
 def _server(console: Console, url: str, model: str, context: typer.Context) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The URL of the server that answers, and what raises Unavailable if its processes ended.
+    """Yield the URL of the server that answers, and a function that raises Unavailable if its processes ended.
 
     A model is served in the body's time.
     """
     if url:
         yield url.rstrip("/").removesuffix("/v1"), lambda: None
         return
-    check_source(model)
-    given = context.params
-    names = given["served_model_name"] or [model]
-    services = plan(
-        model,
-        given["draft_model"],
-        given["method"],
-        names,
-        options.service_settings(given),
-        options.overrides(context),
-    )
-    with running_cluster(services, free_port()) as cluster:
+    with running_cluster(plan_of_options(context), free_port()) as cluster:
         wait_until_ready(console, cluster)
         yield cluster.http, cluster.check
 
@@ -211,7 +199,7 @@ class BatchRequest:
 
 @dataclass
 class BatchCounts:
-    """How many requests have a response, and how many failed."""
+    """Counts of the requests that have a response, and of failed ones."""
 
     num_done: int = 0
     num_failed: int = 0

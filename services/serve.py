@@ -126,16 +126,21 @@ def serve(
 def _planned_services(context: typer.Context) -> list[ServiceSettings]:
     """Return the services that the options of `eyas serve` ask for. Raises ConfigError for options that do not fit."""
     given = context.params
-    for source in filter(None, (given["model"], given["draft_model"])):
-        check_source(source)
-    settings, assignments = options.service_settings(given), options.overrides(context)
-    if model := given["model"]:
-        names = given["served_model_name"] or [model]
-        services = plan(model, given["draft_model"], given["method"], names, settings, assignments)
-    else:
-        services = assign(_demo_services(context), assignments)
+    services = plan_of_options(context) if given["model"] else assign(_demo_services(context), options.overrides(context))
     services = with_kills(services, given["host"]) if given["demo"] else services
     return with_keys(services, given["api_key"] or ())
+
+
+def plan_of_options(context: typer.Context) -> list[ServiceSettings]:
+    """Return the services that serve the MODEL of a command with the options of `eyas serve`. Raises ConfigError."""
+    given = context.params
+    model = given["model"]
+    draft_model = given["draft_model"]
+    for source in filter(None, (model, draft_model)):
+        check_source(source)
+    names = given["served_model_name"] or [model]
+    settings = options.service_settings(given)
+    return plan(model, draft_model, given["method"], names, settings, options.overrides(context))
 
 
 def _demo_services(context: typer.Context) -> list[ServiceSettings]:
