@@ -203,7 +203,7 @@ class DemoComparison:
 
     @property
     def is_different(self) -> bool:
-        """Whether the speeds of the modes differ by more than passes of the same mode do."""
+        """True if the speeds of the modes differ by more than passes of the same mode do."""
         return abs(self.speedup - 1) > self.noise
 
     @property

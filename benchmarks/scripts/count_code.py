@@ -35,7 +35,7 @@ def public_classes(tree: ast.Module) -> list[str]:
 
 
 def is_parallel(first: ast.expr, other: ast.expr) -> bool:
-    """Whether two values of a tuple assignment are of one kind: calls of one function, entries of one object, two names."""
+    """Return whether two values of a tuple assignment are of one kind: calls of a function, entries of an object, names."""
     match first, other:
         case ast.Call(), ast.Call():
             return _function(first) == _function(other)

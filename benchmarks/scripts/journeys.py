@@ -63,7 +63,7 @@ class Journey:
 
     @property
     def files(self) -> dict[str, int]:
-        """How many of them each file has, in the order of the first calls."""
+        """The number of functions in each file, in the order of the first calls."""
         return dict(Counter(file for file, _ in self.crossed))
 
 

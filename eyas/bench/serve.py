@@ -44,7 +44,7 @@ ODD_ANSWERS = (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, Ty
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """What `eyas bench serve` sends, and how.
+    """Settings of `eyas bench serve`.
 
     Attributes:
         request_rate: requests a second, with random gaps; 0 sends each one as soon as `concurrency` allows.
@@ -113,7 +113,7 @@ def read_goodput(texts: Sequence[str]) -> dict[Latency, float]:
 
 @dataclass
 class RequestTimes:
-    """What a client saw of one request. Times are seconds of one clock.
+    """Times and counts of one request, as a client saw it. Times are seconds of one clock.
 
     chunks: when each one with text came. num_output_tokens: by the server's count, or else that of the chunks.
     accepted, rejected: drafted tokens, if the server says so. num_steps, num_step_tokens: verify steps and their tokens.
@@ -132,7 +132,7 @@ class RequestTimes:
 
     @property
     def is_answered(self) -> bool:
-        """Whether text came, and no error."""
+        """True if text came, and no error."""
         return bool(self.chunks) and not self.error
 
     def latencies(self) -> dict[Latency, float]:

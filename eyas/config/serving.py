@@ -316,7 +316,7 @@ class VerifierConfig(WorkerConfig):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the method's drafter runs in the verifier."""
+        """True if the method's drafter runs in the verifier."""
         return self.draft_placement == "auto" and not set(self.method.split("+")) - LOOKUPS
 
 

@@ -1,4 +1,4 @@
-"""What a long command is doing: a line that rewrites itself on a terminal, elsewhere a line every few seconds."""
+"""Progress of a long command: a line that rewrites itself on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ClientJob:
 
     @property
     def is_node(self) -> bool:
-        """Whether its packages come from npm."""
+        """True if its packages come from npm."""
         return self.job.endswith(".mjs")
 
     def program(self, environment: Path) -> list[str]:

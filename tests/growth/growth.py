@@ -97,7 +97,7 @@ def growth(reader: Reader, shape: str) -> Growth:
 
 
 def is_too_slow(reader: Reader, found: Growth) -> bool:
-    """Whether the work grows faster than n log n, or keeps the event loop too long."""
+    """Return whether the work grows faster than n log n, or keeps the event loop too long."""
     return found.exponent >= MAX_EXPONENT or (reader.on_loop and found.seconds[-1] >= LOOP_SECONDS)
 
 

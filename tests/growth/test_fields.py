@@ -1,4 +1,4 @@
-"""What reads the names of fields and the paths of requests grows no faster than n log n."""
+"""The work of reading names of fields and paths of requests grows no faster than n log n."""
 
 from __future__ import annotations
 

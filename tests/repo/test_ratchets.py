@@ -1,4 +1,4 @@
-"""What may only fall: lines of packages, tuple assignments of unrelated things, and what two journeys cross."""
+"""Counts that may only fall: lines of packages, tuple assignments of unrelated things, and what two journeys cross."""
 
 import tomllib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ WRITTEN = tomllib.loads((ROOT / "tests" / "repo" / "ratchets.toml").read_text(en
 
 
 def is_kept(count: int, most: int, slack: int) -> bool:
-    """Whether a count is not above what is written down, and not so far below that this is out of date."""
+    """Return whether a count is not above what is written down, and not so far below that this is out of date."""
     return most - slack <= count <= most
 
 

@@ -429,7 +429,7 @@ def test_a_schema_cannot_bring_whitespace_along(tokenizer: Tokenizer, compiler: 
 
 
 def follows(matcher: Matcher, text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a text of single characters is whole in a grammar."""
+    """Return whether a text of single characters is whole in a grammar."""
     pieces = [tokenizer.encode_rendered(character) for character in text]
     return all(matcher.consume(piece) == len(piece) for piece in pieces) and matcher.is_accepting
 

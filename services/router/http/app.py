@@ -383,7 +383,7 @@ class GenerationEndpoints:
     async def _around(
         self, body: CompletionBody, info: ModelInfo, request: Request, calls: Sequence[GenerateCall]
     ) -> list[GenerateCall]:
-        """Return the calls with prompts that have the suffix behind the output."""
+        """Return the calls with prompts that have the suffix after the output."""
         tokenizer, caller = self.service.tokenizer(info.name), request.state.caller
         format_ = middle_format(tokenizer, info.name)
         suffix = await self.service.encode(info, body.suffix, caller, is_inside=True)

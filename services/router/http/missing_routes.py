@@ -1,4 +1,4 @@
-"""What to call instead of a path that does not exist: of OpenAI's and other servers' APIs, or misspelt.
+"""Paths that do not exist, of OpenAI's and other servers' APIs or misspelt, and the ones to call instead.
 
 To add one, add the beginning of its path to `_INSTEAD`.
 """
