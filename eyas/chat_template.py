@@ -10,33 +10,27 @@ import json
 import logging
 import re
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eyas.chat_output import ChatFormat, detect_format
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.file_values import named_texts, shown
+from eyas.template_sandbox import BoundedSandbox, CostlyTemplate, try_templates
 from eyas.tokenizer import fetch_file, json_settings, special_token, tokenizer_settings
 
 # Where checkpoints keep templates, besides tokenizer_config.json.
 _FILES = ("chat_template.jinja", "chat_templates/default.jinja")
 _TOOL_FILES = ("additional_chat_templates/tool_use.jinja", "chat_templates/tool_use.jinja")
 _JSON_FILE = "chat_template.json"
-
-# Processor time of one rendering, and characters of its text. A body of 16 MiB, shown whole, is far below both.
-MAX_RENDER_SECONDS = 5.0
-MAX_RENDERED_LENGTH = 2**26
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -62,16 +56,22 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._has_thinking_parts = bool(_THINKING_PART.search(source + tool_source))
         self._has_documents = bool(re.search(r"\bdocuments\b", source + tool_source))
+        self._sandbox = BoundedSandbox()
         try:
-            self._template = _environment().from_string(source)
-            self._tool_template = _environment().from_string(tool_source) if tool_source else self._template
-        except jinja2.TemplateError as error:
+            self._template = self._sandbox.from_string(source)
+            self._tool_template = self._sandbox.from_string(tool_source) if tool_source else self._template
+        except (jinja2.TemplateError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
             raise ConfigError(
                 f"the chat template of {model} does not compile: {error}; set another chat_template"
             ) from error
 
         self._part_roles = frozenset[str]()
-        self._find_part_roles()
+        try:
+            self._find_part_roles()
+        except CostlyTemplate as error:
+            raise ConfigError(
+                f"the chat template of {model} fails on a short chat: {error}; set another chat_template"
+            ) from error
 
     def render(
         self,
@@ -108,7 +108,7 @@ class ChatTemplate:
         messages = [self._with_parts(message) for message in messages]
         try:
             template = self._tool_template if variables["tools"] else self._template
-            text = "".join(_within_limits(template.generate(variables | {"messages": messages})))
+            text = self._sandbox.rendered(template, variables | {"messages": messages})
             text.encode()
         except InvalidRequest:
             raise
@@ -214,6 +214,8 @@ class ChatTemplate:
         has_calls = any("tool_calls" in message for message in messages)
         try:
             return _PROBE in self._text(messages, {"tools": [_PROBE_TOOL] if has_calls else None})
+        except CostlyTemplate:
+            raise
         except InvalidRequest:
             return None
 
@@ -382,7 +384,9 @@ def load_template(model: ServedModel) -> ChatTemplate | None:
         return None
     form = _format(model, source + tool_source)
     name = f"{model.name} in {model.chat_template or model.tokenizer}"
-    return ChatTemplate(source, special_tokens(model.tokenizer), name, tool_source, form)
+    tokens = special_tokens(model.tokenizer)
+    try_templates([source, *filter(None, [tool_source])], tokens, name)
+    return ChatTemplate(source, tokens, name, tool_source, form)
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
@@ -424,19 +428,6 @@ def _cut_at(text: str, mark: str, content: str) -> str:
     return cut if after.startswith(_AFTER_MARK) or not own else cut.removesuffix(content[len(own) :])
 
 
-def _within_limits(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield the pieces of a text that is rendered. Raises InvalidRequest for too long a text, or too much work."""
-    until, length = time.thread_time() + MAX_RENDER_SECONDS, 0
-    for piece in pieces:
-        length += len(piece)
-        if length > MAX_RENDERED_LENGTH:
-            reason = f"the chat is rendered to more than {MAX_RENDERED_LENGTH} characters; shorten it"
-            raise InvalidRequest(reason, "messages")
-        if time.thread_time() > until:
-            raise InvalidRequest(f"the chat takes more than {MAX_RENDER_SECONDS:g} s to render; shorten it", "messages")
-        yield piece
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -466,28 +457,3 @@ def _named(value: object) -> dict[str, str]:
     """Return templates by name; a single one is the default."""
     named = {name: text for name, text in named_texts(value).items() if text and isinstance(text, str)}
     return named if "default" in named or len(named) != 1 else {"default": next(iter(named.values()))}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = time.strftime
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """Renders the body of {% generation %} unchanged; the tag marks the assistant's text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the statements up to {% endgeneration %}."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

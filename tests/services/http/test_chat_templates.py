@@ -335,6 +335,44 @@ def test_rendering_is_bounded() -> None:
         text_of(long, *[{"role": "user", "content": "x" * 2**14}] * 70)
 
 
+ENDLESS = {
+    "loops": "{% set turns = range(99999) %}{% for i in turns %}{% for j in turns %}{% endfor %}{% endfor %}",
+    "macros": "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(99) }}",
+    "recursive loop": "{% for i in [1] recursive %}{{ loop([1, 1]) if loop.depth < 60 }}{% endfor %}",
+    "squares": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "power": "{% set ns = namespace(x=9) %}{{ ns.x ** (9 ** 9) }}",
+    "text": "{{ 'a' * 10 ** 12 }}",
+    "list": "{{ 10 ** 12 * [1] }}",
+}
+
+
+@pytest.mark.parametrize("shape", ENDLESS)
+def test_endless_templates_are_stopped(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.template_sandbox.MAX_RENDER_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match="the chat template of m fails on a short chat"):
+        ChatTemplate(ENDLESS[shape], SPECIAL, "m")
+    later = ChatTemplate(f"{{% if messages | length > 4 %}}{ENDLESS[shape]}{{% endif %}}x", SPECIAL, "m")
+    assert later.render([USER], {}) == "x"
+    with pytest.raises(InvalidRequest, match=r"takes more than|a value of a size"):
+        later.render([USER] * 5, {})
+
+
+@pytest.mark.parametrize("source", ["{{ '%99999999999d' % 1 }}", "{{ 'a' | center(10 ** 12) }}"])
+def test_a_template_that_takes_all_memory_ends_a_child_only(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=r"template\.jinja takes too much time or memory"):
+        load_template(ServedModel("m", DEMO, chat_template=str(file)))
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 9999, "{% if 1 %}" * 3000 + "{% endif %}" * 3000, "{{ " + "9" * 5000 + " }}"]
+)
+def test_templates_beyond_a_parsers_limits_do_not_compile(source: str) -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        ChatTemplate(source, SPECIAL, "m")
+
+
 def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> None:
     shutil.copy(f"{DEMO}/tokenizer.json", tmp_path)
     model = ServedModel("m", str(tmp_path))
