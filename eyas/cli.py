@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from eyas import __version__
-from eyas.errors import EyasError
+from eyas.errors import EyasError, MissingPackage
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def _exit_without(error: ModuleNotFoundError, name: str) -> NoReturn:
     """Say which extra brings the package that a subcommand needs, and exit with status 1. Raises a missing part of Eyas."""
     if (error.name or "eyas").partition(".")[0] == "eyas":
         raise error
-    needs = f"`eyas {name}` needs the package {error.name}; run: pip install 'eyas[{SUBCOMMANDS[name].extra}]'"
-    print(f"error: {needs}", file=sys.stderr)
+    print(f"error: {MissingPackage(f'`eyas {name}`', error.name or '', SUBCOMMANDS[name].extra)}", file=sys.stderr)
     raise typer.Exit(1) from error
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, MissingPackage
 from eyas.text_rows import check_text, text_of, token_ids_of, usable_rows
 
 VERSION = 1
@@ -292,6 +292,6 @@ def _sorted_suffixes(tokens: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.
     try:
         from pydivsufsort import divsufsort
     except ImportError as error:
-        raise ConfigError("building a datastore needs pydivsufsort; install eyas[rest]") from error
+        raise MissingPackage("building a datastore", "pydivsufsort", "rest") from error
     suffixes: npt.NDArray[np.integer] = divsufsort(tokens)
     return suffixes.astype(np.uint32 if len(tokens) <= np.iinfo(np.uint32).max else np.int64)

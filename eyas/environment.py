@@ -15,6 +15,7 @@ import typer
 
 from eyas import __version__
 from eyas.bench.report import checkout_commit, processor_name
+from eyas.errors import install_command
 from eyas.process import has_numba, num_cores
 
 PACKAGES = (
@@ -113,7 +114,7 @@ def _torch_facts() -> dict[str, Any]:
 def _compiled() -> str:
     """Return which of the kernels that numba compiles for this processor are there already."""
     if not has_numba():
-        return "nothing: numba is missing (pip install 'eyas[cpu]')"
+        return f"nothing: numba is missing; run: {install_command('cpu')}"
     own, tag = Path(__file__).parent, f"{sys.version_info.major}{sys.version_info.minor}"
     sources = sorted(file for file in own.glob("*/cpu_*.py") if "numba" in file.read_text(encoding="utf-8"))
     ready = [file for file in sources if any(file.parent.glob(f"__pycache__/{file.stem}.*.py{tag}.nbi"))]

@@ -2,7 +2,8 @@
 
 EyasError
 |- InvalidRequest: UnknownModel, UnknownDrafter, PoisonRequest
-|- ConfigError, CheckpointError, InvalidTree
+|- ConfigError: MissingPackage
+|- CheckpointError, InvalidTree
 |- Overloaded: RateLimited
 |- OutOfMemory
 |- Unavailable: WorkerLost
@@ -12,6 +13,9 @@ EyasError
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = "https://github.com/eyas-project/eyas"
 
 
 class EyasError(Exception):
@@ -40,6 +44,13 @@ class PoisonRequest(InvalidRequest):
 
 class ConfigError(EyasError, ValueError):
     """A configuration that does not validate. It is a ValueError too, so that pydantic adds the location."""
+
+
+class MissingPackage(ConfigError):
+    """A package that one of Eyas's extras would bring. user: what needs it, the beginning of the message."""
+
+    def __init__(self, user: str, package: str, extra: str) -> None:
+        super().__init__(f"{user} needs the package {package}; run: {install_command(extra)}")
 
 
 class CheckpointError(EyasError):
@@ -92,6 +103,14 @@ class PermissionDenied(EyasError):
 
 class RequestFailed(EyasError):
     """A request that died of an internal error; the log has the traceback."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: into the checkout that is running, or else from the repository."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{checkout}[{extra}]'"
+    return f"pip install 'eyas[{extra}] @ git+{REPOSITORY}'"
 
 
 def first_line(message: str) -> str:

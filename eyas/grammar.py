@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from eyas.bounded_calls import BoundedCalls, Call
 from eyas.config.engine import EngineConfig
-from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, first_line
+from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, first_line, install_command
 from eyas.grammar_trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, parser_limits
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import load_tokenizer
@@ -395,7 +395,7 @@ class GrammarCompiler:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            reason = "structured_outputs needs llguidance, which is missing here; pip install 'eyas[structured]'"
+            reason = f"structured_outputs needs llguidance, which is missing here; run: {install_command('structured')}"
             raise InvalidRequest(reason, "structured_outputs") from error
         if not self._eos_ids:
             raise InvalidRequest("the model has no end-of-sequence token, which structured_outputs needs")

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from eyas.errors import install_command
+
 # Microseconds of processor time that the control group may use in a period, or "max"; and the period.
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -59,7 +61,8 @@ def has_numba() -> bool:
     try:
         importlib.import_module("numba")
     except Exception as error:  # with another NumPy than it knows, say: numba raises several kinds
-        log.warning("numba cannot be imported, so the CPU runs without compiled kernels; reinstall eyas[cpu]: %s", error)
+        remedy = f"run: {install_command('cpu')}"
+        log.warning("numba cannot be imported, so the CPU runs without compiled kernels; %s (%s)", remedy, error)
         return False
     return True
 

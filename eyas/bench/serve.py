@@ -17,7 +17,7 @@ import httpx
 
 from eyas.bench.report import Table, number
 from eyas.config.loader import above_zero, at_least, one_of, require
-from eyas.errors import ConfigError, Unavailable
+from eyas.errors import ConfigError, MissingPackage, Unavailable
 
 Endpoint = Literal["completions", "chat"]
 Latency = Literal["ttft", "itl", "tpot", "e2e"]
@@ -367,7 +367,7 @@ def _dataset_rows(name: str) -> Iterator[Any]:
         parts = load_dataset(name, streaming=True)
         yield from parts.get("train") or next(iter(parts.values()))
     except ImportError as error:
-        raise ConfigError("a data set of the hub needs the package datasets; run: pip install 'eyas[train]'") from error
+        raise MissingPackage("a data set of the hub", "datasets", "train") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the data set {name!r}: {error}") from error
 

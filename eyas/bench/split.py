@@ -21,7 +21,7 @@ from eyas.bench.settings import AcceptanceProfile, MethodsSettings
 from eyas.config import DraftAheadConfig
 from eyas.config.device_costs import DeviceCosts, PassKind
 from eyas.config.loader import at_least, one_of, require
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, MissingPackage
 from eyas.models.emulation import PassRecord
 from eyas.request import VerifyStep
 
@@ -463,7 +463,7 @@ def draw(timelines: Sequence[Timeline], paths: Iterable[Path]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the timeline needs matplotlib; install it with: pip install 'eyas[bench]'") from error
+        raise MissingPackage("the timeline", "matplotlib", "bench") from error
     lanes = ("drafter", "wire", "verifier")
     figure = Figure(figsize=(11, 1 + 1.6 * len(timelines)), layout="constrained")
     for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False)[:, 0], timelines, strict=True):

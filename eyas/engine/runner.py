@@ -14,7 +14,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
-from eyas.errors import ConfigError, Unavailable
+from eyas.errors import ConfigError, Unavailable, install_command
 from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.emulation import EmulatedBackend
@@ -164,7 +164,7 @@ class BatchInvariantRunner(ModelRunner):
         if num_threads > 1:
             return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
         if not has_numba():
-            return "there is no numba that can be imported; install eyas[cpu]"
+            return f"there is no numba that can be imported; run: {install_command('cpu')}"
         if self.kv_cache.is_narrow:
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
         if self._rows > self._max_rows:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
+from eyas.errors import install_command
 from eyas.models.cpu import BLOCK_OUTPUTS, MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, CpuLayer, CpuRows, PackedLinear
 from eyas.models.inputs import NOTHING_KEPT, KeptStates, PackedInputs, RowKeys, pack
 from eyas.process import num_cores
@@ -173,7 +174,7 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
     if decoder is None:
         return (
             "kernels of the CPU need device cpu, dtype float32, threads 1 "
-            f"(torch has {torch.get_num_threads()}) and numba (pip install eyas[cpu])"
+            f"(torch has {torch.get_num_threads()}) and numba ({install_command('cpu')})"
         )
     if is_narrow:
         return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"

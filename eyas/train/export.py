@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafters.registry import detect_method
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     DEPTH_KEY,
@@ -264,7 +264,7 @@ def plot(run: Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the plot needs matplotlib; install it with: pip install 'eyas[bench]'") from error
+        raise MissingPackage("the plot", "matplotlib", "bench") from error
     records = read_log(run)
     losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
     figure = Figure(figsize=(8, 6), layout="constrained")

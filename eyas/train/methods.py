@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.errors import ConfigError
+from eyas.errors import MissingPackage
 from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import check_device, resolve_placement
 from eyas.tensors import use_threads
@@ -110,7 +110,7 @@ def _accelerator(config: TrainConfig) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs
         from accelerate.utils import is_tensorboard_available, is_trackio_available
     except ImportError as error:
-        raise ConfigError("training needs accelerate and datasets; install them with: pip install 'eyas[train]'") from error
+        raise MissingPackage("training", "accelerate", "train") from error
     use_threads(config.threads)
     device, _ = resolve_placement(config.device, "auto", config.model)
     check_device("float32", device)

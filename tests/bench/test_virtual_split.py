@@ -78,7 +78,7 @@ def test_a_one_pass_head_pays_once_for_all_levels() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_batch_and_temperature(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'eyas[bench]'")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[bench]'")
     cells = [
         [Cell("eagle3", t, batch, c, 0.03, mode, speedup=speedup) for mode, speedup in (("serial", 3.0), ("local", 4.0))]
         for t in (0.0, 1.0) for batch in (1, 8) for c in (0.03, 0.1)

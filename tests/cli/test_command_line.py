@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from eyas import __version__
 from eyas.cli import SUBCOMMANDS, app
+from eyas.errors import install_command
 
 HEAVY = {"torch", "transformers", "tokenizers", "numpy", "grpc", "google.protobuf", "pydantic", "yaml", "fastapi", "redis"}
 IMPORTED_BY = """
@@ -64,7 +65,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
     result = CliRunner().invoke(app, ["serve", "model"])
     assert result.exit_code == 1
-    assert "pip install 'eyas[serve]'" in result.output
+    assert install_command("serve") in result.output
 
 
 def test_a_package_that_is_missed_later_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_a_package_that_is_missed_later_is_named_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "httpx", None)
     result = CliRunner().invoke(app, ["bench", "serve", "http://x"])
     assert result.exit_code == 1
-    assert "needs the package httpx; run: pip install 'eyas[bench]'" in result.output
+    assert f"needs the package httpx; run: {install_command('bench')}" in result.output
 
 
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

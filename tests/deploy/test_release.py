@@ -1,13 +1,16 @@
 """The release: its workflow runs targets that exist, its notes are the changelog's, and pages install from where Eyas is."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
 from deploy.notes import notes
-from tests.repo.repository import ROOT
+from eyas.cli import SUBCOMMANDS
+from eyas.errors import REPOSITORY, MissingPackage, install_command
+from tests.repo.repository import ROOT, files, name
 
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 CHANGELOG = (
@@ -39,15 +42,25 @@ def test_the_notes_are_the_section_of_a_version() -> None:
         notes("0.4.0", CHANGELOG)
 
 
-def test_no_page_installs_eyas_from_an_index() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    found = {page: re.findall(r"^pip install .*$", page.read_text(), re.MULTILINE) for page in pages}
-    wrong = [
-        line
-        for lines in found.values()
-        for line in lines
-        if re.match(r"pip install '?eyas(\[[\w,]+\])?'?(?! @ git)( |$)", line)
-    ]
-    assert not wrong
-    urls = [Path(page).name for page, lines in found.items() if any("@ git+" in line for line in lines)]
-    assert urls == ["quickstart.md"], "said once"
+def test_no_text_installs_eyas_from_an_index() -> None:
+    own = {ROOT / "eyas" / "errors.py", ROOT / "docs" / "quickstart.md", ROOT / "CHANGELOG.md", Path(__file__)}
+    texts = [path for path in files() if path.suffix in {".md", ".py", ".yaml", ".yml", ".toml", ".sh", ".html", ".txt"}]
+    wrong = re.compile(r"eyas\[|pip install (?:-\w+ )*'?eyas\b")
+    assert not [name(path) for path in texts if path not in own and wrong.search(path.read_text(encoding="utf-8"))]
+    lines = re.findall(r"^pip install .*$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
+    assert lines == ["pip install '.[serve]'", f"pip install 'eyas[serve] @ git+{REPOSITORY}'"]
+
+
+def test_the_command_for_an_extra_names_the_checkout() -> None:
+    assert install_command("bench") == f"pip install -e '{ROOT}[bench]'"
+    assert str(MissingPackage("the chart", "matplotlib", "bench")).endswith(f"matplotlib; run: {install_command('bench')}")
+
+
+def test_every_extra_that_an_error_names_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = "".join(
+        path.read_text(encoding="utf-8") for path in files() if path.suffix == ".py" and ROOT / "eyas" in path.parents
+    )
+    calls = re.findall(r"""(?:install_command\(|MissingPackage\([^()]*, )["'](\w+)["']\)""", code)
+    assert len(calls) >= 10
+    assert {*calls, *(each.extra for each in SUBCOMMANDS.values())} <= extras.keys()

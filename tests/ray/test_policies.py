@@ -7,8 +7,8 @@ import pytest
 
 from eyas.services.ray.autoscaling import DraftUsage, VerifierUsage
 
-config = pytest.importorskip("ray.serve.config", reason="needs Ray: pip install 'eyas[ray]'")
-common = pytest.importorskip("ray.serve._private.common", reason="needs Ray: pip install 'eyas[ray]'")
+config = pytest.importorskip("ray.serve.config", reason="needs Ray: pip install -e '.[ray]'")
+common = pytest.importorskip("ray.serve._private.common", reason="needs Ray: pip install -e '.[ray]'")
 
 SCALING = {"low": 0.5, "target": 0.7, "high": 0.85, "upscale_delay_s": 1.0, "downscale_delay_s": 5.0}
 FULL = VerifierUsage(used_kv_tokens=900, queued_kv_tokens=900, num_kv_tokens=1000, num_requests=4, max_num_seqs=8)

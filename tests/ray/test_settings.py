@@ -22,7 +22,7 @@ def args(file: str = "demo.yaml") -> dict[str, Any]:
 
 @pytest.mark.parametrize("file", [path.name for path in sorted(CONFIGS.glob("*.yaml"))])
 def test_example_configs_parse_for_ray_serve(file: str) -> None:
-    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install 'eyas[ray]'")
+    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install -e '.[ray]'")
     config = read(args(file))
     assert config.draft is not None
     assert (

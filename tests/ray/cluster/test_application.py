@@ -23,7 +23,7 @@ from tests.ray.cluster.traces import PARTS, SERVICES, torn
 from tests.strategies import unchecked
 from tests.telemetry.cluster.collector import Received
 
-pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
+pytest.importorskip("ray.serve", reason="needs Ray: pip install -e '.[ray]'")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
