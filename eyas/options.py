@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
@@ -18,6 +18,11 @@ from eyas.errors import ConfigError
 
 # The settings behind an option of `eyas serve`, each with the service that has it. An option without a value sets nothing.
 SERVICE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("verifier.model", "draft.model", "router.models.0.tokenizer"),
+    "draft_model": ("verifier.draft_model", "draft.draft_model"),
+    "method": ("verifier.method", "draft.method"),
+    "served_model_name": ("verifier.served_model_name", "draft.served_model_name", "router.models.0.name"),
+    "aliases": ("router.models.0.aliases",),  # all but the first of --served-model-name
     "dtype": ("verifier.dtype", "draft.dtype"),
     "device": ("verifier.device", "draft.device"),
     "num_draft_tokens": ("verifier.tree.num_draft_tokens", "draft.tree.num_draft_tokens"),
@@ -47,30 +52,58 @@ FILE_SETTINGS = "eyas.options.file_settings"
 SECTIONS = ("router", "verifier", "draft")
 
 
+class Setting(NamedTuple):
+    """A setting of a service, as service.key=value. is_option: an option stands for it, whether or not the service runs."""
+
+    text: str
+    is_option: bool = False
+
+    @property
+    def service(self) -> str:
+        """The name of the service."""
+        return self.text.partition(".")[0]
+
+
 def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `LLM` that a command's options name."""
     return {name: options[name] for name in LLM_ARGUMENTS if options.get(name) not in (None, "")}
 
 
-def service_settings(options: Mapping[str, Any]) -> list[str]:
-    """Return the settings that the options of `eyas serve` stand for, as service.key=value."""
-    named = [(key, options.get(name)) for name, keys in SERVICE_KEYS.items() for key in keys]
-    return [f"{key}={json.dumps(value)}" for key, value in named if value not in (None, "")]
+def service_settings(options: Mapping[str, Any]) -> list[Setting]:
+    """Return the settings that the options of `eyas serve` stand for."""
+    name, *aliases = options.get("served_model_name") or [None]
+    values = {**options, "served_model_name": name, "aliases": aliases if name else None}
+    named = [(key, values.get(option)) for option, keys in SERVICE_KEYS.items() for key in keys]
+    return [Setting(f"{key}={json.dumps(value)}", is_option=True) for key, value in named if value not in (None, "")]
 
 
-def overrides(context: typer.Context) -> list[str]:
-    """Return the settings that go before `service_settings`, later ones first: of the file of options, then of --set.
+def asked_settings(context: typer.Context) -> list[Setting]:
+    """Return the settings that a command asks for; of equal keys, the last counts.
 
-    An option on the command line, or in the environment, goes before the file's setting of the same key.
+    Defaults of options come first, then the sections of the file, then options that somebody gave, then --set. So an option
+    goes before a section that a file sets as a whole.
     """
-    keys = {**SERVICE_KEYS, **{name: (f"verifier.{name}", f"draft.{name}") for name in ("draft_model", "method")}}
-    sources = {name: context.get_parameter_source(name) for name in keys}
-    is_given = {
-        name: source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT") for name, source in sources.items()
-    }
-    given = {key for name, own in keys.items() if is_given[name] for key in own}
-    settings = [each for each in context.meta.get(FILE_SETTINGS, ()) if each.partition("=")[0] not in given]
-    return [*settings, *(context.params["assignments"] or ())]
+    given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+    return [*service_settings(context.params), *_file_settings(context), *service_settings(given), *_set_settings(context)]
+
+
+def direct_settings(context: typer.Context) -> list[Setting]:
+    """Return the settings that a command asks for by the names of services: those of the file, then --set."""
+    return [*_file_settings(context), *_set_settings(context)]
+
+
+def _file_settings(context: typer.Context) -> list[Setting]:
+    return list(map(Setting, context.meta.get(FILE_SETTINGS, ())))
+
+
+def _set_settings(context: typer.Context) -> list[Setting]:
+    return list(map(Setting, context.params["assignments"] or ()))
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the value of a parameter is from the command line, the environment or the file of options."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
 
 
 def read_options(context: typer.Context, file: Path | None) -> Path | None:
@@ -82,7 +115,7 @@ def read_options(context: typer.Context, file: Path | None) -> Path | None:
     """
     if file is None:
         return None
-    from eyas.config.loader import read_yaml
+    from eyas.config.loader import read_yaml, require
 
     repeatable = {param.name or "": getattr(param, "multiple", False) for param in context.command.params}
     known = repeatable.keys() - {"config", "help"}
@@ -92,7 +125,8 @@ def read_options(context: typer.Context, file: Path | None) -> Path | None:
     for key, value in read_yaml(file).items():
         name = "assignments" if key == "set" else str(key).replace("-", "_")
         if name in sections:
-            settings.extend(_assignments(name, value))
+            require(isinstance(value, dict | None), f"{file}: {key} is {value!r}; it must hold settings of this service")
+            settings.extend(_assignments(name, value or {}))
         elif name not in known:
             near = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.0)[0].replace("_", "-")
             raise ConfigError(f"{file}: {context.info_name} has no option {key}; did you mean {near}?")
@@ -105,8 +139,8 @@ def read_options(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _assignments(path: str, value: Any) -> Iterator[str]:
-    """Yield nested settings as assignments of one key each."""
-    if isinstance(value, dict) and value:
+    """Yield nested settings as assignments of one key each. An empty mapping sets nothing."""
+    if isinstance(value, dict):
         for key, inner in value.items():
             yield from _assignments(f"{path}.{key}", inner)
     else:

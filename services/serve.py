@@ -22,6 +22,7 @@ from eyas.config import VerifierConfig
 from eyas.config.drafting import NO_DRAFTS
 from eyas.config.loader import MAX_PORT
 from eyas.errors import ConfigError, EyasError
+from eyas.options import Setting
 from eyas.process import PHASE_PREFIX, num_cores
 from eyas.services.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
 from eyas.services.demo import ROOT, demo_services, ignore_kills, kill_drafter_on_signal, warm_up, with_kills
@@ -126,7 +127,7 @@ def serve(
 def _planned_services(context: typer.Context) -> list[ServiceSettings]:
     """Return the services that the options of `eyas serve` ask for. Raises ConfigError for options that do not fit."""
     given = context.params
-    services = plan_of_options(context) if given["model"] else assign(_demo_services(context), options.overrides(context))
+    services = plan_of_options(context) if given["model"] else _demo_services(context)
     services = with_kills(services, given["host"]) if given["demo"] else services
     return with_keys(services, given["api_key"] or ())
 
@@ -138,9 +139,7 @@ def plan_of_options(context: typer.Context) -> list[ServiceSettings]:
     draft_model = given["draft_model"]
     for source in filter(None, (model, draft_model)):
         check_source(source)
-    names = given["served_model_name"] or [model]
-    settings = options.service_settings(given)
-    return plan(model, draft_model, given["method"], names, settings, options.overrides(context))
+    return plan(model, draft_model, given["method"], given["served_model_name"] or (), options.asked_settings(context))
 
 
 def _demo_services(context: typer.Context) -> list[ServiceSettings]:
@@ -155,7 +154,7 @@ def _demo_services(context: typer.Context) -> list[ServiceSettings]:
                 f"{option} needs a MODEL: --demo alone serves the demo model with its best settings; "
                 "name a MODEL, or change one setting with --set"
             )
-    return demo_services()
+    return assign(demo_services(), [each.text for each in options.direct_settings(context)])
 
 
 def _check_ports(port: int, grpc_port: int) -> None:
@@ -172,18 +171,16 @@ def plan(
     draft_model: str = "",
     method: str = "",
     names: Sequence[str] = (),
-    settings: Sequence[str] = (),
-    assignments: Sequence[str] = (),
+    settings: Sequence[Setting] = (),
 ) -> list[ServiceSettings]:
     """Return the services that serve a model, with their settings.
 
     There is a draft service if there is a method or a draft model, and the verifier does not draft itself. On the CPU,
     verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
 
-    names: of the model in requests; the first one is in responses. settings: service.key=value, of services that may not
-    be started. assignments: the same, which override them and must be of services that are.
+    names: of the model in requests; the first one is in responses. settings: later ones win.
 
-    Raises ConfigError for settings that are not valid.
+    Raises ConfigError for settings that are not valid, or of a service that is not started.
     """
     name, *aliases = names or [model]
     method = method or ("" if draft_model else NO_DRAFTS)
@@ -194,19 +191,20 @@ def plan(
         ServiceSettings("verifier", assignments=worker),
         ServiceSettings("router", assignments=(_assignment("models", [served]),)),
     ]
-    if _needs_draft_service(services[0], [*settings, *assignments]):
+    if _needs_draft_service(services[0], settings):
         services.insert(0, ServiceSettings("draft", assignments=worker))
-        device = next((each for each in settings if each.startswith("draft.device=")), "")
+        device = next((each.text for each in reversed(settings) if each.text.startswith("draft.device=")), "")
         if "cuda" not in device and "OMP_NUM_THREADS" not in os.environ:
             draft_threads, verifier_threads = share_cores(num_cores())
-            settings = [f"draft.threads={draft_threads}", f"verifier.threads={verifier_threads}", *settings]
+            shares = (f"draft.threads={draft_threads}", f"verifier.threads={verifier_threads}")
+            settings = [*map(Setting, shares), *settings]
     started = {service.name for service in services}
-    return assign(services, [*(each for each in settings if each.partition(".")[0] in started), *assignments])
+    return assign(services, [each.text for each in settings if each.service in started or not each.is_option])
 
 
-def _needs_draft_service(verifier: ServiceSettings, settings: Sequence[str]) -> bool:
+def _needs_draft_service(verifier: ServiceSettings, settings: Sequence[Setting]) -> bool:
     """Return whether a verifier, with those of the settings that are its own, takes drafts from a draft service."""
-    (verifier,) = assign([verifier], [each for each in settings if each.startswith("verifier.")])
+    (verifier,) = assign([verifier], [each.text for each in settings if each.service == "verifier"])
     config = verifier.load()
     assert isinstance(config, VerifierConfig)
     return config.method != NO_DRAFTS and not config.drafts_itself

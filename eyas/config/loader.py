@@ -112,8 +112,10 @@ def _assign(data: Any, assignment: str) -> None:
     for parent in parents:
         if isinstance(data, list) and parent.isdigit() and int(parent) < len(data):
             data = data[int(parent)]
-        else:
-            data = data.setdefault(parent, {}) if isinstance(data, dict) else data
+        elif isinstance(data, dict):
+            if data.get(parent) is None:  # an empty section of YAML
+                data[parent] = {}
+            data = data[parent]
         if not isinstance(data, dict | list):
             raise ConfigError(f"--set {assignment!r}: {parent} is a value, not a group of settings")
     if not isinstance(data, dict):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.cli import SUBCOMMANDS, app, load_command
-from eyas.options import FILE_SETTINGS, LLM_ARGUMENTS, llm_arguments, overrides, read_options
+from eyas.options import FILE_SETTINGS, LLM_ARGUMENTS, asked_settings, llm_arguments, read_options
 
 # Help of fewer words say nothing that the option's name does not.
 MIN_WORDS = 4
@@ -52,15 +52,17 @@ def test_a_file_sets_options_and_settings_of_services(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["verifier.engine.max_num_seqs=4"]),
-        (["--set", "router.a=1"], ["verifier.engine.max_num_seqs=4", "router.a=1"]),
-        (["--max-num-seqs", "7", "--set", "router.a=1"], ["router.a=1"]),
+        ([], 4),
+        (["--set", "verifier.engine.max_num_seqs=5"], 5),
+        (["--max-num-seqs", "7"], 7),
+        (["--max-num-seqs", "7", "--set", "verifier.engine.max_num_seqs=5"], 5),
     ],
 )
-def test_settings_of_a_file_stay_with_options(words: list[str], expected: list[str], tmp_path: Path) -> None:
+def test_the_command_line_goes_before_sections(words: list[str], expected: int, tmp_path: Path) -> None:
     (file := tmp_path / "options.yaml").write_text("verifier: {engine: {max_num_seqs: 4}}\nserved-model-name: one\n")
     with load_command("serve").make_context("serve", ["m", "--config", str(file), *words]) as context:
-        assert overrides(context) == expected
+        settings = [each.text for each in asked_settings(context)]
+        assert [each for each in settings if each.startswith("verifier.engine.max_num_seqs=")][-1].endswith(f"={expected}")
         assert context.params["served_model_name"] == ["one"]
 
 
@@ -82,6 +84,7 @@ def test_the_command_line_goes_before_a_file(tmp_path: Path) -> None:
         ("a: [", "cannot read config"),
         ("verifier: {engine: {max_num_sqs: 1}}", "did you mean engine.max_num_seqs?"),
         ("port: many", "parse string as an integer"),
+        ("verifier: 5", "verifier is 5; it must hold settings of this service"),
     ],
 )
 def test_mistakes_in_a_file_of_options_are_named(text: str, reason: str, tmp_path: Path) -> None:

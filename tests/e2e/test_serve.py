@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from eyas import SamplingParams
 from eyas.cli import app
 from eyas.errors import ConfigError, Unavailable
-from eyas.options import SERVICE_KEYS, service_settings
+from eyas.options import service_settings
 from eyas.services import cluster
 from eyas.services.cluster import assign, free_port
 from eyas.services.serve import plan, share_cores, with_keys
@@ -34,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
 TARGET = str(DEMO / "target")
 PROMPT = "x = 1\nx = 1\nx = 1\n"  # prompt lookup finds its end again
-PLACED = "verifier.draft_placement=service"
 READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
@@ -316,32 +315,6 @@ def test_a_method_decides_what_is_started(draft_model: str, method: str, names: 
         assert f'method="{verifier_method}"' in service.assignments
         assert "tree.num_steps=3" in service.assignments
         assert service.load()
-
-
-def test_lookups_run_in_a_service_if_asked() -> None:
-    for asked in ({"settings": service_settings({"draft_placement": "service"})}, {"assignments": [PLACED]}):
-        services = plan("model", "", "suffix", **asked)
-        assert [service.name for service in services] == ["draft", "verifier", "router"]
-
-
-def test_every_option_of_serve_sets_a_key_that_exists() -> None:
-    values = {
-        "dtype": "float32", "device": "cpu", "num_draft_tokens": 9, "num_steps": 3, "top_k": 2, "draft_placement": "service",
-        "validate_head": "never", "generation_config": "none", "max_model_len": 99, "max_num_seqs": 7,
-        "gpu_memory_utilization": 0.5, "tensor_parallel_size": 2, "quantization": "awq", "chat_template": "file",
-        "tool_call_parser": "none", "reasoning_parser": "none", "special_tokens_in_content": "text",
-    }  # fmt: skip
-    assert values.keys() == SERVICE_KEYS.keys()
-    services = {each.name: each.load() for each in plan("model", "", "suffix", ["a", "b"], service_settings(values))}
-    for option, keys in SERVICE_KEYS.items():
-        for key in keys:
-            service, *path = key.split(".")
-            found: object = services[service]
-            for name in path:
-                found = found[int(name)] if name.isdigit() else getattr(found, name)  # type: ignore[index]
-            assert found == values[option], key
-    (served,) = services["router"].models  # type: ignore[union-attr]
-    assert (served.name, served.aliases) == ("a", ("b",))
 
 
 def test_keys_reach_the_router_by_its_environment_alone() -> None:

@@ -1,0 +1,148 @@
+"""The services that the options of `eyas serve` and `eyas run-batch` ask for, and which of two settings counts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.cli import load_command
+from eyas.options import SERVICE_KEYS, Setting, asked_settings, service_settings
+from eyas.services.serve import plan
+
+# What each option is given, and what a file of options gives the same keys.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "model": ("model", "other"),
+    "draft_model": ("head", "other"),
+    "method": ("medusa", "eagle3"),
+    "served_model_name": (["one", "two"], "other"),
+    "dtype": ("float32", "bfloat16"),
+    "device": ("cpu", "cuda"),
+    "num_draft_tokens": (9, 8),
+    "num_steps": (3, 2),
+    "top_k": (2, 1),
+    "draft_placement": ("service", "auto"),
+    "validate_head": ("never", "auto"),
+    "generation_config": ("none", "auto"),
+    "max_model_len": (99, 98),
+    "max_num_seqs": (7, 6),
+    "gpu_memory_utilization": (0.5, 0.4),
+    "tensor_parallel_size": (2, 1),
+    "quantization": ("awq", "fp8"),
+    "chat_template": ("file", "other"),
+    "tool_call_parser": ("none", "auto"),
+    "reasoning_parser": ("none", "auto"),
+    "special_tokens_in_content": ("text", "token"),
+}
+OPTIONS = sorted(SERVICE_KEYS.keys() - {"aliases"})
+
+
+def expected(option: str, key: str) -> Any:
+    """The value of a key when its option is given."""
+    value = VALUES[option][0]
+    return value[0] if option == "served_model_name" else value
+
+
+def sections() -> dict[str, Any]:
+    """The file's values of all keys, as sections of services."""
+    found: dict[str, Any] = {"verifier": {}, "draft": {}, "router": {"models": [{"aliases": ["alias"]}]}}
+    for option in OPTIONS:
+        for key in SERVICE_KEYS[option]:
+            *parents, name = key.split(".")
+            place: Any = found
+            for parent in parents:
+                place = place[int(parent)] if parent.isdigit() else place.setdefault(parent, {})
+            place[name] = VALUES[option][1]
+    return found
+
+
+FORMS = {
+    "sections": sections(),
+    "assignments": {
+        "set": [f"{name}.{key}={json.dumps(value)}" for name, s in sections().items() for key, value in s.items()]
+    },
+}
+
+
+def words(option: str) -> list[str]:
+    """The words that give an option its value."""
+    value = VALUES[option][0]
+    flag = f"--{option.replace('_', '-')}"
+    return [word for each in (value if isinstance(value, list) else [value]) for word in (flag, str(each))]
+
+
+def planned(command: str, arguments: list[str]) -> dict[str, Any]:
+    """The configs of the services that a command starts, by name."""
+    with load_command(command).make_context(command, arguments) as context:
+        given = context.params
+        services = plan(given["model"], "head", "", given["served_model_name"] or (), asked_settings(context))
+    return {service.name: service.load() for service in services}
+
+
+def value_of(configs: dict[str, Any], key: str) -> Any:
+    """The value of a key such as router.models.0.name."""
+    service, *path = key.split(".")
+    found = configs[service]
+    for name in path:
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return found
+
+
+def test_every_option_of_a_service_has_a_value_here() -> None:
+    assert VALUES.keys() == set(OPTIONS)
+    assert all(first != second for first, second in VALUES.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "model"])
+def test_an_option_goes_before_whole_sections_of_a_file(option: str, form: str, tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text(json.dumps(FORMS[form]))
+    configs = planned("serve", ["model", "--config", str(file), *words(option)])
+    for name in OPTIONS:
+        for key in SERVICE_KEYS[name]:
+            wanted = expected(name, key) if name in (option, "model") else VALUES[name][1]
+            assert value_of(configs, key) == wanted, key
+    aliases = ("two",) if option == "served_model_name" else ("alias",)
+    assert value_of(configs, "router.models.0.aliases") == aliases
+
+
+@pytest.mark.parametrize("command", ["serve", "run-batch"])
+def test_options_of_a_file_go_before_its_sections(command: str, tmp_path: Path) -> None:
+    known = {param.name for param in load_command(command).params}
+    options = {name: VALUES[name][0] for name in OPTIONS if name in known}
+    (file := tmp_path / "options.yaml").write_text(json.dumps({**sections(), **options}))
+    configs = planned(
+        command, ["model", "--config", str(file)] if command == "serve" else ["f.jsonl", "--config", str(file)]
+    )
+    for name in options:
+        for key in SERVICE_KEYS[name]:
+            assert value_of(configs, key) == expected(name, key), key
+
+
+def test_set_has_the_last_word(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("verifier: {threads: 2}\n")
+    arguments = [
+        "model",
+        "--config",
+        str(file),
+        "--top-k",
+        "3",
+        "--set",
+        "draft.tree.top_k=4",
+        "--set",
+        "verifier.threads=1",
+    ]
+    configs = planned("serve", arguments)
+    assert (configs["verifier"].tree.top_k, configs["draft"].tree.top_k, configs["verifier"].threads) == (3, 4, 1)
+
+
+def test_empty_sections_of_a_file_set_nothing(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("router:\nverifier: {engine: , tree: {}}\n")
+    configs = planned("serve", ["model", "--config", str(file), "--max-num-seqs", "3", "--top-k", "2"])
+    assert (configs["verifier"].engine.max_num_seqs, configs["verifier"].tree.top_k) == (3, 2)
+
+
+def test_lookups_run_in_a_service_if_asked() -> None:
+    for asked in (service_settings({"draft_placement": "service"}), [Setting("verifier.draft_placement=service")]):
+        services = plan("model", "", "suffix", settings=asked)
+        assert [service.name for service in services] == ["draft", "verifier", "router"]
