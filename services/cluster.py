@@ -57,6 +57,14 @@ TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
 SERVICE_PORTS = (10_000, 32_000)
 # Origins of pages that this machine serves.
 OWN_PAGES = [f"{scheme}://{host}:*" for scheme in ("http", "https") for host in ("localhost", "127.0.0.1", "[::1]")]
+# Settings that a cluster chooses, and the options that choose those of a router; empty for none.
+PLACES = {
+    "server.host": "--host",
+    "server.port": "--grpc-port",
+    "http.host": "--host",
+    "http.port": "--port",
+    "registry.url": "",
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,14 @@ class ServiceSettings:
         except (ConfigError, CheckpointError) as error:
             raise type(error)(f"{self.name}: {error}") from error
         return config
+
+    def check_places(self) -> None:
+        """Raise ConfigError for a setting that a cluster chooses: it would have no effect."""
+        for key in (assignment.partition("=")[0] for assignment in self.assignments):
+            if key in PLACES:
+                where = PLACES[key] if self.name == "router" else ""
+                remedy = f"use {where} of the command instead" if where else "leave it out"
+                raise ConfigError(f"{self.name}.{key} has no effect where one command starts all services; {remedy}")
 
     def command(self) -> list[str]:
         """The command line of the service. -P: a file in the working directory cannot hide a module."""
@@ -311,6 +327,8 @@ def running_cluster(
     next start.
     Raises ConfigError and CheckpointError, before anything starts, for what a service would refuse.
     """
+    for service in services:
+        service.check_places()
     configs = [service.validate() for service in services]
     http_port = http_port or free_port()
     environment: dict[str, str] = {}

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from eyas.cli import load_command
+from eyas.errors import ConfigError
 from eyas.options import SERVICE_KEYS, Setting, asked_settings, service_settings
+from eyas.services.cluster import running_cluster
 from eyas.services.serve import plan
 
 # What each option is given, and what a file of options gives the same keys.
@@ -146,3 +148,14 @@ def test_lookups_run_in_a_service_if_asked() -> None:
     for asked in (service_settings({"draft_placement": "service"}), [Setting("verifier.draft_placement=service")]):
         services = plan("model", "", "suffix", settings=asked)
         assert [service.name for service in services] == ["draft", "verifier", "router"]
+
+
+def test_places_that_a_cluster_chooses_are_refused() -> None:
+    for setting, remedy in (
+        ("router.http.port=9", "use --port of the command instead"),
+        ("verifier.server.port=9", "leave it out"),
+        ("router.registry.url=redis://x", "leave it out"),
+    ):
+        services = plan("model", settings=[Setting(setting)])
+        with pytest.raises(ConfigError, match=f"has no effect .*{remedy}"), running_cluster(services, 1):
+            pass
