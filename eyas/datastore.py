@@ -18,11 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from eyas.errors import ConfigError, MissingPackage
+from eyas.progress import Progress, progress
 from eyas.text_rows import check_text, text_of, token_ids_of, usable_rows
 
 VERSION = 1
@@ -160,8 +159,8 @@ def build(
 
     tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus, exclude)
     rejected = Counter[str]()
-    with Progress(console=Console(stderr=True)) as progress:
-        documents = _tokenized(files, corpus, tokenizer, progress, rejected)
+    with progress() as shown:
+        documents = _tokenized(files, corpus, tokenizer, shown, rejected)
         num_tokens = build_datastore(documents, _vocab_size(tokenizer), vocabulary_digest(tokenizer), out)
     print(f"{num_tokens} tokens written to {out}")
     for reason, count in rejected.most_common():
@@ -169,13 +168,13 @@ def build(
 
 
 def _tokenized(
-    files: Sequence[Path], named: Sequence[Path], tokenizer: Tokenizer, progress: Progress, rejected: Counter[str]
+    files: Sequence[Path], named: Sequence[Path], tokenizer: Tokenizer, shown: Progress, rejected: Counter[str]
 ) -> Iterator[list[int]]:
-    task = progress.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
+    shown.show("tokenizing", total=sum(file.stat().st_size for file in files))
     for file in files:
         yield from documents_of(file, file in named, tokenizer, rejected)
-        progress.advance(task, file.stat().st_size)
-    progress.add_task("sorting suffixes", total=None)
+        shown.advance(file.stat().st_size)
+    shown.show("sorting suffixes")
 
 
 def corpus_files(paths: Sequence[Path], exclude: Path | None = None, suffixes: Collection[str] = ()) -> list[Path]:

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
-from rich.console import Console
-from rich.progress import Progress
-
 from eyas.chat_template import ChatTemplate, load_template, special_tokens
 from eyas.config import (
     DraftingConfig,
@@ -39,7 +36,7 @@ from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
-from eyas.process import transient_line
+from eyas.progress import progress
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.tensors import use_threads
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -136,7 +133,8 @@ class LLM:
         name, head = drafts.method, drafts.draft_model
         shape = drafts.tree or TreeConfig()
         fuser = build_fuser(name, head, model, dtype, device)
-        with transient_line(f"loading {model}"), ExitStack() as undo:
+        with progress(waits=True) as shown, ExitStack() as undo:
+            shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
             target = load_model(model, fuser, dtype, device, engine, ranks)
@@ -493,7 +491,6 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Calla
         finally:
             bar.close()
         return
-    is_shown = use_tqdm and sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("generating", total=total)
-        yield lambda is_done: progress.advance(task, is_done)
+    with progress(is_shown=use_tqdm and sys.stderr.isatty()) as shown:
+        shown.show("generating", 0, total)
+        yield shown.advance

@@ -11,8 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,19 +37,6 @@ log = logging.getLogger(__name__)
 def report_phase(phase: StartPhase) -> None:
     """Log what a process does until it is ready. `eyas serve` reads it there."""
     log.info("%s%s", PHASE_PREFIX, phase)
-
-
-@contextmanager
-def transient_line(text: str) -> Iterator[None]:
-    """Show a line on stderr while the body runs, if that is a terminal; it is gone afterwards."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    print(f"\r{text} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 @cache

@@ -25,7 +25,7 @@ from eyas.client import Client, RetryPolicy
 from eyas.config.drafting import NO_DRAFTS
 from eyas.errors import CheckpointError, ConfigError, EyasError, InvalidRequest, RequestFailed, Unavailable
 from eyas.outputs import TextChunk, Totals
-from eyas.process import transient_line
+from eyas.progress import progress
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.rpc.status import status_of
@@ -330,12 +330,13 @@ def _load(source: str, given: dict[str, Any]) -> LLM:
     check_source(source)
     if given["draft_model"]:
         check_source(given["draft_model"])
-    with transient_line(f"loading {source}"):
+    with progress() as shown:
+        shown.show("importing torch")
         from eyas.llm import LLM
 
-        method = given["method"] or None
-        draft_model = (given["draft_model"] or None) if method != NO_DRAFTS else None
-        return LLM(source, draft_model, method, **options.llm_arguments(given))
+    method = given["method"] or None
+    draft_model = (given["draft_model"] or None) if method != NO_DRAFTS else None
+    return LLM(source, draft_model, method, **options.llm_arguments(given))
 
 
 def _warm_up(llm: LLM, prompt: str, sampling: SamplingParams) -> None:

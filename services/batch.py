@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -16,17 +14,16 @@ from typing import IO, Annotated, Any
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eyas import options
 from eyas.errors import ConfigError, Unavailable
+from eyas.progress import Progress
 from eyas.services.cluster import free_port, running_cluster
 from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan_of_options, wait_until_ready
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TRIES = 6
 RETRIED = frozenset({429, 502, 503, 504})
-REPORT_INTERVAL_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 # How each line of a response begins.
 LINE_START = b'{"id": "batch_req_'
@@ -199,10 +196,16 @@ class BatchRequest:
 
 @dataclass
 class BatchCounts:
-    """Counts of the requests that have a response, and of failed ones."""
+    """Counts of the requests that are sent, of those that have a response, and of failed ones."""
 
+    num_requests: int = 0
     num_done: int = 0
     num_failed: int = 0
+
+    def show(self, shown: Progress) -> None:
+        """Show how far the requests are."""
+        failed = f"{self.num_failed} failed, " if self.num_failed else ""
+        shown.show(f"{failed}requests", self.num_done + self.num_failed, self.num_requests)
 
 
 def read_requests(lines: Iterable[str], done: frozenset[str] = frozenset()) -> Iterator[BatchRequest]:
@@ -270,18 +273,19 @@ async def answer_all(
         await _check_reachable(client, base)
         files.begin(earlier)
         with files.requests.open(encoding="utf-8-sig", errors="replace") as lines:
-            num_requests = sum(1 for line in lines if line.strip()) - len(earlier.ids)
+            counts.num_requests = sum(1 for line in lines if line.strip()) - len(earlier.ids)
         with (
             files.requests.open(encoding="utf-8-sig", errors="replace") as lines,
             files.output.open("a") as output,
             files.errors.open("a") as errors,
         ):
             requests = read_requests(lines, earlier.ids)
-            async with _progress(console, counts, num_requests):
+            with Progress(console) as shown:
+                counts.show(shown)
                 try:
                     async with asyncio.TaskGroup() as workers:
                         for _ in range(concurrency):
-                            workers.create_task(_work(requests, client, counts, output, errors, check))
+                            workers.create_task(_work(requests, client, counts, shown, output, errors, check))
                 except ExceptionGroup as group:
                     raise group.exceptions[0] from None
     return counts
@@ -306,6 +310,7 @@ async def _work(
     requests: Iterator[BatchRequest],
     client: httpx.AsyncClient,
     counts: BatchCounts,
+    shown: Progress,
     output: IO[str],
     errors: IO[str],
     check: Callable[[], object],
@@ -319,6 +324,7 @@ async def _work(
         file.flush()
         counts.num_failed += has_failed
         counts.num_done += not has_failed
+        counts.show(shown)
 
 
 async def _answer(request: BatchRequest, client: httpx.AsyncClient, check: Callable[[], object]) -> dict[str, Any]:
@@ -362,29 +368,3 @@ async def _post(request: BatchRequest, client: httpx.AsyncClient) -> httpx.Respo
                 wait_s = max(0.0, min(60.0, float(response.headers.get("retry-after", ""))))
         await asyncio.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
-
-
-@asynccontextmanager
-async def _progress(console: Console, counts: BatchCounts, num_requests: int) -> AsyncIterator[None]:
-    """Show how far the requests are: a bar on a terminal, elsewhere a line every REPORT_INTERVAL_S seconds."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} failed"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task, started = bar.add_task("", total=num_requests, failed=0), time.monotonic()
-
-        async def report() -> None:
-            reported = started
-            while True:
-                await asyncio.sleep(0.5)
-                num_done = counts.num_done + counts.num_failed
-                bar.update(task, completed=num_done, failed=counts.num_failed)
-                if not console.is_terminal and time.monotonic() - reported > REPORT_INTERVAL_S:
-                    reported = time.monotonic()
-                    done = f"{num_done} of {num_requests} done, {counts.num_failed} failed"
-                    print(f"{done}, {num_done / (reported - started):.1f} requests/s", file=sys.stderr)
-
-        reporter = asyncio.create_task(report())
-        try:
-            yield
-        finally:
-            reporter.cancel()
-            bar.update(task, completed=counts.num_done + counts.num_failed, failed=counts.num_failed)

@@ -21,6 +21,7 @@ from rich.text import Text
 from eyas.bench.results import first_difference
 from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.outputs import TextChunk
+from eyas.progress import Progress
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
@@ -28,7 +29,7 @@ from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import status_error
 from eyas.services.cluster import START_TIMEOUT_S, Cluster, free_port
 from eyas.services.demo import ROOT, running_demo
-from eyas.services.serve import AssignmentsOption, exit_on_error, spinner, wait_until_ready
+from eyas.services.serve import AssignmentsOption, exit_on_error, wait_until_ready
 from eyas.terminal import ScreenPrinter
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
@@ -57,8 +58,8 @@ def demo(
         prompts = read_prompts(PROMPTS)
         with open_sync_channel(cluster["router"].address) as channel, _name_dead_service(cluster):
             router = GenerationStub(channel)
-            with spinner(console) as progress:
-                progress.add_task("waiting for the first draft tree", total=None)
+            with Progress(console) as shown:
+                shown.show("waiting for the first draft tree")
                 _warm_up(router, prompts[0])
             _show(console, router, prompts)
             prompts = prompts[:num_prompts]
@@ -241,11 +242,9 @@ def _measure(console: Console, router: GenerationStub, prompts: list[Prompt], sa
     """Decode every prompt in both modes, pass by pass; the mode that goes first alternates."""
     comparison = DemoComparison(sampling.temperature, prompts)
     started = time.monotonic()
-    with spinner(console) as progress:
-        task = progress.add_task("", total=NUM_PASSES * len(prompts))
+    with Progress(console) as shown:
         what = f"temperature {sampling.temperature}: {len(prompts)} prompts, plain and speculative, {NUM_PASSES} times"
-        for done, (turn, prompt) in enumerate(product(range(NUM_PASSES), prompts)):
-            progress.update(task, description=f"{what}, {done} done")
+        for done, (turn, prompt) in enumerate(shown.track(list(product(range(NUM_PASSES), prompts)), what)):
             modes: list[Mode] = ["speculative", "plain"] if (done + turn) % 2 else ["plain", "speculative"]
             for mode in modes:
                 comparison.answers[mode].append(_ask(router, prompt, sampling, mode))

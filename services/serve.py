@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eyas import options
 from eyas.config import VerifierConfig
@@ -24,13 +23,13 @@ from eyas.config.loader import MAX_PORT
 from eyas.errors import ConfigError, EyasError
 from eyas.options import Setting
 from eyas.process import PHASE_PREFIX, num_cores
+from eyas.progress import Progress
 from eyas.services.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
 from eyas.services.demo import ROOT, demo_services, ignore_kills, kill_drafter_on_signal, warm_up, with_kills
 from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
-REPORT_INTERVAL_S = 30.0
 # The environment variable with the keys of --api-key: a command line would show them.
 KEYS_VARIABLE = "EYAS_SERVED_API_KEYS"
 # Options of `eyas serve --demo` without MODEL; the others describe a model.
@@ -258,28 +257,19 @@ def exit_on_error(console: Console) -> Iterator[None]:
 
 
 def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math.inf) -> None:
-    """Return once all services answer SERVING; show what each one does: loading, checking, compiling, ready.
-
-    Output that is no terminal gets a line for each change, and one every REPORT_INTERVAL_S seconds.
-    """
-    started = reported = time.monotonic()
+    """Return once all services answer SERVING; show what each one does: loading, checking, compiling, ready."""
+    started = time.monotonic()
     phases = {child.name: "starting" for child in cluster.services}
     console.print(f"logs: {cluster.logs}", markup=False)
-    with spinner(console) as progress:
-        task = progress.add_task("", total=None)
+    with Progress(console) as shown:
 
         def report() -> None:
-            nonlocal reported
             before = dict(phases)
             for child in cluster.services:
                 if phases[child.name] != "ready":
                     phases[child.name] = _phase(child.new_messages()) or phases[child.name]
             text = ", ".join(f"{name}: {phase}" for name, phase in phases.items())
-            progress.update(task, description=text)
-            is_due = phases != before or time.monotonic() - reported > REPORT_INTERVAL_S
-            if is_due and not console.is_terminal:
-                reported = time.monotonic()
-                console.print(f"{text}, {reported - started:.0f} s", markup=False)
+            shown.show(text, at_once=phases != before)
 
         for child in cluster.services:
             cluster.wait(child, timeout_s, report)
@@ -313,9 +303,3 @@ def watch_until_interrupted(console: Console, cluster: Cluster, announcement: st
             show_activity,
         )
     console.print("stopping; running requests may finish, another Ctrl-C ends them")
-
-
-def spinner(console: Console) -> Progress:
-    """Progress of steps whose length is unknown; nothing on output that is no terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

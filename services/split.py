@@ -23,8 +23,6 @@ from typing import Annotated, cast
 import grpc
 import typer
 from grpc_health.v1 import health_pb2_grpc
-from rich.console import Console
-from rich.progress import Progress
 
 from eyas.bench.command import RESULTS
 from eyas.bench.report import Report
@@ -52,6 +50,7 @@ from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.registry import default_method, resolve_tree
 from eyas.errors import EyasError, Unavailable
 from eyas.models.emulation import PassRecord
+from eyas.progress import Progress, progress
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
@@ -312,10 +311,9 @@ def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, 
     timelines: list[Timeline] = []
     axes = settings.temperatures, settings.batches, settings.delays, settings.verifiers
     firsts = tuple(axis[0] for axis in axes[1:])
-    starting = progress.add_task("starting the services", total=None)
+    progress.show("starting the services")
     with running_split(settings, costs, method) as split:
         warm_up(split, prompts[0])
-        progress.update(starting, total=1, completed=1)
         for temperature, batch, delay, verifiers in itertools.product(*axes):
             for proxy in split.proxies.values():
                 proxy.delay_s = delay * costs["verifier"].seconds("verify", 1)
@@ -346,7 +344,7 @@ def run_modes(
     sampling, label = settings.sampling(temperature), f"temperature {temperature:g}, batch {len(batches[0])}"
     few = replace(sampling, max_tokens=settings.plain_tokens or settings.max_tokens)
     parts = [[group] for group in batches] if verifiers == 1 else [batches]
-    for index, part in enumerate(progress.track(parts, description=f"{label}, {verifiers} verifiers")):
+    for index, part in enumerate(progress.track(parts, f"{label}, {verifiers} verifiers")):
         for mode in rotated(list(settings.modes), index):
             found = split.decode_on_all(cast(Mode, mode), part, few if mode == "plain" else sampling, verifiers)
             for own, more in zip(runs[cast(Mode, mode)], found, strict=True):
@@ -434,8 +432,8 @@ def split(
     )
     name = default_method(method, draft_model)
     settings = replace(settings, methods=(MethodSpec(name),), tree=resolve_tree(settings.tree, name, draft_model))
-    with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-        results, timelines = measure(settings, progress)
+    with progress() as shown:
+        results, timelines = measure(settings, shown)
     page = Report.here("split", "eyas", "cpu", settings, results, results.tables()).publish(out)
     draw(timelines, (page.with_suffix(".png"), page.with_suffix(".svg")))
     print(f"drawn as {page.with_suffix('.png')} and .svg")

@@ -26,13 +26,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.gpu import drafts, end_to_end, kernels, prefill, steps
 from benchmarks.gpu.measuring import Limit, OutOfTime, Part, Scale, full_scale, measure_rates
 from eyas.bench.report import Report, Table
 from eyas.process import num_cores
+from eyas.progress import Progress, progress
 
 PROGRAM = "python -m benchmarks.gpu"
 RESULTS = Path("benchmarks/results")
@@ -89,14 +88,13 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
     watchdog.start()
     is_lost = False
     try:
-        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            whole = progress.add_task("make gpu", total=len(settings.stages))
-            for name, work in _stages(device, settings, progress).items():
+        with progress() as shown:
+            for name, work in _stages(device, settings, shown).items():
+                shown.show(name, at_once=True)
                 part = parts[name] = Part(limits[name])
                 _run_stage(work, part)
                 # a crash of the driver would take with it what no file holds yet
                 print(f"{name}: {_outcome(part)}", *(table.markdown() for table in part.tables), sep="\n\n", flush=True)
-                progress.advance(whole)
                 if is_lost := bool(part.error) and cannot_use(device):
                     break
     finally:

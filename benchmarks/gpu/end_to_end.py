@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.progress import Progress
 
 from benchmarks.gpu.measuring import Part, Scale
 from eyas.bench import methods, offline
@@ -21,6 +20,7 @@ from eyas.bench.results import OfflineResults, SpeedComparison, tables_of
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.bench.widen_heads import widen
 from eyas.config import Dtype, TreeConfig
+from eyas.progress import Progress
 
 DEMO = Path("models/demo")
 HEADS = {"eagle3": "eagle3-full", "dspark": "dspark", "medusa": "medusa", "sps": "small"}

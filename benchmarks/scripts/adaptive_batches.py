@@ -21,8 +21,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from eyas.bench.report import Report, Table, number
 from eyas.bench.results import Run, total_stats
@@ -40,6 +38,7 @@ from eyas.errors import EyasError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import Progress, progress
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.tokenizer import load_tokenizer
@@ -142,8 +141,8 @@ def main(
     )
     try:
         bench = Bench(settings, prompts, modules)
-        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            rates = bench.rates(progress)
+        with progress() as shown:
+            rates = bench.rates(shown)
             bounds = bench.bounds()
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -191,7 +190,7 @@ class Bench:
         """Every policy at every batch and temperature, with every set of prompts."""
         s, rates = self._settings, list[Rate]()
         cells = list(itertools.product(s.temperatures, s.batches, range(s.num_sets)))
-        for temperature, batch, index in progress.track(cells, description="batches"):
+        for temperature, batch, index in progress.track(cells, "batches"):
             plain, prompts = 0.0, self.prompts(index, batch * s.waves)
             for policy in POLICIES:
                 if policy == "fixed" and batch > s.max_fixed:

@@ -18,7 +18,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import track
 
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
@@ -29,6 +28,7 @@ from eyas.engine.engine import Engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.emulation import Clock
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import progress
 from eyas.request import Request, SamplingParams
 
 MODEL, PROMPTS = "models/demo/target", Path("models/demo/prompts.jsonl")
@@ -203,7 +203,9 @@ def main(
     device, dtype = resolve_placement("cpu", "auto", model)
     target = load_target(model, dtype, device)
     cases = list(product(specs, product(batch, temperature)))
-    found = [measure(settings, *case, [task.token_ids for task in tasks], target) for case in track(cases, "cases")]
+    token_ids = [task.token_ids for task in tasks]
+    with progress() as shown:
+        found = [measure(settings, *case, token_ids, target) for case in shown.track(cases, "cases")]
     program = "python -m benchmarks.scripts.adaptive_load"
     Report.here("adaptive-load", program, "cpu", settings, found, [table(found)]).publish(out)
 

@@ -22,13 +22,12 @@ import grpc.aio
 import httpx
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DiscoveryConfig, HttpConfig, RegistryConfig, RouterConfig, ServedModel, ServerConfig
 from eyas.errors import Unavailable
 from eyas.outputs import TextChunk, Totals
+from eyas.progress import Progress, progress
 from eyas.request import Chunk, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import text_chunk_to_proto
@@ -146,8 +145,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Send large bodies to a router, one at a time, and measure its event loop and GET /live meanwhile."""
-    with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-        lags = asyncio.run(measure(repeats, only, progress))
+    with progress() as shown:
+        lags = asyncio.run(measure(repeats, only, shown))
     program = "python -m benchmarks.scripts.loop_lag"
     Report.here("loop-lag", program, "cpu", Settings(repeats), lags, [table(lags)]).publish(out)
 
@@ -158,7 +157,7 @@ async def measure(repeats: int, only: str, progress: Progress) -> list[Lag]:
     with child(_verifier) as (address, _), child(_router, address) as (ports, router):
         async with httpx.AsyncClient(base_url=f"http://{ports[0]}", timeout=120) as http, open_channel(ports[1]) as channel:
             cases = {name: case for name, case in _cases(http, channel) if only in name}
-            for name, send in progress.track(cases.items(), description="bodies", total=len(cases)):
+            for name, send in progress.track(cases.items(), "bodies"):
                 lags.append(await _measure(name, send, repeats, str(http.base_url), router))
     return lags
 

@@ -17,8 +17,6 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from eyas.bench.report import Report, Table, number
@@ -28,6 +26,7 @@ from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.rest import load_rest
 from eyas.errors import ConfigError
+from eyas.progress import progress
 from eyas.request import NoiseKey
 from eyas.tokenizer import load_tokenizer
 
@@ -91,13 +90,15 @@ def build(num_tokens: int, folder: Path) -> StoreCost:
     """Build a datastore of at least `num_tokens`. Raises ConfigError if the environment has too few sources."""
     tokenizer = load_tokenizer(TARGET).tokenizer
     started = time.perf_counter()
-    with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-        task = progress.add_task("tokenizing", total=num_tokens)
+    with progress() as shown:
+        shown.show("tokenizing", total=num_tokens)
         read: list[list[int]] = []
+        num_read = 0
         for document in _sources(tokenizer):
             read.append(document)
-            progress.advance(task, len(document))
-            if progress.finished:
+            shown.advance(len(document))
+            num_read += len(document)
+            if num_read >= num_tokens:
                 break
         else:
             raise ConfigError(f"this environment has fewer than {num_tokens} tokens of Python sources; ask for less")

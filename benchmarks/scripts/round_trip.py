@@ -20,14 +20,13 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftClientConfig, ServerConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.errors import EyasError, Unavailable
+from eyas.progress import Progress, progress
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
@@ -103,8 +102,8 @@ def main(
     """Measure rounds between a verifier's RemoteDrafter and a draft service in another process."""
     torch.set_num_threads(1)
     try:
-        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            trips = [measure(case, repeats, progress) for case in (*SMALL, *LARGE)]
+        with progress() as shown:
+            trips = [measure(case, repeats, shown) for case in (*SMALL, *LARGE)]
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -119,7 +118,7 @@ def measure(case: Case, repeats: int, progress: Progress) -> RoundTrip:
     ms = []
     with drafting(case) as drafter:
         label = f"{case.num_sessions} sessions, {case.feature_size} x {case.dtype}"
-        for index in progress.track(range(NUM_WARM_UPS + repeats), description=label):
+        for index in progress.track(range(NUM_WARM_UPS + repeats), label):
             contexts = [_context(f"{s}", index, tokens, features) for s in range(case.num_sessions)]
             started = time.perf_counter()
             drafts = drafter.request(contexts)()

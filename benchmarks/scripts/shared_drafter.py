@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from eyas.bench.command import RESULTS
 from eyas.bench.report import Report, Table, number
@@ -26,6 +24,7 @@ from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.registry import default_method, resolve_tree
 from eyas.errors import EyasError
+from eyas.progress import Progress, progress
 from eyas.request import Request, SamplingParams, VerifyStep
 from eyas.rpc.messages import GenerateCall
 from eyas.services.split import Split, read_log, running_split, warm_up
@@ -96,8 +95,8 @@ def main(
         dtype="float32", device="cpu", threads=1,
     )  # fmt: skip
     try:
-        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            results = measure(settings, tuple(others), tuple(context), progress)
+        with progress() as shown:
+            results = measure(settings, tuple(others), tuple(context), shown)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -113,10 +112,10 @@ def measure(settings: SplitSettings, others: Sequence[int], contexts: Sequence[i
     waits, moves = list[Waits](), list[Move]()
     with running_split(settings, costs, method) as split:
         warm_up(split, prompts[0])
-        for number in progress.track(others, description="bursts"):
+        for number in progress.track(others, "bursts"):
             waits.append(waits_beside(split, prompts, sampling, number))
     alone = replace(settings, verifiers=(1,))
-    for length in progress.track(contexts, description="moves"):
+    for length in progress.track(contexts, "moves"):
         with running_split(alone, costs, method) as split:
             warm_up(split, prompts[0])
             joined = tuple(token for prompt in prompts for token in prompt) * length

@@ -16,8 +16,6 @@ from typing import Annotated, TypeVar
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.scripts.virtual_rates import (
     BIG_GPU,
@@ -52,6 +50,7 @@ from eyas.errors import EyasError
 from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import load_target
+from eyas.progress import Progress, progress
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree, PreparedTree
 
@@ -423,8 +422,8 @@ def main(
     tasks = MethodsSettings(model=model, methods=(MethodSpec("eagle3"),), prompts=prompts, num_prompts=num_prompts)
     try:
         loaded = [task.token_ids for task in load_tasks(tasks)]
-        with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            cells, halved = measure(settings, loaded, progress)
+        with progress() as shown:
+            cells, halved = measure(settings, loaded, shown)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -447,13 +446,13 @@ def measure(
     axes = list(itertools.product(s.heads, s.temperatures))
     recorded = {
         (head, t): splits[head].record(t, max(len(prompts), *s.batches, *s.halves))
-        for head, t in progress.track(axes, description="plain decoding")
+        for head, t in progress.track(axes, "plain decoding")
     }
     for batch, (head, t) in itertools.product(s.batches, axes):
         split, own = splits[head], recorded[head, t][: max(len(prompts), batch)]
         traces = [split.trace(own, t, batch, name) for name in split.trees(s.trees)]
         kinds = list(itertools.product(s.costs, s.delays))
-        for c, delay in progress.track(kinds, description=f"batch {batch}, {split.name}, temperature {t:g}"):
+        for c, delay in progress.track(kinds, f"batch {batch}, {split.name}, temperature {t:g}"):
             where = Cell(split.name, t, batch, c, delay, "serial")
             serial, free_rate = cell_of(where, traces, split.times(c)), traces[0].rate(split.times(c), free)
             local = cell_of(replace(where, mode="local"), traces, split.times(s.local_c, BIG_GPU))
@@ -464,7 +463,7 @@ def measure(
                 done = [split.cell(own, cell, free_rate) for cell in tried] if is_due else tried[:1]
                 found.append(max(done, key=lambda cell: cell.speedup))
             cells.append((serial, *found, local))
-    for batch, (head, t) in progress.track(list(itertools.product(s.halves, axes)), description="half-batches"):
+    for batch, (head, t) in progress.track(list(itertools.product(s.halves, axes)), "half-batches"):
         split, own = splits[head], recorded[head, t][:batch]
         whole, half = (
             [split.trace(own, t, size, name) for name in split.trees(SMALL_TREES)] for size in (batch, batch // 2)

@@ -5,31 +5,25 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eyas import options
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile, poisson, read_trace
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.device_costs import DeviceCosts
 from eyas.errors import ConfigError
+from eyas.progress import Progress, progress
 
 if TYPE_CHECKING:
     from eyas.bench.serve import RequestTimes
 
-# Seconds between two lines about progress, where there is no terminal.
-REPORT_INTERVAL_S = 10.0
 # Tokens of each prompt in a quick run.
 QUICK_TOKENS = 48
-# Drawing the progress bar takes time away from what is measured.
-REFRESHES_PER_SECOND = 1
 
 Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
 NumPrompts = Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks; 0 takes all.")]
@@ -165,38 +159,26 @@ def serve(
     )
     from eyas.bench.report import Report
 
-    with _live(num_prompts) as on_done:
-        results = asyncio.run(run_load(settings, api_key, on_done))
+    with progress() as shown:
+        results = asyncio.run(run_load(settings, api_key, _shown_rate(shown, num_prompts)))
     if out:
         Report.here("serve", "eyas", "cpu", settings, results, results.tables()).publish(out)
     else:
         print("\n\n".join(table.markdown() for table in results.tables()))
 
 
-@contextmanager
-def _live(num_requests: int) -> Iterator[Callable[[RequestTimes], None]]:
-    """Show how many requests are done and how fast: a bar on a terminal, elsewhere a line every REPORT_INTERVAL_S seconds.
+def _shown_rate(shown: Progress, num_requests: int) -> Callable[[RequestTimes], None]:
+    """Show how many requests are done and how fast; return what to call with each request that has ended."""
+    num_done, num_tokens, began = 0, 0, time.monotonic()
+    shown.show("requests", 0, num_requests)
 
-    Yields what to call with each request that has ended.
-    """
-    console, started = Console(stderr=True), time.monotonic()
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task, num_tokens, reported = bar.add_task("", total=num_requests), 0, started
+    def on_done(times: RequestTimes) -> None:
+        nonlocal num_done, num_tokens
+        num_done, num_tokens = num_done + 1, num_tokens + times.num_output_tokens
+        rate = num_tokens / max(time.monotonic() - began, 1e-9)
+        shown.show(f"{rate:.0f} output tokens/s, requests", num_done, num_requests)
 
-        def on_done(times: RequestTimes) -> None:
-            nonlocal num_tokens, reported
-            num_tokens += times.num_output_tokens
-            now = time.monotonic()
-            text = f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s"
-            bar.update(task, advance=1, description=text)
-            if not console.is_terminal and now - reported > REPORT_INTERVAL_S:
-                reported = now
-                print(f"{bar.tasks[0].completed:.0f} of {num_requests} requests done, {text}", file=sys.stderr)
-
-        if not console.is_terminal:
-            print(f"sending {num_requests} requests", file=sys.stderr)
-        yield on_done
+    return on_done
 
 
 @bench.command()
@@ -262,8 +244,8 @@ def widen(
     if dtype not in get_args(Dtype):
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
     chosen = replace(SHAPES[shape], vocab_size=0) if keep_vocabulary else SHAPES[shape]
-    with Progress(console=Console(stderr=True)) as progress:
-        folders = write(model, draft_model, chosen, out, dtype, progress)
+    with progress() as shown:
+        folders = write(model, draft_model, chosen, out, dtype, shown)
     print("\n".join(map(str, folders)))
 
 
@@ -350,7 +332,7 @@ def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], o
 
     device, dtype = resolve_placement(settings.device, settings.dtype, settings.model)
     settings = replace(settings, device=device, dtype=dtype)
-    with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
-        results = measure(settings, progress)
+    with progress() as shown:
+        results = measure(settings, shown)
     settings = replace(settings, threads=results.num_threads)
     return results, Report.here(name, "eyas", device, settings, results, results.tables()).publish(out)

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import ASSISTED, GENERATE, LOOKUP, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn, say
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
@@ -21,6 +20,7 @@ from eyas.engine.build import assemble_engine
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import Progress
 from eyas.tensors import use_threads
 
 INCHES_PER_METHOD = 0.9
@@ -131,7 +131,7 @@ class MethodsResults:
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
     use_threads(settings.threads, resolve_placement(settings.device, settings.dtype, settings.model))
-    loading = progress.add_task("loading models", total=None)
+    progress.show("loading models")
     prompts = load_tasks(settings)
     tasks, batches = [prompt.task for prompt in prompts], [[prompt.token_ids] for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -147,7 +147,6 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     greedy: dict[str, Contender] = {GENERATE: generate, LOOKUP: generate.with_lookup()}
     if settings.assistant:
         greedy[ASSISTED] = generate.assisted(settings.assistant)
-    progress.update(loading, total=1, completed=1)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
@@ -162,7 +161,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
             others = alone.get(name, ()), plainly.get(name, ()), runs.get(LOOKUP, ())
             scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
             whole = scores[-1].overall
-            say(progress, f"{label}: {name} {whole.speedup} x" + (f", tau {whole.tau:.2f}" if whole.tau else ""))
+            progress.print(f"{label}: {name} {whole.speedup} x" + (f", tau {whole.tau:.2f}" if whole.tau else ""))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from rich.progress import Progress
 
 from eyas.bench.report import Spread
 from eyas.bench.results import (
@@ -30,7 +29,6 @@ from eyas.bench.timing import (
     GenerateContender,
     rotated,
     run_in_turn,
-    say,
     summarise,
     time_draft_rounds,
     time_verify_steps,
@@ -44,6 +42,7 @@ from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import Progress
 from eyas.request import SamplingParams
 from eyas.tensors import use_threads
 
@@ -69,25 +68,24 @@ def measure(
 
     found: called with each comparison as soon as it is there, as what follows may be interrupted.
     """
-    loading = progress.add_task("loading models", total=None)
+    progress.show("loading models")
     settings = replace(settings, method=default_method(settings.method, settings.draft_model))
     parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
-    progress.update(loading, total=1, completed=1)
     comparisons = list[SpeedComparison]()
     for temperature, batch in product(settings.temperatures, settings.batches):
         comparisons.append(compare(settings, contenders, prompts, temperature, batch, progress))
-        say(progress, str(comparisons[-1]))
+        progress.print(str(comparisons[-1]))
         found(comparisons[-1])
     target, fuser, drafter = parts.target, parts.fuser, parts.drafter
     verify, draft = list[VerifyTime](), list[DraftTime]()
     if settings.rows:
-        for batch in progress.track(settings.batches, description="verify steps by rows"):
+        for batch in progress.track(settings.batches, "verify steps by rows"):
             verify += time_verify_steps(target, fuser, batch, settings.rows)
     if settings.rows and drafter and fuser:
         time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target)
-        draft = [time_draft(batch) for batch in progress.track(settings.batches, description="drafting")]
+        draft = [time_draft(batch) for batch in progress.track(settings.batches, "drafting")]
     caching = build_caching_contenders(settings, parts) if settings.first_token else {}
     first = first_token(settings, contenders, caching, target, progress) if settings.first_token else None
     return OfflineResults(torch.get_num_threads(), tuple(comparisons), tuple(verify), tuple(draft), first)
@@ -185,7 +183,7 @@ def first_token(
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     cold_ms: dict[str, list[float]] = {name: [] for name in contenders}
     warm_ms: dict[str, list[float]] = {name: [] for name in caching}
-    for index in progress.track(range(settings.num_groups + 1), description="time to first token"):
+    for index in progress.track(range(settings.num_groups + 1), "time to first token"):
         prompt = random_prompt(target.vocab_size, length, seed=index)
         for name in rotated(list(contenders), index):
             cold_ms[name].append(1e3 * contenders[name].run([prompt], sampling).seconds)

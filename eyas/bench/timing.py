@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from eyas.bench.report import Spread
@@ -31,6 +30,7 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import resolve
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel
+from eyas.progress import Progress
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
 from eyas.sampling.sampler import Draw
 from eyas.sampling.verify import tokens_of
@@ -140,10 +140,6 @@ def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
     return loaded.to(device).eval()
 
 
-# Seconds between two lines about progress, where there is no terminal.
-REPORT_INTERVAL_S = 10.0
-
-
 def run_in_turn(
     contenders: Mapping[str, Contender],
     batches: Sequence[Sequence[Prompt]],
@@ -157,19 +153,10 @@ def run_in_turn(
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens)))
-    said = time.monotonic()
-    for index, batch in enumerate(progress.track(batches, description=label)):
+    for index, batch in enumerate(progress.track(batches, label)):
         for name in rotated(list(contenders), index):
             runs[name].append(contenders[name].run(batch, sampling))
-        if not progress.console.is_terminal and time.monotonic() - said > REPORT_INTERVAL_S:
-            said = time.monotonic()
-            say(progress, f"{label}: {index + 1} of {len(batches)} batches")
     return runs
-
-
-def say(progress: Progress, text: str) -> None:
-    """Print a line above the bars of a benchmark."""
-    progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

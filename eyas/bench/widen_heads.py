@@ -9,12 +9,10 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from eyas.bench.report import number
@@ -47,6 +45,7 @@ from eyas.models.heads.eagle_config import HeadWiring, Kind, canonical_name, rea
 from eyas.models.heads.hydra import HYDRA_FILES, HydraMLP, load_hydra, read_hydra_config
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 from eyas.models.heads.medusa import load_medusa
+from eyas.progress import Progress
 
 EAGLE_KINDS: Mapping[str, Kind] = {"eagle2": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
@@ -288,8 +287,8 @@ def widen(model: str, heads: Sequence[str], shape: Shape, out: Path, dtype: str,
     folders = [out / each.name for each in models]
     _check_room(models, folders, out, progress)
     for each, folder in zip(models, folders, strict=True):
-        task = progress.add_task(f"writing {folder}", total=each.nbytes)
-        write_sparse(folder, each.tensors, partial(progress.advance, task))
+        progress.show(f"writing {folder}", total=each.nbytes)
+        write_sparse(folder, each.tensors, progress.advance)
         (folder / "config.json").write_text(
             json.dumps({**each.config, "dtype": dtype, "torch_dtype": dtype}, indent=1) + "\n"
         )
@@ -307,7 +306,7 @@ def _check_room(models: Sequence[WideModel], folders: Sequence[Path], out: Path,
     out.mkdir(parents=True, exist_ok=True)
     total, needed = (sum(sizes) for sizes in zip(*((each.nbytes, each.disk_bytes) for each in models), strict=True))
     free = shutil.disk_usage(out).free
-    progress.console.print(
+    progress.print(
         f"{len(models)} models with {number(total / 1e9)} GB of tensors; files with holes take {number(needed / 1e9)} GB of "
         f"{number(free / 1e9)} GB that are free. Copies without holes take all of it."
     )

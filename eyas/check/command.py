@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumPrompts, NumSteps, Threads
@@ -18,6 +17,7 @@ from eyas.bench.settings import OfflineSettings
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
+from eyas.progress import progress
 
 if TYPE_CHECKING:
     from eyas.check.equality import EqualityReport
@@ -117,18 +117,20 @@ def equality(
     threads: Threads = 0,
 ) -> None:
     """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
-    from eyas.check.equality import compare
-    from eyas.models.checkpoint import resolve_placement
-
     try:
+        with progress() as shown:
+            shown.show("importing torch")
+            from eyas.check.equality import compare
+            from eyas.models.checkpoint import resolve_placement
+
         device, dtype = resolve_placement(device, dtype, model)
         settings = OfflineSettings(
             model, draft_model, method, prompts, num_prompts, batches=(8,), temperatures=(temperature,),
             max_tokens=max_tokens, tree=TreeConfig(num_draft_tokens, num_steps), dtype=dtype, device=device, threads=threads,
         )  # fmt: skip
         modes = EngineConfig(deterministic=deterministic, kv_cache_dtype=cast(KVCacheDtype, kv_cache_dtype))
-        with Progress(console=Console(stderr=True)) as progress:
-            report = compare(settings, modes, progress)
+        with progress() as shown:
+            report = compare(settings, modes, shown)
     except (EyasError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

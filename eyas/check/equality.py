@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from eyas.bench.offline import engine_contenders, load, with_levels
@@ -22,6 +21,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import default_method
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import Progress
 from eyas.request import GenerationStats
 from eyas.sampling.noise import exponential_noise
 from eyas.tree import DraftTree
@@ -91,7 +91,7 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
 
     Raises EyasError for models and prompts that cannot be used.
     """
-    loading = progress.add_task("loading models", total=None)
+    progress.show("loading models")
     method = default_method(settings.method, settings.draft_model)
     settings = replace(settings, method=method, draft_budget="fixed")  # whole trees, whatever they cost
     parts, settings = load(settings), with_levels(settings)
@@ -100,12 +100,11 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
     num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + settings.tree.num_draft_tokens)
     config = replace(modes, max_kv_tokens=num_tokens, max_num_seqs=batch)
     engines = engine_contenders(settings, replace(parts, drafter=parts.drafter or replay), config)
-    progress.update(loading, total=1, completed=1)
     explainer, sampling = DivergenceExplainer(settings, modes.kv_cache_dtype), settings.sampling(settings.temperatures[0])
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     comparisons: list[EqualityComparison] = []
     stats = GenerationStats()
-    for group in progress.track(batches, description="decoding plainly and speculatively"):
+    for group in progress.track(batches, "decoding plainly and speculatively"):
         plain = engines[PLAIN].run(group, sampling).outputs
         replay.set_outputs({f"{i}": (*prompt, *plain[i]) for i, prompt in enumerate(group)})
         speculative = engines[SPECULATIVE].run(group, sampling)

@@ -49,7 +49,7 @@ from eyas.drafters.tree_growth import (
 )
 from eyas.drafters.tree_rows import Roots, RowLayout, SlotRows, TreeSlots
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets, with_progress
+from eyas.models.cuda.graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets
 from eyas.models.cuda.metadata import bucket_shape, build_words, max_words, view
 from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.sampling.sampler import filtered_probs_no_sync
@@ -119,13 +119,13 @@ class RoundGraphs:
         """The buckets that are captured."""
         return tuple(self._replays)
 
-    def warm_up(self, description: str) -> None:
-        """Capture all buckets, the largest first so that the others share its memory. Shows a progress bar.
+    def warm_up(self) -> None:
+        """Capture all buckets, the largest first so that the others share its memory.
 
         Raises ConfigError for a drafter that cannot be captured.
         """
         sizes = {padded_size(count, 1) for count in range(1, self.max_sessions + 1)}
-        for sessions in with_progress(sorted(sizes, reverse=True), description):
+        for sessions in sorted(sizes, reverse=True):
             self._write(self._padded([[]] * len(self._spec.columns), sessions), (), (), sessions)
             self._stages(sessions)
 
@@ -283,8 +283,8 @@ class TreeGraphs:
 
     def warm_up(self) -> None:
         """See RoundGraphs."""
-        for kind, graphs in self.rounds.items():
-            graphs.warm_up(f"capturing {kind} draft trees")
+        for graphs in self.rounds.values():
+            graphs.warm_up()
 
     def grow(
         self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
@@ -317,7 +317,7 @@ class ChainGraphs:
 
     def warm_up(self) -> None:
         """See RoundGraphs."""
-        self.rounds.warm_up("capturing sampled chains")
+        self.rounds.warm_up()
 
     def draw(
         self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
@@ -357,8 +357,8 @@ class ExtendGraphs:
         self._replays: dict[int, Callable[[], Tensor]] = {}
 
     def warm_up(self) -> None:
-        """Capture all buckets, the largest first. Shows a progress bar."""
-        for bucket in with_progress(self._buckets[::-1], "capturing passes of new tokens"):
+        """Capture all buckets, the largest first."""
+        for bucket in self._buckets[::-1]:
             self._write((), self._shapes(bucket))
             self._replay(bucket)
 

@@ -197,11 +197,11 @@ def run_worker(
     max_model_len: int,
     rank: RankInfo,
     ready: Callable[[], None] = lambda: None,
-    build: Build = lambda plan, target, kv_cache: build_backend(plan, target, kv_cache, show_progress=False),
+    build: Build = build_backend,
 ) -> None:
     """Be a rank other than 0: connect, load a shard, call `ready`, and run what rank 0 runs until it stops.
 
-    build: makes the backend that rank 0 has planned, without its progress bar. Raises Unavailable when rank 0 is gone,
+    build: makes the backend that rank 0 has planned. Raises Unavailable when rank 0 is gone,
     CheckpointError when the target does not load, ConfigError when the planned backend cannot run here.
     """
     worker = Worker(rank)

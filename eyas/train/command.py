@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from eyas.config.loader import at_least, load, require
 from eyas.datastore import corpus_files
 from eyas.errors import ConfigError
+from eyas.progress import Show, progress
 from eyas.train.config import SERVED_BY, EvalConfig, TrainConfig
-from eyas.train.progress import Show, progress
 
 if TYPE_CHECKING:
     from eyas.train.data import Prepared
@@ -66,17 +64,16 @@ def prepare(
     seed: Annotated[int, typer.Option(help="The same seed gives the same data.")] = 0,
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
-    from eyas.train.data import FOLDER_SUFFIXES
-    from eyas.train.data import prepare as run
-
     at_least(0, draft_vocab_size=draft_vocab_size)
-    found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
-    columns = (TextColumn("{task.completed} rows"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=None)
+    with progress() as shown:
+        shown.show("importing torch")
+        from eyas.train.data import FOLDER_SUFFIXES
+        from eyas.train.data import prepare as run
+
+        found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
         info = run(
             model, found, out, heldout, max_length, min_loss_tokens, seed, variables,
-            lambda rows: progress.update(task, completed=rows),
+            lambda rows: shown.show(f"{rows} rows read"),
         )  # fmt: skip
     print(
         f"{out}: {info.num_documents} documents, {info.num_heldout} held out; {info.num_tokens} tokens, "
@@ -146,22 +143,21 @@ def regenerate(
     threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
-    from eyas.llm import LLM
-    from eyas.train.data import FOLDER_SUFFIXES
-    from eyas.train.regenerate import RegenerateSettings
-    from eyas.train.regenerate import regenerate as run
+    with progress() as shown:
+        shown.show("importing torch")
+        from eyas.llm import LLM
+        from eyas.train.data import FOLDER_SUFFIXES
+        from eyas.train.regenerate import RegenerateSettings
+        from eyas.train.regenerate import regenerate as run
 
     settings = RegenerateSettings(
         model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries,
         _template_kwargs(chat_template_kwargs),
     )  # fmt: skip
     found = corpus_files(files, exclude, FOLDER_SUFFIXES)
-    columns = (TextColumn("{task.completed} entries"), BarColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
     llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads, max_num_seqs=batch)
-    with llm, progress:
-        task = progress.add_task("", total=max_entries or None)
-        done = run(llm, found, out, settings, lambda count: progress.update(task, completed=count))
+    with llm, progress() as shown:
+        done = run(llm, found, out, settings, lambda count: shown.show("entries", count, max_entries))
     print(
         f"{out}: {done.num_entries} entries: {done.num_answered} answered, {done.num_failed} failed, "
         f"{done.num_skipped} without a question"
@@ -171,18 +167,22 @@ def regenerate(
 @train.command()
 def features(out: Out, config: ConfigFile = None, assignments: Assignments = []) -> None:  # noqa: B006
     """Store the target's states of all windows of a run, for `data.features`. Prints the disk that they take first."""
-    from eyas.train.data import Windows
-    from eyas.train.features import features_bytes, load_target_weights, store_features
-    from eyas.train.methods import build_online_target, build_trainee
-
     settings = load(TrainConfig, config, assignments)
-    target = load_target_weights(settings.model)
-    windows = Windows(Path(settings.data.path), settings.data.max_length)
-    layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
-    needed = features_bytes(windows, len(layers), target.hidden)
-    print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
-    source = build_online_target(replace(settings, shard_target=False), layers)
-    store_features(source, windows, layers, target.hidden, out, lambda shards: track(shards, "storing"))
+    with progress() as shown:
+        shown.show("importing torch")
+        from eyas.train.data import Windows
+        from eyas.train.features import features_bytes, load_target_weights, store_features
+        from eyas.train.methods import build_online_target, build_trainee
+
+        shown.show(f"reading embedding and output layer of {settings.model}")
+        target = load_target_weights(settings.model)
+        windows = Windows(Path(settings.data.path), settings.data.max_length)
+        layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
+        needed = features_bytes(windows, len(layers), target.hidden)
+        shown.print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
+        shown.show(f"loading {settings.model}")
+        source = build_online_target(replace(settings, shard_target=False), layers)
+        store_features(source, windows, layers, target.hidden, out, lambda shards: shown.track(shards, "storing shards"))
 
 
 @train.command()
@@ -193,12 +193,12 @@ def run(
 ) -> None:
     """Train a head. The same command continues a run that was stopped. Under torchrun all processes train one head."""
     settings = load(TrainConfig, config, assignments)
-    with progress(os.environ.get("RANK", "0") == "0") as show:
-        show("importing torch")
+    with progress(os.environ.get("RANK", "0") == "0") as shown:
+        shown.show("importing torch")
         from eyas.train.methods import build_trainer
 
-        trainer = build_trainer(settings, show)
-        estimate = _estimate(trainer, show) if dry_run else ""
+        trainer = build_trainer(settings, shown.show)
+        estimate = _estimate(trainer, shown.show) if dry_run else ""
     _print_draft_vocabulary(trainer)
     _print_shard(trainer)
     if dry_run:
@@ -316,19 +316,20 @@ def evaluate(
     threads: Threads = 0,
 ) -> None:
     """Measure a head by draft trees of the serving engine on held-out prompts."""
-    from eyas.drafters.registry import default_method
-    from eyas.models.checkpoint import resolve_placement
-    from eyas.tensors import use_threads
-    from eyas.train.evaluate import Evaluator, heldout_prompts
-
-    use_threads(threads, resolve_placement(device, "auto", model))
     config = EvalConfig(
         num_prompts=num_prompts, max_tokens=max_tokens, temperatures=tuple(temperature),
         num_draft_tokens=num_draft_tokens, num_steps=num_steps,
     )  # fmt: skip
-    served = default_method(SERVED_BY.get(method, method), str(head))
-    with progress() as show:
-        found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head, show)
+    with progress() as shown:
+        shown.show("importing torch")
+        from eyas.drafters.registry import default_method
+        from eyas.models.checkpoint import resolve_placement
+        from eyas.tensors import use_threads
+        from eyas.train.evaluate import Evaluator, heldout_prompts
+
+        use_threads(threads, resolve_placement(device, "auto", model))
+        served = default_method(SERVED_BY.get(method, method), str(head))
+        found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head, shown.show)
     for temperature_, tau in found.tau.items():
         depths = " ".join(f"{share:.2f}" for share in found.acceptance_by_depth[temperature_])
         print(f"temperature {temperature_:g}: tau {tau:.3f}, accepted to each depth: {depths}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -127,8 +126,7 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")
     at_least(2, max_length=max_length)
     at_least(1, min_loss_tokens=min_loss_tokens)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    disable_progress_bars()
     vocab_size = get_setting(int, read_target_config(resolve(model)), "vocab_size", model)
     reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
     num_skipped = 0

@@ -24,10 +24,10 @@ from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
+from eyas.progress import Show, silent
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
-from eyas.train.progress import Show, silent
 from eyas.tree import DraftTree
 
 Prompt = tuple[int, ...]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eyas.errors import MissingPackage
 from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import check_device, resolve_placement
+from eyas.progress import Show, silent
 from eyas.tensors import use_threads
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
@@ -23,7 +24,6 @@ from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
 from eyas.train.peagle import new_peagle_trainer
-from eyas.train.progress import Show, silent
 from eyas.train.trainer import Trainer
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]

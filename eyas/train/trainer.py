@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import explained
+from eyas.progress import Show, progress, silent
 from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
 from eyas.train.features import NoStates, StateSource, TargetStates, keeping_saved
-from eyas.train.progress import Show, progress, silent
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
@@ -102,20 +102,20 @@ class Trainer:
         """Train to the end. Raises ConfigError if a loss is not finite, for a full disk, and for a changed configuration."""
         self.resume()
         max_steps, loss = self.config.optimizer.max_steps, math.nan
-        with progress(self.accelerator.is_main_process) as show:
-            show(f"step {self.progress.step} of {max_steps}")
+        with progress(self.accelerator.is_main_process) as shown:
+            shown.show(f"step {self.progress.step} of {max_steps}")
             while self.progress.step < max_steps:
                 metrics = self._timed_step()
                 step = self.progress.step
                 if step % self.config.log_every == 0 or step in (1, max_steps):
                     loss = self._log(metrics)["loss"]
                 if self._evaluates_now():
-                    self.evaluate(show)
+                    self.evaluate(shown.show)
                 if step % self.config.save_every == 0:
                     self.save()
-                show(self._figures(loss))
+                shown.show(self._figures(loss))
             if self.progress.evaluated_step < max_steps:
-                self.evaluate(show)
+                self.evaluate(shown.show)
             self.save()
         return self.progress
 

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 from eyas.bench import offline
@@ -17,6 +16,7 @@ from eyas.bench.timing import STAGES, EngineContender
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError
+from eyas.progress import Progress
 from eyas.request import Request, SamplingParams
 
 SIZES = [
@@ -149,7 +149,7 @@ def test_an_interrupted_run_has_given_its_comparisons(
         tiny_target, prompts=prompts, batches=(1, 2), num_groups=1, max_groups=2, max_tokens=3, dtype="float32",
         device="cpu", rows=(1,),
     )  # fmt: skip
-    with Progress(disable=True) as progress, pytest.raises(KeyboardInterrupt):
+    with Progress() as progress, pytest.raises(KeyboardInterrupt):
         offline.measure(settings, progress, found.append)
     assert [(each.batch, each.num_groups) for each in found] == [(1, 2), (2, 2)]
 

@@ -2,13 +2,12 @@
 
 import multiprocessing
 
-from rich.progress import Progress
-
 from benchmarks.scripts.round_trip import SMALL, measure, table
+from eyas.progress import Progress
 
 
 def test_every_round_brings_a_tree_back() -> None:
-    with Progress(disable=True) as progress:
+    with Progress() as progress:
         trip = measure(SMALL[1], 5, progress)
     assert 0 < trip.p50 <= trip.p90 <= trip.p99
     assert table([trip]).rows[0][:2] == ("8", "5 x 256 float32")

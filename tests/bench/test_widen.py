@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
@@ -30,6 +28,7 @@ from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import DTYPES
 from eyas.models.inputs import Segment
 from eyas.models.target import load_target
+from eyas.progress import Progress
 from eyas.request import NoiseKey, SamplingParams
 from eyas.tree import DraftTree
 from tests.tiny import fixed_config, write_eagle1_head, write_head, write_small, write_target
@@ -65,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(target: str, heads: Sequence[str], shape: Shape, out: Path, dtype: str = "float64") -> list[Path]:
-    with Progress(console=Console(quiet=True)) as progress:
+    with Progress() as progress:
         return widen(target, heads, shape, out, dtype, progress)
 
 

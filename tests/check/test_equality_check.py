@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rich.progress import Progress
 from typer.testing import CliRunner
 
 from eyas.bench.offline import BenchParts, engine_contenders
@@ -14,6 +13,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput, load_target
+from eyas.progress import Progress
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, sample
 from tests.reference import load_reference
@@ -34,7 +34,7 @@ def settings_for(target: str, temperature: float = 0.0, **changes: object) -> Of
 
 
 def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> None:
-    result = compare(settings_for(tiny_target), EngineConfig(), Progress(disable=True))
+    result = compare(settings_for(tiny_target), EngineConfig(), Progress())
     assert result.holds
     assert [c.divergence for c in result.comparisons] == [None] * 8
     assert result.stats.acceptance_length > 4

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.progress import Progress
 
 from eyas.bench.settings import AcceptanceProfile, MethodSpec
 from eyas.bench.split import (
@@ -27,6 +26,7 @@ from eyas.config import TreeConfig
 from eyas.config.device_costs import flat
 from eyas.errors import ConfigError
 from eyas.models.emulation import PassRecord
+from eyas.progress import Progress
 from eyas.request import VerifyStep, VerifyStepDetails
 from eyas.services.split import DelayingProxy, measure
 from tests.forks import forked_services
@@ -185,7 +185,7 @@ def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
         prompts=Path("models/demo/prompts.jsonl"), num_prompts=1, max_tokens=12, temperatures=(0.8,), verifier="200ms",
         drafter="20ms", tree=TreeConfig(8, 3, 4), delays=(0.05,), dtype="float32", device="cpu", threads=1, verifiers=(2,),
     )  # fmt: skip
-    with forked_services(), Progress(disable=True) as progress:
+    with forked_services(), Progress() as progress:
         found, timelines = measure(own, progress)
     by_mode = {r.mode: r for r in found.results}
     assert {mode: r.identical for mode, r in by_mode.items()} == dict.fromkeys(("plain", "serial", "ahead"), "2 of 2")

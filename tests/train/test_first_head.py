@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from eyas.train.command import _conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer
-from eyas.train.progress import progress
 from tests.train.small_runs import prepared, settings, tiny_target
 
 
@@ -110,17 +108,6 @@ def test_a_dry_run_says_what_it_does(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert re.match(r"\[ +0 s\] importing torch\n", result.stderr), "before anything that takes long"
     assert re.search(r"evaluation: about [\d.]+ s for the first", result.stdout)
-
-
-def test_progress_is_shown_at_once_and_again_without_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = ""
-    with progress(interval_s=0.01) as show:
-        show("reading")
-        assert capsys.readouterr().err == "[    0 s] reading\n"
-        show("training")
-        while seen.count("training\n") < 2:
-            time.sleep(0.01)
-            seen += capsys.readouterr().err
 
 
 class Clock:

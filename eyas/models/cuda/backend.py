@@ -111,7 +111,6 @@ def build_backend(
     plan: BackendPlan,
     target: TargetModel,
     kv_cache: KVCache,
-    show_progress: bool = True,
     capture_on: Callable[[torch.device], Capture] = CudaCapture,
 ) -> ForwardBackend:
     """Build the planned backend for a target or one rank's part of it. All ranks must build at the same time.
@@ -134,7 +133,7 @@ def build_backend(
         check_batch_invariance(launched)
     if plan.kind is BackendKind.KERNEL:
         return launched
-    return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), show_progress)
+    return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device))
 
 
 def check_kernels(launched: KernelBackend) -> None:

@@ -6,17 +6,14 @@ A pass travels to the device as one array of words. A replay copies it to where 
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import ConfigError
@@ -65,12 +62,6 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
 
-def with_progress(items: Sequence[Item], description: str, show: bool = True) -> Iterable[Item]:
-    """The items, with a progress bar on a terminal."""
-    disable = not (show and sys.stderr.isatty())
-    return track(items, description, console=Console(stderr=True), transient=True, disable=disable)
-
-
 class GraphBackend:
     """A ForwardBackend of captured passes over one KV cache. It launches a pass that no graph holds kernel by kernel.
 
@@ -83,7 +74,6 @@ class GraphBackend:
         kv_cache: KVCache,
         limits: CaptureLimits,
         capture: Capture,
-        show_progress: bool = True,
     ) -> None:
         """Captures all buckets, the largest first so that the others share its memory.
 
@@ -96,8 +86,7 @@ class GraphBackend:
         num_words = max(map(max_words, self._shapes.values())) + (0 if launched.memory else limits.prefix)
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
         self._output: TargetOutput | None = None  # of the largest graph; the others write to its first rows
-        buckets = with_progress(self._buckets[::-1], "capturing CUDA graphs", show_progress)
-        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in buckets}
+        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in self._buckets[::-1]}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments padded to a bucket if one holds them, and if they share no long prefix."""

@@ -83,7 +83,7 @@ class NotingCapture:
 
 
 def build_with_notes(folder: Path, plan: BackendPlan, target: TargetModel, kv_cache: KVCache) -> ForwardBackend:
-    return build_backend(plan, target, kv_cache, show_progress=False, capture_on=lambda device: NotingCapture(folder))
+    return build_backend(plan, target, kv_cache, capture_on=lambda device: NotingCapture(folder))
 
 
 def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
