@@ -202,7 +202,6 @@ TOKENIZER_VALUES: Mapping[str, FileValue] = {
     "add_bos_token": FLAG,
     "chat_template": FileValue("text, or texts by name"),
 }
-GENERATION_VALUES: Mapping[str, FileValue] = {"eos_token_id": TOKENS}
 CONFIG_VALUES = {**MODEL_VALUES, **ROPE_VALUES, **HEAD_VALUES}
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
-from eyas.file_values import GENERATION_VALUES, check_values, read_json, shown
+from eyas.file_values import check_values, read_json, shown
 from eyas.target_limits import check_context, quantisation
 from eyas.tokenizer import check_source
 
@@ -113,25 +113,6 @@ def read_target_config(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
-
-
-def end_tokens(folder: Path, config: Any) -> list[int]:
-    """The end-of-sequence tokens of a model, from its generation config, else from `config`, transformers' of the model.
-
-    Ids beyond the vocabulary, which many families have by default, are left out with a warning. Raises CheckpointError.
-    """
-    file, text = folder / "generation_config.json", config.get_text_config()
-    stated = read_json(file) if file.is_file() else {}
-    check_values(stated, file, GENERATION_VALUES)
-    found = stated.get("eos_token_id")
-    source, found = (folder / "config.json", text.eos_token_id) if found is None else (file, found)
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if beyond := [token for token in ids if not 0 <= token < text.vocab_size]:
-        log.warning(
-            "%s: eos_token_id holds %s, which the vocabulary of %d tokens does not have; it never ends an output",
-            source, shown(beyond[0] if len(beyond) == 1 else beyond), text.vocab_size,
-        )  # fmt: skip
-    return [token for token in ids if token not in beyond]
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:

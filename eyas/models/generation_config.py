@@ -1,17 +1,20 @@
-"""Sampling defaults of a model: what its generation_config.json recommends for requests that name no values."""
+"""Reads generation_config.json: the end tokens of a model, and the sampling parameters that it recommends."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from eyas.config import GenerationDefaults
-from eyas.file_values import FileValue, read_json, shown
+from eyas.file_values import TOKENS, FileValue, check_values, read_json, shown
 from eyas.models.checkpoint import resolve
 from eyas.validation import MAX_INT, MAX_TEMPERATURE
 
-# The keys that count, as in vLLM, which ignores do_sample; and the values that requests may have too.
-SAMPLING_VALUES: Mapping[str, FileValue] = {
+# The keys that count, as in vLLM, which ignores do_sample. Those of sampling have the values that requests may have too.
+GENERATION_VALUES: Mapping[str, FileValue] = {
+    "eos_token_id": TOKENS,
     "temperature": FileValue("number", 0, MAX_TEMPERATURE),
     "top_p": FileValue("number", 0, 1, is_open=True),
     "top_k": FileValue("whole number", -1, MAX_INT),
@@ -23,6 +26,25 @@ SAMPLING_VALUES: Mapping[str, FileValue] = {
 log = logging.getLogger(__name__)
 
 
+def end_tokens(folder: Path, config: Any) -> list[int]:
+    """The end-of-sequence tokens of a model, from its generation config, else from `config`, transformers' of the model.
+
+    Ids beyond the vocabulary, which many families have by default, are left out with a warning. Raises CheckpointError.
+    """
+    file, text = folder / "generation_config.json", config.get_text_config()
+    stated = read_json(file) if file.is_file() else {}
+    found = stated.get("eos_token_id")
+    check_values({"eos_token_id": found}, file, GENERATION_VALUES)
+    source, found = (folder / "config.json", text.eos_token_id) if found is None else (file, found)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if beyond := [token for token in ids if not 0 <= token < text.vocab_size]:
+        log.warning(
+            "%s: eos_token_id holds %s, which the vocabulary of %d tokens does not have; it never ends an output",
+            source, shown(beyond[0] if len(beyond) == 1 else beyond), text.vocab_size,
+        )  # fmt: skip
+    return [token for token in ids if token not in beyond]
+
+
 def sampling_defaults(model: str, defaults: GenerationDefaults = "auto") -> dict[str, float]:
     """Return the sampling parameters that a model recommends, by their names in SamplingParams.
 
@@ -32,8 +54,8 @@ def sampling_defaults(model: str, defaults: GenerationDefaults = "auto") -> dict
     file = resolve(model) / "generation_config.json"
     stated = read_json(file) if defaults == "auto" and file.is_file() else {}
     found = dict[str, float]()
-    for key, allowed in SAMPLING_VALUES.items():
-        if (value := stated.get(key)) is None:
+    for key, allowed in GENERATION_VALUES.items():
+        if (value := stated.get(key)) is None or key == "eos_token_id":
             continue
         if allowed.holds(value):
             found["max_tokens" if key == "max_new_tokens" else key] = value

@@ -38,7 +38,6 @@ from eyas.models.checkpoint import (
     check_layers,
     check_quantisation,
     context_length,
-    end_tokens,
     explained,
     is_finite,
     read_config,
@@ -57,6 +56,7 @@ from eyas.models.cpu import (
     optimize_for_cpu,
 )
 from eyas.models.fused import fuse_layers, unfuse_layers
+from eyas.models.generation_config import end_tokens
 from eyas.models.heads.layers import E4M3_CAPABILITY, FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, StateHooks, pack
 from eyas.models.numerics import pin_rotary, use_float32_head

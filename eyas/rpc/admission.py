@@ -12,10 +12,11 @@ import logging
 import os
 import resource
 import socket
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
@@ -27,6 +28,7 @@ from google.protobuf.descriptor import Descriptor
 
 from eyas.config import LimitsConfig
 from eyas.errors import EyasError, InvalidRequest, Overloaded, TimedOut
+from eyas.rpc.fair_share import Callers, FairLimit, FairSlots
 
 LARGE_REQUEST_BYTES = 16 * 2**10
 MAX_MESSAGE_FIELDS = 32 * 2**10
@@ -50,9 +52,6 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # What an interceptor calls for the handler of a call.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 log = logging.getLogger(__name__)
-
-# The names that what a call holds is counted for; each has a share of its own.
-Callers: TypeAlias = tuple[str, ...]
 
 
 def address_of(peer: str) -> str:
@@ -124,46 +123,6 @@ def _duplicate(descriptor: int) -> socket.socket:
     except OSError:
         os.close(duplicate)
         raise
-
-
-class FairLimit:
-    """An amount that callers share: each may hold as much as it leaves free. For one event loop.
-
-    Alone, a caller gets half. Those that want all of it get a half, a quarter and so on while the ones before hold theirs,
-    and equal parts once they have given some back.
-    Source: Choudhury and Hahne 1998, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, with alpha = 1.
-
-    total: the whole amount. least: what a caller may hold in any case, while it is there.
-    """
-
-    def __init__(self, total: int, least: int) -> None:
-        self.num_held = 0
-        self._total = total
-        self._least = least
-        self._held: Counter[str] = Counter()
-
-    @property
-    def num_free(self) -> int:
-        """The part that is not held."""
-        return self._total - self.num_held
-
-    @property
-    def most(self) -> int:
-        """What a caller may hold while no other holds anything."""
-        return max(self._least, self._total // 2)
-
-    def fits(self, callers: Callers, amount: int) -> bool:
-        """Return whether all of these names may hold an amount more."""
-        most = max(self._least, self.num_free - amount)
-        return amount <= self.num_free and all(self._held[name] + amount <= most for name in callers)
-
-    def take(self, callers: Callers, amount: int) -> None:
-        """Count an amount for all of these names; a negative one gives it back."""
-        self.num_held += amount
-        for name in callers:
-            self._held[name] += amount
-            if not self._held[name]:
-                del self._held[name]
 
 
 class MemoryBudget:
@@ -320,63 +279,29 @@ class _ReadSlots:
     """
 
     def __init__(self, num_reads: int, contended_timeout_s: float) -> None:
-        self._limit = FairLimit(num_reads, 1)
+        self.slots = FairSlots(num_reads)
         self._contended_timeout_s = contended_timeout_s
-        self._waiting: OrderedDict[Callers, dict[asyncio.Future[None], None]] = OrderedDict()
         self._reads: dict[asyncio.Timeout, tuple[Callers, float]] = {}
 
     @asynccontextmanager
     async def slot(self, callers: Callers, timeout: asyncio.Timeout) -> AsyncIterator[None]:
         """Wait for a slot, and hold it while the context is open. timeout: around it; comes earlier if others wait."""
-        if callers in self._waiting or not self._limit.fits(callers, 1):
-            await self._wait(callers)
-        else:
-            self._limit.take(callers, 1)
+        await self.slots.take(callers, on_wait=partial(self._shorten, callers))
         self._reads[timeout] = callers, asyncio.get_running_loop().time() + self._contended_timeout_s
-        for others in self._waiting:
+        for others in self.slots.waiting:
             self._shorten(others)
         try:
             yield
         finally:
             del self._reads[timeout]
-            self._give(callers)
-
-    async def _wait(self, callers: Callers) -> None:
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(callers, {})[granted] = None
-        self._shorten(callers)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._remove(callers, granted)
-            else:
-                self._give(callers)
-            raise
+            self.slots.give(callers)
 
     def _shorten(self, waiting: Callers) -> None:
         """Shorten the reads that keep these callers from a slot: their own, or all if there is no slot."""
         for timeout, (callers, until) in self._reads.items():
-            when, is_in_the_way = timeout.when(), set(callers) & set(waiting) or not self._limit.num_free
+            when, is_in_the_way = timeout.when(), set(callers) & set(waiting) or not self.slots.num_free
             if is_in_the_way and not timeout.expired() and when is not None and when > until:
                 timeout.reschedule(until)
-
-    def _give(self, callers: Callers) -> None:
-        """Give a slot back, and grant those that are free to callers in turn."""
-        self._limit.take(callers, -1)
-        for others, lane in list(self._waiting.items()):
-            granted = next((one for one in lane if not one.done()), None)
-            if granted and self._limit.fits(others, 1):
-                self._limit.take(others, 1)
-                granted.set_result(None)
-                self._waiting.move_to_end(others)
-                self._remove(others, granted)
-
-    def _remove(self, callers: Callers, granted: asyncio.Future[None]) -> None:
-        lane = self._waiting[callers]
-        del lane[granted]
-        if not lane:
-            del self._waiting[callers]
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -14,7 +14,8 @@ from uvicorn.server import ServerState
 
 from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest, UnknownModel
-from eyas.rpc.admission import Admission, FairLimit, address_of, check_num_fields
+from eyas.rpc.admission import Admission, address_of, check_num_fields
+from eyas.rpc.fair_share import FairLimit
 from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.http.connection import READ_BYTES, HttpConnection
 from eyas.services.router.http.errors import error_bytes, error_response

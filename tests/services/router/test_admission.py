@@ -15,9 +15,7 @@ from eyas.errors import ConfigError, InvalidRequest
 from eyas.rpc.admission import (
     MAX_OPEN_CALLS_PER_ADDRESS,
     Admission,
-    FairLimit,
     MemoryBudget,
-    _ReadSlots,
     address_of,
     check_num_fields,
 )
@@ -165,21 +163,6 @@ def test_a_peer_is_known_by_its_address_or_network(peer: str, address: str) -> N
     assert address_of(peer) == address
 
 
-def test_callers_that_want_all_leave_a_share_for_the_next() -> None:
-    limit, taken = FairLimit(total=128, least=4), []
-    for caller in "abcdef":
-        before = limit.num_held
-        while limit.fits((caller,), 1):
-            limit.take((caller,), 1)
-        taken.append(limit.num_held - before)
-    assert taken == [64, 32, 16, 8, 4, 4]
-    limit.take(("a",), -30)
-    assert not limit.fits(("a",), 1)
-    assert limit.fits(("g",), 15)
-    assert FairLimit(10, 10).fits(("a",), 10)
-    assert not FairLimit(10, 10).fits(("a",), 11)
-
-
 def test_one_key_cannot_hold_the_whole_memory_budget() -> None:
     script = Script(TOKENS, gate=asyncio.Event())
 
@@ -213,33 +196,6 @@ def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
             each.cancel()
 
     with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=1.0))
-
-
-def test_reads_are_shared_by_key_and_by_address() -> None:
-    async def body() -> None:
-        slots, held = _ReadSlots(8, 60.0), asyncio.Event()
-        tasks: list[asyncio.Task[None]] = []
-
-        async def read(*callers: str) -> None:
-            async with asyncio.timeout(20) as timeout, slots.slot(callers, timeout):
-                await held.wait()
-
-        async def starts(*callers: str) -> bool:
-            tasks.append(asyncio.create_task(read(*callers)))
-            num_reads = len(slots._reads)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            return len(slots._reads) > num_reads
-
-        assert [await starts(f"key {number}", "address") for number in range(8)] == [True] * 4 + [False] * 4
-        assert await starts("another key", "another address")
-        assert not await starts("another key 2", "address")
-        tasks[4].cancel()
-        held.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert (slots._reads, dict(slots._waiting), slots._limit.num_held) == ({}, {}, 0)
-
-    asyncio.run(body())
 
 
 def test_health_checks_hold_little_memory() -> None:
