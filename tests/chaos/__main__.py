@@ -29,6 +29,8 @@ from tests.memory import FEW_PRODUCTS
 
 # What the project promises.
 MAX_GAP_S, MIN_GOODPUT_RATIO = 2.0, 0.9
+# A request is refused if it has lost two verifiers, which two kills within a second or two can cause as well.
+KILLS_PER_BLAMED = 10
 VERIFIER_DEATH = "verifier kill -9"
 PLAIN_LINE_INTERVAL_S = 30.0
 
@@ -51,6 +53,8 @@ class ChaosResult:
             "services ended by themselves": storm.num_crashes,
             "slots and sessions not given back": storm.unreturned_slots,
         }
+        if storm.num_blamed > storm.num_verifier_kills // KILLS_PER_BLAMED:
+            found.append(f"{storm.num_blamed} requests blamed for {storm.num_verifier_kills} kills of verifiers")
         found += [f"{count} {name}" for name, count in promises.items() if count]
         found += [
             f"a gap of {gap.longest_s:.1f} s after {gap.fault}, above {MAX_GAP_S} s"
@@ -150,6 +154,11 @@ def promises_table(result: ChaosResult) -> Table:
     rows = [
         ("tokens wrong, lost, doubled", "0, 0, 0", f"{storm.num_wrong}, {storm.num_lost}, {storm.num_doubled}"),
         ("requests failed while a verifier was left", "0", f"{storm.num_failed}"),
+        (
+            "requests blamed for kills of verifiers",
+            f"one per {KILLS_PER_BLAMED} kills",
+            f"{storm.num_blamed} of {storm.num_verifier_kills}",
+        ),
         ("longest gap after a verifier's death", f"re-prefill + {MAX_GAP_S:g} s", f"{gap_s:.2f} s"),
         ("slots and sessions not given back", "0", f"{storm.unreturned_slots}"),
         ("services that ended by themselves", "0", f"{storm.num_crashes}"),

@@ -95,7 +95,7 @@ class MemoryUse:
 class StormResult:
     """What a storm did and found. num_wrong, num_lost, num_doubled: tokens or characters. failures: of requests, by status.
 
-    notes: the first failures and mismatches.
+    num_blamed: distinct requests that were refused because two kills came while each was tried. notes: the first failures and mismatches.
     unreturned_slots: KV cache slots and sessions that workers still hold when all clients have gone. p99_lag_s: how late the
     clients and proxies themselves were, in which no service had a part.
     """
@@ -109,6 +109,7 @@ class StormResult:
     num_lost: int
     num_doubled: int
     failures: dict[str, int]
+    num_blamed: int
     num_verifier_kills: int
     num_drafter_kills: int
     num_crashes: int
@@ -243,6 +244,7 @@ class _Storm:
             num_lost=counts.mismatch.num_lost,
             num_doubled=counts.mismatch.num_doubled,
             failures=dict(counts.failures),
+            num_blamed=len(counts.blamed),
             num_verifier_kills=injector.verifier_kills.done,
             num_drafter_kills=injector.drafter_kills.done,
             num_crashes=sum(member.num_crashes for member in self._fleet.members),

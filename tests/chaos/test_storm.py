@@ -32,7 +32,7 @@ SEQUENCES = st.lists(st.integers(), min_size=2, max_size=40, unique=True)
 def test_no_token_is_lost_in_a_short_storm(tmp_path: Path) -> None:
     found = storm(SHORT, tmp_path)
     assert (found.num_wrong, found.num_lost, found.num_doubled) == (0, 0, 0), found.notes
-    assert found.num_failed == 0, found.notes
+    assert found.num_failed == found.num_blamed == 0, found.notes
     assert found.num_crashes == found.unreturned_slots == 0
     assert found.num_verifier_kills >= 2
     assert found.num_drafter_kills >= 6
@@ -57,7 +57,7 @@ def test_a_wrong_token_spoils_all_after_it(tokens: list[int], data: st.DataObjec
 
 CALM = StormResult(
     seconds=1.0, num_requests=1, num_cancelled=0, num_tokens=1, num_characters=0, num_wrong=0, num_lost=0, num_doubled=0,
-    failures={}, num_verifier_kills=1, num_drafter_kills=1, num_crashes=0, unreturned_slots=0, p99_gap_s=0.0,
+    failures={}, num_blamed=0, num_verifier_kills=1, num_drafter_kills=1, num_crashes=0, unreturned_slots=0, p99_gap_s=0.0,
     p99_lag_s=0.0, longest_unexplained_gap_s=0.0, gaps=(), memory=(), notes=(),
 )  # fmt: skip
 

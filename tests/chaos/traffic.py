@@ -27,6 +27,8 @@ REQUEST_TIMEOUT_S = 300.0
 DRAFTER_RATIO, HTTP_RATIO, CANCEL_RATIO = 0.8, 0.2, 0.05
 NUM_SESSIONS = 40
 MAX_KEPT_FAILURES = 200
+# Part of the error for a request that is refused because it lost two verifiers.
+BLAMED = "two verifiers were lost"
 
 # Called with the beginning and the end of every wait for the next part of an answer, by time.monotonic().
 OnGap = Callable[[float, float], object]
@@ -44,6 +46,7 @@ class RequestDied(Exception):
 class Counts:
     """What the clients have seen: tokens over gRPC, characters over HTTP. failures: by status.
 
+    blamed: answers to requests that the router refused after it had lost two verifiers while each was tried.
     notes: the first failures and mismatches, for people.
     """
 
@@ -53,6 +56,7 @@ class Counts:
     num_characters: int = 0
     mismatch: Mismatch = field(default_factory=Mismatch)
     failures: Counter[str] = field(default_factory=Counter)
+    blamed: set[tuple[int, ...]] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     gaps: array[float] = field(default_factory=lambda: array("f"))
 
@@ -101,7 +105,10 @@ class Clients:
         try:
             await self._receive(received, parts, enough, on_gap)
         except RequestDied as died:
-            counts.failures[died.code] += 1
+            if BLAMED in str(died):  # an equal request is refused for a while
+                counts.blamed.add(answer.prompt)
+            else:
+                counts.failures[died.code] += 1
             counts.note(f"{time.strftime('%X')} failed after {received.num_items}: {died}")
         counts.num_cancelled += enough is not None and not received.finished
         if mismatch := received.mismatch():
