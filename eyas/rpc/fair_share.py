@@ -60,7 +60,7 @@ class FairSlots:
 
     @property
     def num_free(self) -> int:
-        """The slots that nobody holds."""
+        """The slots that are not held."""
         return self._limit.num_free
 
     @property

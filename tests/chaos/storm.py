@@ -95,7 +95,8 @@ class MemoryUse:
 class StormResult:
     """What a storm did and found. num_wrong, num_lost, num_doubled: tokens or characters. failures: of requests, by status.
 
-    num_blamed: distinct requests that were refused because two kills came while each was tried. notes: the first failures and mismatches.
+    num_blamed: distinct requests that were refused because two kills came while each was tried.
+    notes: the first failures and mismatches.
     unreturned_slots: KV cache slots and sessions that workers still hold when all clients have gone. p99_lag_s: how late the
     clients and proxies themselves were, in which no service had a part.
     """
