@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -18,8 +19,8 @@ from rich.console import Console
 from eyas import options
 from eyas.errors import ConfigError, Unavailable
 from eyas.progress import Progress
-from eyas.services.cluster import free_port, running_cluster
-from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan_of_options, wait_until_ready
+from eyas.services.cluster import POLL_INTERVAL_S, free_port, running_cluster
+from eyas.services.serve import AssignmentsOption, Names, exit_on_error, plan_of_options, say_restart, wait_until_ready
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TRIES = 6
@@ -77,8 +78,8 @@ def run_batch(
             raise ConfigError("give either --url of a server, or --model to serve one meanwhile")
         files = BatchFiles.of(file, output, error_file)
         earlier = files.read(restart)
-        with _server(console, url, model, context) as (base, check):
-            counts = asyncio.run(answer_all(files, earlier, base, api_key, concurrency, console, check))
+        with _server(console, url, model, context) as (base, tend):
+            counts = asyncio.run(answer_all(files, earlier, base, api_key, concurrency, console, tend))
     num_before = len(earlier.ids)
     print(f"{counts.num_done} answered, {counts.num_failed} failed, {num_before} were there before: {files.output}")
     if counts.num_failed:
@@ -88,7 +89,7 @@ def run_batch(
 
 @contextmanager
 def _server(console: Console, url: str, model: str, context: typer.Context) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the URL of the server that answers, and a function that raises Unavailable if its processes ended.
+    """Yield the URL of the server that answers, and a function that tends its processes, see `Cluster.tend`.
 
     A model is served in the body's time.
     """
@@ -97,7 +98,7 @@ def _server(console: Console, url: str, model: str, context: typer.Context) -> I
         return
     with running_cluster(plan_of_options(context), free_port()) as cluster:
         wait_until_ready(console, cluster)
-        yield cluster.http, cluster.check
+        yield cluster.http, partial(cluster.tend, partial(say_restart, console))
 
 
 @dataclass(frozen=True)
@@ -258,11 +259,11 @@ async def answer_all(
     api_key: str,
     concurrency: int,
     console: Console,
-    check: Callable[[], object] = lambda: None,
+    tend: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
     """Send the requests that are left, `concurrency` at once, and write each response as it comes.
 
-    check: raises Unavailable if the server's processes ended; called where a request got no answer.
+    tend: called every POLL_INTERVAL_S seconds; raises Unavailable if the server's processes ended.
 
     Raises Unavailable if nothing answers at `base`, and ConfigError for a base that is no URL.
     """
@@ -283,9 +284,11 @@ async def answer_all(
             with Progress(console) as shown:
                 counts.show(shown)
                 try:
-                    async with asyncio.TaskGroup() as workers:
-                        for _ in range(concurrency):
-                            workers.create_task(_work(requests, client, counts, shown, output, errors, check))
+                    async with asyncio.TaskGroup() as tasks:
+                        tending = tasks.create_task(_repeat(tend))
+                        work = partial(_work, requests, client, counts, shown, output, errors)
+                        await asyncio.wait([tasks.create_task(work()) for _ in range(concurrency)])
+                        tending.cancel()
                 except ExceptionGroup as group:
                     raise group.exceptions[0] from None
     return counts
@@ -306,6 +309,13 @@ async def _check_reachable(client: httpx.AsyncClient, base: str) -> None:
         raise Unavailable(f"cannot reach {base}: {error}; check that a server listens there") from error
 
 
+async def _repeat(call: Callable[[], object]) -> None:
+    """Call a function again and again."""
+    while True:
+        call()
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
 async def _work(
     requests: Iterator[BatchRequest],
     client: httpx.AsyncClient,
@@ -313,11 +323,10 @@ async def _work(
     shown: Progress,
     output: IO[str],
     errors: IO[str],
-    check: Callable[[], object],
 ) -> None:
     """Take requests until there are none left."""
     for request in requests:
-        line = await _answer(request, client, check)
+        line = await _answer(request, client)
         has_failed = line["error"] is not None or line["response"]["status_code"] != 200
         file = errors if has_failed else output
         file.write(json.dumps(line) + "\n")
@@ -327,7 +336,7 @@ async def _work(
         counts.show(shown)
 
 
-async def _answer(request: BatchRequest, client: httpx.AsyncClient, check: Callable[[], object]) -> dict[str, Any]:
+async def _answer(request: BatchRequest, client: httpx.AsyncClient) -> dict[str, Any]:
     """Return the line of a request's response or error."""
     line: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
     if request.problem:
@@ -335,11 +344,8 @@ async def _answer(request: BatchRequest, client: httpx.AsyncClient, check: Calla
     try:
         response = await _post(request, client)
     except (httpx.HTTPError, ValueError, RecursionError) as error:
-        check()
         code = "connection_error" if isinstance(error, httpx.HTTPError) else "invalid_request"
         return line | {"error": {"code": code, "message": f"{type(error).__name__}: {error}"}}
-    if response.status_code in RETRIED:
-        check()
     body: Any = {"error": {"message": response.text[:MAX_SHOWN]}}
     problem = (
         {"code": "invalid_response", "message": "the answer is no JSON object"} if response.status_code == 200 else None

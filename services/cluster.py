@@ -230,13 +230,14 @@ class Cluster:
     """Running processes: Redis, then the services in the order in which they started.
 
     http: URL of the router's server. playground: URL of its page for browsers; empty if that is switched off.
-    killed: ids of the processes that `kill_drafter` has killed.
+    killed: ids of the processes that `kill_drafter` has killed. restarts: when `tend` started the draft service again.
     """
 
     children: list[Child]
     http: str
     playground: str = ""
     killed: set[int] = field(default_factory=set)
+    restarts: list[float] = field(default_factory=list)
 
     @property
     def services(self) -> Sequence[Child]:
@@ -272,36 +273,39 @@ class Cluster:
                 time.sleep(POLL_INTERVAL_S)
 
     def kill_drafter(self) -> None:
-        """Kill the draft service, as its user asked; `watch` starts it again."""
+        """Kill the draft service, as its user asked; `tend` starts it again."""
         process = self["draft"].process
         self.killed.add(process.pid)
         process.kill()
 
+    def tend(self, on_restart: Callable[[str], object] = lambda reason: None) -> None:
+        """Raise Unavailable with the reason if a process has ended, other than the draft service, which is started again.
+
+        That is done at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds, or as often as `kill_drafter` ends it.
+        Meanwhile the verifier decodes plainly. on_restart: receives the reason.
+        """
+        for child in self.children:
+            try:
+                child.check()
+            except Unavailable as error:
+                reason = str(error)
+                if child.process.pid in self.killed:
+                    reason = f"draft (process {child.process.pid}) was killed from the playground"
+                else:
+                    now = time.monotonic()
+                    self.restarts[:] = [moment for moment in self.restarts if now - moment < RESTART_WINDOW_S]
+                    if child.name != "draft" or len(self.restarts) == MAX_DRAFT_RESTARTS:
+                        raise
+                    self.restarts.append(now)
+                on_restart(reason)
+                child.start()
+
     def watch(
         self, on_restart: Callable[[str], object] = lambda reason: None, on_poll: Callable[[], object] = lambda: None
     ) -> None:
-        """Block while the processes live. Raises Unavailable with the reason when one ends.
-
-        A draft service that ends is started again, at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds, or as often
-        as `kill_drafter` ends it. Meanwhile the verifier decodes plainly. on_restart: receives the reason. on_poll: called
-        every POLL_INTERVAL_S seconds.
-        """
-        restarts: list[float] = []
+        """Block while the processes live, see `tend`; call `on_poll` every POLL_INTERVAL_S seconds."""
         while True:
-            for child in self.children:
-                try:
-                    child.check()
-                except Unavailable as error:
-                    reason = str(error)
-                    if child.process.pid in self.killed:
-                        reason = f"draft (process {child.process.pid}) was killed from the playground"
-                    else:
-                        restarts = [moment for moment in restarts if time.monotonic() - moment < RESTART_WINDOW_S]
-                        if child.name != "draft" or len(restarts) == MAX_DRAFT_RESTARTS:
-                            raise
-                        restarts.append(time.monotonic())
-                    on_restart(reason)
-                    child.start()
+            self.tend(on_restart)
             on_poll()
             time.sleep(POLL_INTERVAL_S)
 

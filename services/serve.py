@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -298,8 +299,10 @@ def watch_until_interrupted(console: Console, cluster: Cluster, announcement: st
 
     with suppress(KeyboardInterrupt):
         console.print(announcement, markup=False)
-        cluster.watch(
-            lambda reason: console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False),
-            show_activity,
-        )
+        cluster.watch(partial(say_restart, console), show_activity)
     console.print("stopping; running requests may finish, another Ctrl-C ends them")
+
+
+def say_restart(console: Console, reason: str) -> None:
+    """Say that the draft service is started again, and why."""
+    console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False)

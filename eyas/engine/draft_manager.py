@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ from eyas.tree import DraftTree
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class DraftManager:
     """Requests drafts at the end of a step and collects them at the start of the next, so that the drafter works meanwhile.
 
-    A sequence without an answer has no tree: a failed drafter is no error.
+    A sequence without an answer has no tree: a failed drafter is no error. Sequences whose step it failed get no more trees,
+    as what it has of them may be what it fails on.
     """
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
@@ -51,6 +54,8 @@ class DraftManager:
         self._pending: Pending = list
         self._ended: list[str] = []
         self._rejected: list[str] = []  # sessions with invalid answers
+        self._failed: set[str] = set()  # requests that go on without drafts
+        self._has_failed = False
         self._templates: dict[str, DraftContext] = {}  # by request id, what all contexts of a session have
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
@@ -92,6 +97,7 @@ class DraftManager:
             # the drafter lacks tokens, and there is room for a drafted one
             if 0 < s.computed >= s.drafted < len(s.tokens) < len(s.slots) - 1
             and s.request.num_draft_tokens != 1
+            and s.request.id not in self._failed
             and drafter.can_draft(s.request.id)
         ]
 
@@ -111,10 +117,8 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return
-        with suppress(torch.OutOfMemoryError):
-            self._request(drafter, sequences, budgets, allowed, logit_biases)
-            return
-        self._note_no_memory(len(sequences))  # nothing is pending, so the next step decodes plainly
+        # Where it fails, nothing is pending, so that the next step decodes plainly.
+        self._guarded(partial(self._request, drafter, sequences, budgets, allowed, logit_biases), sequences)
 
     def _request(
         self,
@@ -142,6 +146,25 @@ class DraftManager:
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
 
+    def _guarded(self, call: Callable[[], Result], sequences: Seq[Sequence] = ()) -> Result | None:
+        """Return what a call of the drafter returns; None if it fails. Lack of memory passes, so that it is tried again."""
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            pass
+        except Exception as error:
+            failed = [sequence.request.id for sequence in sequences]
+            message = "a call of the drafter has failed; %d requests go on without drafts: %s: %s"
+            cause = None if self._has_failed else error  # its traceback, once
+            extra = {"rate_limited": True}
+            log.error(message, len(failed), type(error).__name__, error, exc_info=cause, extra=extra)
+            self._has_failed = True
+            self._failed.update(failed)
+            self._ended += failed
+            return None
+        self._note_no_memory(len(sequences))
+        return None
+
     def _note_no_memory(self, num_sequences: int) -> None:
         """Free cached memory. Called outside of `except`, where the error still holds the drafter's tensors."""
         torch.cuda.empty_cache()
@@ -156,32 +179,32 @@ class DraftManager:
         """Wait for the answers to `request`."""
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
-        drafts: list[Draft] | None = None
-        with suppress(torch.OutOfMemoryError):
-            drafts = pending()
-        if drafts is None:  # what the drafter has of them is unknown
-            self._note_no_memory(len(requested))
-            drafts = [ResyncRequired(context.session, context.epoch, -1) for context in contexts]
-        assert len(drafts) == len(requested), "a drafter answers every context"
-        are_valid = bool(drafts) and self._are_valid(contexts, drafts)
-        replies = [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
+        replies = self._guarded(partial(self._replies, requested, contexts, pending), requested)
+        if replies is None:  # what the drafter has of them is unknown
+            replies = [DraftReply(sequence, None, 0, sequence.epoch + 1) for sequence in requested]
         if self._drafter is not None and self._rejected:
-            self._drafter.reject(self._rejected)
-            self._rejected = []
+            rejected, self._rejected = self._rejected, []
+            self._guarded(partial(self._drafter.reject, rejected))
         if self._ended:
             self.release([])
         return replies
+
+    def _replies(self, requested: Seq[Sequence], contexts: Seq[DraftContext], pending: Pending) -> list[DraftReply]:
+        drafts = pending()
+        are_valid = bool(drafts) and self._are_valid(contexts, drafts)
+        return [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
 
     def release(self, request_ids: Seq[str]) -> None:
         """Let the drafter forget requests that have ended, once no answer is pending."""
         if self._drafter is None:
             return
         self._ended += request_ids
+        self._failed.difference_update(request_ids)
         for request_id in request_ids:
             self._templates.pop(request_id, None)
         if self._ended and not self._requested:
             ended, self._ended = self._ended, []
-            self._drafter.release(ended)
+            self._guarded(partial(self._drafter.release, ended))
 
     def _features(self, sequences: Seq[Sequence]) -> list[Tensor | None]:
         """The features that the drafter lacks of each sequence, all gathered at once."""

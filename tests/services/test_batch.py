@@ -106,13 +106,13 @@ def test_files_of_each_name_have_an_output_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_reason_of_a_server_that_ended_ends_the_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> None:
+    def tend() -> None:
         raise Unavailable("verifier was killed")
 
     monkeypatch.setattr("eyas.services.batch.MAX_TRIES", 1)
     files = BatchFiles.of(file, None, None)
     with openai_server(failures=(503,) * 9) as server, pytest.raises(Unavailable, match="verifier was killed"):
-        asyncio.run(answer_all(files, files.read(False), server.url, "", 2, Console(stderr=True), check))
+        asyncio.run(answer_all(files, files.read(False), server.url, "", 2, Console(stderr=True), tend))
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(file: Path) -> None:
