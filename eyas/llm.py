@@ -491,6 +491,9 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Calla
         finally:
             bar.close()
         return
-    with progress(is_shown=use_tqdm and sys.stderr.isatty()) as shown:
+    if not (use_tqdm and sys.stderr.isatty()):
+        yield bool  # shows nothing
+        return
+    with progress() as shown:
         shown.show("generating", 0, total)
         yield shown.advance
