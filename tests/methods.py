@@ -25,7 +25,7 @@ from tests.tiny_medusa_hydra import KINDS, tiny_heads
 # Names of cases: one or two methods, and after a hyphen what is particular about the case.
 CASES = (
     "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
-    "dspark-ahead", "dflash-ahead", "dspark+prompt_lookup",
+    "dspark+prompt_lookup",
     "eagle1", "eagle2", "eagle3", "eagle3-normed", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead",
     *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup-ahead",
     "eagle3+lookahead",
@@ -87,7 +87,7 @@ class Case:
         if self.method == "peagle":
             return tiny_peagle_head(self.head)
         if self.method.partition("+")[0] in BLOCK_METHODS:
-            kind = self.name.partition("+")[0].removesuffix("-crowded").removesuffix("-ahead")
+            kind = self.name.partition("+")[0].removesuffix("-crowded")
             return tiny_block_head(kind, self.target)
         if self.name in KINDS:
             return tiny_heads(self.name, self.head)

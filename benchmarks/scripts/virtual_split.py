@@ -43,7 +43,6 @@ from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.on_demand import StepWait
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import EyasError
@@ -56,7 +55,7 @@ from eyas.tree import DraftTree, PreparedTree
 
 T = TypeVar("T")
 NO_TREE = TreeBudget(1, 0)
-MAX_UNPREPARED = 32  # as in the client of draft services
+WAITED_SHARE, MAX_UNPREPARED = 0.5, 32  # as in the client of draft services
 LARGE_BATCH = 8
 # Trees of drafting on demand: most nodes and levels; 0 takes the head's own levels. The best one counts.
 TREES = ("24:0", "24:3", "24:7", "24:9")
@@ -74,7 +73,7 @@ class VirtualDraftService:
         self.num_prepared = 0
         self._drafter, self._clock, self._own, self._delay_s = drafter, clock, own, delay_s
         self._trees, self._sent = PreparedTrees(), list[tuple[float, PreparedTree]]()
-        self._wait, self._num_unprepared = StepWait(clock), MAX_UNPREPARED
+        self._num_missed = dict[str, int]()
 
     def can_draft(self, session: str) -> bool:
         """See Drafter."""
@@ -100,22 +99,20 @@ class VirtualDraftService:
         local = {context.session: tree for context in contexts if (tree := self._trees.take(context))}
         self.num_prepared += len(local)
         missing = {context.session for context in contexts} - local.keys()
-        self._num_unprepared = 0 if local else self._num_unprepared + 1
         sent: list[Commit[torch.Tensor]] = [replace(c, has_tree=c.session in local) for c in contexts]
-        lengths = {context.session: len(context.tokens) for context in contexts}
-        has_prepared = self._num_unprepared < MAX_UNPREPARED
-        if not has_prepared:
-            self._wait.pause()
-        is_timed = has_prepared and self._wait.waits(lengths, missing)
-        if has_prepared and not is_timed:  # as the client of draft services does
-            local |= {c.session: DraftTree.root_only(c.tokens[-1]) for c in contexts if c.session in missing}
-            sent = [replace(c, has_tree=True, budget=NO_TREE) if c.session in missing else c for c in sent]
+        waits = len(missing) >= WAITED_SHARE * len(contexts)
+        self._num_missed |= dict.fromkeys(local, 0)
+        for i, c in enumerate(contexts):  # as the client of draft services does
+            if c.session in missing:
+                missed = self._num_missed.get(c.session, 0)
+                self._num_missed[c.session] = missed = 0 if waits else (missed + 1) % MAX_UNPREPARED
+                if missed:
+                    local[c.session] = DraftTree.root_only(c.tokens[-1])
+                    sent[i] = replace(c, has_tree=True, budget=NO_TREE)
         self._own.now = max(self._own.now, arrival)
         answers = self._drafter.propose(sent)
         is_awaited = any(context.budget.wants_tree and not context.has_tree for context in sent)
         ready = self._own.now + self._delay_s if is_awaited else self._clock()
-        if is_timed:
-            self._wait.waited(ready - self._clock())
 
         def collect() -> list[Draft]:
             self._clock.now = max(self._clock.now, ready)

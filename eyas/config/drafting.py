@@ -68,15 +68,13 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class DraftAheadConfig:
-    """How a draft service prepares the next trees while the target verifies the last ones.
+    """How a draft service with an EAGLE head prepares the next trees while the target verifies the last ones.
 
     Attributes:
-        top_k: of EAGLE, nodes of a session that a pass runs, again or for the first time; of one-pass heads, number of nodes
-            of the last tree that get a block.
-        num_candidates: of EAGLE, number of children kept for each node.
-        num_steps: of EAGLE, maximum depth below the last committed token, including the tree under verification.
-        miss_steps: of EAGLE, most levels of a tree on demand, whose commit was not foreseen. It has fewer where another one
-            yields less than the verifier loses meanwhile.
+        top_k: maximum number of nodes of a session that a pass runs, again or for the first time.
+        num_candidates: number of children kept for each node.
+        num_steps: maximum depth below the last committed token, including the tree under verification.
+        miss_steps: maximum number of levels of a tree on demand, whose commit was not foreseen.
         mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
             "auto" on a GPU, also an emulated one, and "never" on a CPU. The output is the same.
     """

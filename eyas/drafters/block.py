@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,23 +24,17 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import (
-    EmulatedExpansion,
     NeuralDrafter,
     cache_and_attend,
-    masked_expansion,
     plan_tree_slots,
 )
-from eyas.drafters.scoring import Scorer, Scores, biased_scorer, make_scorer, noise_words, rank_children, scorer_kind
+from eyas.drafters.scoring import Scorer, Scores, noise_words, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import (
     Expansion,
     IndependentExpansion,
-    Reals,
     ddtree_shape,
-    grow_dynamic,
     limits_of,
-    select_nodes,
-    trees_from_columns,
     trees_of_cells,
 )
 from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
@@ -50,17 +43,13 @@ from eyas.models.attention import masked_attention
 from eyas.models.cpu import PackedLinear, PackedProduct, has_kernel
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.block import BlockHead
-from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Bools, Ints, download, moved, runs_compiled, upload
+from eyas.tensors import Ints, moved, runs_compiled
 from eyas.tree import DraftTree
 
 # Of a Markov head whose biases a kernel of the CPU computes: it reads all weights for each session and level.
 MAX_KERNEL_WEIGHTS = 2**22
-# Sessions of one pass of drafting ahead. Rows that it may have at least on a GPU, where they lie in slots.
-MAX_SESSIONS_AHEAD = 64
-MIN_ROWS_AHEAD = 4096
 
 
 class BlockDrafter(NeuralDrafter[None]):
@@ -74,10 +63,8 @@ class BlockDrafter(NeuralDrafter[None]):
         tree: TreeConfig,
         config: DraftingConfig,
         capture: Capture | None = None,
-        is_ahead: bool = False,
     ) -> None:
-        """capture: how to capture whole trees, backbone included, as CUDA graphs. is_ahead: whether `states_behind` may be
-        called.
+        """capture: how to capture whole trees, backbone included, as CUDA graphs.
 
         Raises ConfigError for a tree that the head cannot grow.
         """
@@ -94,11 +81,8 @@ class BlockDrafter(NeuralDrafter[None]):
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
         slots = plan_tree_slots(c, self._dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
         num_tree_slots = slots.num_slots if slots else 0
-        largest = tree.num_draft_tokens * (1 + c.block_size) + c.block_size
-        self._num_ahead_slots = max(MIN_ROWS_AHEAD, largest) if slots and is_ahead and not c.conv_kernel else 0
-        num_slots = num_tree_slots + self._num_ahead_slots
-        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_slots)
-        first = self._kv.scratch - num_slots
+        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_tree_slots)
+        first = self._kv.scratch - num_tree_slots
         ledger: KVLedger[None] = KVLedger(first, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
@@ -186,102 +170,6 @@ class BlockDrafter(NeuralDrafter[None]):
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
 
-    def first_together(self, trees: Sequence[DraftTree], num_nodes: int) -> int:
-        """How many of these trees, from the first, one pass of `states_behind` can take, with `num_nodes` nodes of each."""
-        trees = trees[:MAX_SESSIONS_AHEAD]
-        if not self._num_ahead_slots:
-            return len(trees)
-        size = self._head.config.block_size
-        rows = np.cumsum([len(tree) + (1 + min(num_nodes, len(tree))) * size for tree in trees])
-        return int(np.searchsorted(rows, self._num_ahead_slots, side="right"))
-
-    def can_grow(self, session: str) -> bool:
-        """Whether the session has what blocks grow from."""
-        return self.is_cached(session)
-
-    @property
-    def can_draft_ahead(self) -> bool:
-        """Whether `states_behind` can run: convolutions take rows of whole blocks only."""
-        return not self._head.config.conv_kernel
-
-    @torch.inference_mode()
-    def states_behind(
-        self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree], nodes: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run blocks behind nodes of trees, before it is known which of them are accepted, in one pass.
-
-        trees: below the sessions' last commits. nodes: of each tree.
-
-        Returns:
-            The normed states [S, G, H] behind the last commits, which propose the nodes of the trees; and for each session
-            those behind its nodes [number of nodes, G, H]. These propose the tokens after the next one behind a node.
-        """
-        head, prefixes, where = self._head, self._prefix_slots(contexts), self.draft_ids.device
-        rows = [_rows_ahead(tree, own, head.config) for tree, own in zip(trees, nodes, strict=True)]
-        attention = self._blocks_ahead(rows, prefixes)
-        tokens = upload(np.concatenate([own.tokens for own in rows]), where)
-
-        def run() -> Tensor:
-            return head.run(tokens, attention.positions, attention.attend)
-
-        num_cached, device = sum(map(len, prefixes)), self.device
-        states = device.on_device(device.run("draft_round", len(tokens), num_cached, run)) if device else run()
-        parts = zip(torch.split(states, [len(own.tokens) for own in rows]), trees, strict=True)
-        blocks = [own[len(tree) :].view(-1, head.config.block_size, own.shape[1]) for own, tree in parts]
-        behind = [own[1:, head.config.block_size - head.config.num_drafted :] for own in blocks]
-        return head.drafted_rows(torch.stack([own[0] for own in blocks])), behind
-
-    def _blocks_ahead(self, rows: Sequence[RowsAhead], prefixes: Sequence[Slots]) -> SlotBlocks | BlocksApart:
-        """Attention of the rows of sessions, one after the other: with the kernel in slots that all passes share."""
-        head, where, ends = self._head, self.draft_ids.device, np.cumsum([len(own.tokens) for own in rows])
-        if not self._num_ahead_slots:
-            parts = list[CopiedBlocks]()
-            for own, prefix in zip(rows, prefixes, strict=True):
-                cached, visible = PaddedPrefix.of([prefix], [no_slots()], where), upload(own.visible[None], where)
-                parts.append(CopiedBlocks(head, self._kv, cached, upload(len(prefix) + own.depths[None], where), visible))
-            return BlocksApart(parts)
-        first = self._kv.scratch - self._num_ahead_slots
-        assert ends[-1] <= self._num_ahead_slots, "more rows than slots"
-        segments, causal = list[Segment](), list[Segment]()
-        for own, prefix, end in zip(rows, prefixes, ends.tolist(), strict=True):
-            positions, none = np.minimum(len(prefix) + own.depths, head.max_model_len - 1), no_slots()
-            slots = first + np.arange(end - len(own.tokens), end)
-            segments.append(Segment(own.tokens, positions, slots, prefix, own.visible, none))
-            before = own.visible & (own.depths[:, None] >= own.depths)
-            causal.append(segments[-1]._replace(visible=before))
-        windowed = head.config.causal_windows and any(head.config.windows)
-        whole = self._pack(segments, sees_later=True)
-        return SlotBlocks(head, self._kv, whole, self._pack(causal, sees_later=True) if windowed else whole)
-
-    @torch.inference_mode()
-    def next_tokens(self, contexts: Sequence[DraftContext], states: Tensor, count: int) -> tuple[Ints, Reals]:
-        """The `count` likeliest tokens after the last ones of contexts, by states [S, 1, H]; and their log-probabilities."""
-        scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
-        roots = upload([context.tokens[-1] for context in contexts], states.device)
-        best = rank_children(self._expansion(states, roots, scorer).first(), min(count, len(self.draft_ids)))
-        ids, scores = download(self.draft_ids[best.ids[:, 0]], best.scores[:, 0])
-        return ids.astype(np.int64), scores
-
-    @torch.inference_mode()
-    def grow_behind(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        """Trees below the last tokens of contexts from `states_behind` of the nodes before them, [S, G, H]."""
-        for context in contexts:
-            self.ranking.observe(context)
-        shape = self._shape(contexts, self._max_expanded)
-        scorer = biased_scorer(
-            make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids), contexts, self.draft_ids
-        )
-        scorer = self._masked(scorer, contexts)
-        roots = upload([context.tokens[-1] for context in contexts], states.device)
-        expansion = self._expansion(states[:, : shape.num_steps], roots, scorer)
-        expansion = EmulatedExpansion(expansion, self.device, 0) if self.device else expansion
-        budgets = [within(context.budget, self.tree) for context in contexts]
-        columns = select_nodes(grow_dynamic(masked_expansion(expansion, scorer), shape), budgets, self.draft_ids)
-        trees = trees_from_columns(columns.cpu().numpy(), [context.tokens[-1] for context in contexts])
-        for context, tree in zip(contexts, trees, strict=True):
-            self.ranking.proposed(context, tree)
-        return trees
-
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens, scorer)
 
@@ -336,69 +224,21 @@ class SlotBlocks:
         return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
 
 
-class RowsAhead(NamedTuple):
-    """Rows of one session: tokens [R], positions behind the prefix [R], and which rows see which [R, R]."""
-
-    tokens: Ints
-    depths: Ints
-    visible: Bools
-
-
-def _rows_ahead(tree: DraftTree, nodes: Sequence[int], c: BlockHeadConfig) -> RowsAhead:
-    """The rows of blocks behind nodes of a tree.
-
-    Rows are those of the tree, whose true features are missing; then the block of the root as in any round; then for each of
-    `nodes` a block of mask tokens, which sees the node's path and itself.
-
-        tree  root -- a -- b     rows  root a b | root m m | m m m | m m m     the last blocks stand behind a and b
-    """
-    size, mask = c.block_size, tree.ancestor_mask()
-    num_rows = len(tree) + (1 + len(nodes)) * size
-    tokens, depths, visible = (
-        np.full(num_rows, c.mask_token_id),
-        np.zeros(num_rows, np.int64),
-        np.zeros((num_rows,) * 2, np.bool_),
-    )
-    tokens[: len(tree)], depths[: len(tree)], visible[: len(tree), : len(tree)] = tree.tokens, tree.depths, mask
-    first = slice(len(tree), len(tree) + size)
-    tokens[first.start], depths[first], visible[first, first] = tree.tokens[0], np.arange(size), True
-    for start, node in zip(range(first.stop, num_rows, size), nodes, strict=True):
-        own = slice(start, start + size)
-        depths[own] = tree.depths[node] + 1 + np.arange(size)
-        visible[own, : len(tree)], visible[own, own] = mask[node], True
-    return RowsAhead(tokens, depths, visible)
-
-
-class BlocksApart:
-    """The rows of sessions one after the other without the kernel: each session reads its own prefix alone."""
-
-    def __init__(self, sessions: Sequence[CopiedBlocks]) -> None:
-        self._sessions, self.positions = sessions, torch.cat([own.positions for own in sessions])
-
-    def attend(self, layer: int, rows: Projected) -> Tensor:
-        """See SlotBlocks."""
-        counts = [len(own.positions) for own in self._sessions]
-        parts = zip(*(torch.split(x, counts) for x in (rows.query, rows.key, rows.value, rows.residual)), strict=True)
-        return torch.cat([own.attend(layer, Projected(*part)) for own, part in zip(self._sessions, parts, strict=True)])
-
-
 class CopiedBlocks:
     """The rows of blocks without the kernel. In each layer keys and values are
 
     [ prefix, L cells | padding masked ] [ own rows, R of each session ]
     """
 
-    def __init__(
-        self, head: BlockHead, kv: KVCache, cached: PaddedPrefix, own: Tensor, visible: Tensor | None = None
-    ) -> None:
-        """own: positions of the rows, int64 [S, R]. visible: which of them see which, [S, R, R]; None if all do."""
+    def __init__(self, head: BlockHead, kv: KVCache, cached: PaddedPrefix, own: Tensor) -> None:
+        """own: positions of the rows, int64 [S, R]."""
         c, lengths = head.config, cached.lengths
         self._config, self._kv, self._index, self._num_rows = c, kv, cached.slots, own.shape[1]
         cells = torch.arange(self._index.shape[1], device=lengths.device).expand(len(lengths), -1)
         self._behind = own[:, :, None] - torch.cat([cells, own], 1)[:, None]
         filled = (cells < lengths[:, None])[:, None].expand(-1, self._num_rows, -1)
-        visible = torch.ones_like(self._behind[:, :, : self._num_rows], dtype=torch.bool) if visible is None else visible
-        self._filled = torch.cat([filled, visible], 2)
+        own_rows = torch.ones_like(self._behind[:, :, : self._num_rows], dtype=torch.bool)  # each sees all
+        self._filled = torch.cat([filled, own_rows], 2)
         self._biases = {window: self._bias(window, kv.keys[0].dtype) for window in set(c.windows)}
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
         self.positions = own.clamp(max=head.max_model_len - 1).flatten()

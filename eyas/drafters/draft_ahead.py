@@ -1,18 +1,16 @@
-"""Drafting ahead: what a drafter does while the target verifies, so that the next tree costs no pass of the network.
+"""Drafting ahead: what an EAGLE drafter does while the target verifies, so that the next tree costs no pass of the network.
 
-An EAGLE tree keeps growing: when the committed path and the token behind it lie inside it, the subtree below is the answer,
-and it grows on from round to round. For one-pass heads, blocks are run behind the likeliest nodes of the tree under
-verification, all in one pass, and trees are made from them. Both are sent before the commit. Foreseen commits queue up and
-reach the drafter in one piece, when there is time or when a tree has to be grown on demand.
+A tree keeps growing: when the committed path and the token after it lie inside it, the subtree below is the answer, and it
+grows on from round to round. It is sent before the commit. Foreseen commits queue up and reach the drafter in one piece,
+when there is time or when a tree has to be grown on demand.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -26,66 +24,25 @@ from eyas.drafters.base import (
     Path,
     within,
 )
-from eyas.drafters.block import BlockDrafter
-from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import Average, OnDemand, SentTree, Trial
 from eyas.drafters.trees_ahead import AheadTrees
+from eyas.drafters.trial import Trial
 from eyas.errors import ConfigError
 from eyas.tree import DraftTree, PreparedTree
-
-
-class Ahead(Protocol):
-    """What is prepared for the next commits of sessions."""
-
-    def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Give the drafter commits that were foreseen and want no tree. paths: all tokens since the last `begin`."""
-        ...
-
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> None:
-        """Prepare for what follows commits that the drafter has. trees: the answers to them."""
-        ...
-
-    def step(self) -> bool:
-        """Prepare more. Returns whether there was more to do."""
-        ...
-
-    def collect(self) -> None:
-        """Take in what the last step computed. Waits for the device."""
-        ...
-
-    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        """Trees below paths of target tokens since `begin`, within the contexts' budgets; None where none is ready."""
-        ...
-
-    def claim(self, context: DraftContext, path: Path) -> float:
-        """The tokens that a tree below a path claims to yield, if it is ready and is not to be verified; else 0."""
-        ...
-
-    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Commit contexts to the drafter, and draft for them on demand. paths: as for `trees`."""
-        ...
-
-    def take_prepared(self) -> list[PreparedTree]:
-        """See LocalDrafter."""
-        ...
-
-    def release(self, sessions: Sequence[str]) -> None:
-        """Forget sessions; unknown ones are ignored."""
-        ...
 
 
 @dataclass
 class _AheadSession:
     """A session that the drafter follows, perhaps some commits behind.
 
-    last: its latest commit. tree: the answer to it. sent: the same with its times. backlog: the commits that the drafter has
-    not received. path: the tokens committed since something was prepared. is_prepared: whether something is.
+    last: its latest commit. asked: when that came, if a tree is the answer to it. block: of the trial, for the answer.
+    backlog: the commits that the drafter has not received. path: the tokens committed since a tree grows. is_prepared:
+    whether one does.
     """
 
     last: DraftContext
-    tree: DraftTree | None = None
-    sent: SentTree | None = None
+    asked: float | None = None
+    block: int = 0
     backlog: list[DraftContext] = field(default_factory=list)
     path: tuple[int, ...] = ()
     is_prepared: bool = False
@@ -96,14 +53,14 @@ class _AheadSession:
 
 
 class DraftAheadDrafter(LocalDrafter):
-    """An EAGLE drafter, or one of one-pass heads, that prepares for the next commits whenever `draft_ahead` is called."""
+    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called."""
 
-    def __init__(self, drafter: EagleDrafter | BlockDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
         """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
 
         Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
         """
-        if isinstance(drafter, EagleDrafter) and config.num_candidates > len(drafter.draft_ids):
+        if config.num_candidates > len(drafter.draft_ids):
             if trial is None:
                 raise ConfigError(
                     f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
@@ -111,15 +68,10 @@ class DraftAheadDrafter(LocalDrafter):
                 )
             config = replace(config, num_candidates=len(drafter.draft_ids))
         self._drafter = drafter
-        self._demand = OnDemand(self._now, drafter.tree.num_steps + 1)
-        self._ahead: Ahead = (
-            AheadBlocks(drafter, config, self._demand)
-            if isinstance(drafter, BlockDrafter)
-            else AheadTrees(drafter, config, self._demand)
-        )
+        self._ahead = AheadTrees(drafter, config)
         self._sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
-        self._trial, self._busy, self._ended = trial, Average(), 0.0  # busy: share of the time; ended: of the last batch
+        self._trial = trial
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -133,7 +85,7 @@ class DraftAheadDrafter(LocalDrafter):
         self._drafter.warm_up()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        began = self._demand.clock()
+        began = self._now()
         self._observe(contexts, began)
         if self._is_ahead:
             return self._propose_ahead(contexts, began)
@@ -141,7 +93,7 @@ class DraftAheadDrafter(LocalDrafter):
         whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
         drafts = self._drafter.propose(whole)
         self._drop_evicted()
-        self._note(contexts, drafts, began, any(not context.has_tree for context in contexts), {})
+        self._note(contexts, drafts, began)
         return drafts
 
     @property
@@ -152,12 +104,10 @@ class DraftAheadDrafter(LocalDrafter):
         """Take in what sessions have committed since their last answers."""
         for context in contexts:
             session = self._sessions.get(context.session)
-            if not session or not session.sent or not session.continues_with(context):
+            if not session or session.asked is None or not session.continues_with(context):
                 continue
-            sent, num_tokens = session.sent, len(context.tokens)
-            self._demand.committed(sent, num_tokens, now)
-            load, busy = len(self._sessions), self._busy.value
-            if self._trial and self._trial.observe(sent.block, num_tokens, now - sent.asked, load, busy):
+            seconds, load = now - session.asked, len(self._sessions)
+            if self._trial and self._trial.observe(session.block, len(context.tokens), seconds, load):
                 self._stop()
 
     def _stop(self) -> None:
@@ -171,7 +121,6 @@ class DraftAheadDrafter(LocalDrafter):
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         paths = {i: self._path(contexts[i]) for i in missing}
-        claims = {contexts[i].session: self._ahead.claim(contexts[i], path) for i, path in paths.items() if path}
         whole = {i: self._with_backlog(contexts[i]) for i in missing}
         whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
         sampled = [i for i in missing if contexts[i].proposal == "sampled"]
@@ -182,32 +131,19 @@ class DraftAheadDrafter(LocalDrafter):
             drafts[i] = draft
         if missing:
             self._drop_evicted()
-        is_waiting = any(not contexts[i].has_tree for i in missing)
-        self._due |= dict.fromkeys(self._note(contexts, drafts, began, is_waiting, claims))
+        self._due |= dict.fromkeys(self._note(contexts, drafts, began))
         return drafts
 
-    def _note(
-        self,
-        contexts: Sequence[DraftContext],
-        drafts: Sequence[Draft],
-        began: float,
-        is_waiting: bool,
-        claims: Mapping[str, float],
-    ) -> list[str]:
-        """Keep what sessions have as their trees now. claims: see SentTree. Returns the sessions."""
-        ended, noted = self._demand.clock(), list[str]()
-        self._busy.add((ended - began) / (ended - self._ended) if ended > self._ended else 1.0)
-        self._ended = ended
+    def _note(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], began: float) -> list[str]:
+        """Note the answers that are trees, for the trial. Returns their sessions."""
+        noted = list[str]()
         for context, draft in zip(contexts, drafts, strict=True):
             if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
                 continue
             if draft.num_drafted or context.has_tree:
-                name, block = context.session, self._trial.stamp(context.session) if self._trial else 0
-                has_tree, claimed = context.has_tree, claims.get(name, 0.0)
-                session = self._sessions[name]
-                session.tree = draft
-                session.sent = SentTree(draft, began, ended, has_tree, is_waiting, claimed, block)
-                noted.append(name)
+                session = self._sessions[context.session]
+                session.asked, session.block = began, self._trial.stamp(context.session) if self._trial else 0
+                noted.append(context.session)
         return noted
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -268,7 +204,7 @@ class DraftAheadDrafter(LocalDrafter):
                 places.append(i)
             elif context.has_tree and not wants_tree:  # not waited for: it joins the next pass of commits
                 found[i] = DraftTree.root_only(context.tokens[-1])
-                session.path, session.last, session.tree = (*session.path, *context.tokens), context, None
+                session.path, session.last, session.asked = (*session.path, *context.tokens), context, None
                 session.backlog.append(context)
         if not places:
             return found
@@ -278,7 +214,7 @@ class DraftAheadDrafter(LocalDrafter):
         for i, session, path, tree in zip(places, sessions, paths, self._ahead.trees(within_tree, paths), strict=True):
             found[i] = tree
             if tree is not None:
-                session.path, session.last, session.tree = path, contexts[i], None
+                session.path, session.last, session.asked = path, contexts[i], None
                 session.backlog.append(contexts[i])
         return found
 
@@ -321,7 +257,7 @@ class DraftAheadDrafter(LocalDrafter):
         if not keys:
             return
         sessions = [self._sessions[key] for key in keys]
-        self._ahead.begin([session.last for session in sessions], [session.tree for session in sessions])
+        self._ahead.begin([session.last for session in sessions])
         for session in sessions:
             session.path, session.is_prepared = (), True
 

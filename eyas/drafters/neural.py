@@ -232,13 +232,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         found = self._extend_graphs.extend(rows, last, features) if self._extend_graphs else None
         return run(features, self._pack(rows), self._pack(last)) if found is None else found
 
-    def _pack(self, segments: Sequence[Segment], sees_later: bool = False) -> PackedInputs:
-        """Segments for the attention kernel if it runs, otherwise for the plain attention. sees_later: see `build_words`."""
+    def _pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Segments for the attention kernel if it runs, otherwise for the plain attention."""
         device = self.draft_ids.device
         if self._slots is None:
             return pack(segments, device)
         shape = tight_shape(segments, self._slots.trees.tiling)
-        return pack_with_metadata(segments, shape, self._slots.spare, device, sees_later=sees_later)
+        return pack_with_metadata(segments, shape, self._slots.spare, device)
 
     def _has_state(self, context: DraftContext) -> bool:
         """Whether `_extend` returns a state for the context."""

@@ -25,12 +25,12 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.on_demand import Trial
 from eyas.drafters.prompt_lookup import prompt_lookup
 from eyas.drafters.rest import load_rest
 from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
+from eyas.drafters.trial import Trial
 from eyas.errors import CheckpointError
 from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
@@ -90,7 +90,7 @@ class DrafterParts:
     wiring: HeadWiring | None = None
     has_idle_time: bool = False
 
-    def with_ahead(self, drafter: EagleDrafter | BlockDrafter) -> LocalDrafter:
+    def with_ahead(self, drafter: EagleDrafter) -> LocalDrafter:
         """The drafter, drafting ahead if the settings ask for it, or if that may pay.
 
         Without settings it may pay on a GPU, also an emulated one. Draft services on a CPU mostly share its cores.
@@ -173,9 +173,8 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
     assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    tree, is_ahead = replace(parts.tree, num_steps=num_steps), parts.ahead_mode != "never"
-    drafter = BlockDrafter(serve(head, parts.drafting.quantization), tree, parts.drafting, parts.capture(), is_ahead)
-    return parts.with_ahead(drafter) if drafter.can_draft_ahead else drafter
+    tree = replace(parts.tree, num_steps=num_steps)
+    return BlockDrafter(serve(head, parts.drafting.quantization), tree, parts.drafting, parts.capture())
 
 
 def _build_multi_head(

@@ -25,7 +25,6 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
-from eyas.drafters.on_demand import Average, OnDemand, RowLimit
 from eyas.drafters.sessions import num_features
 from eyas.drafters.tree_growth import Reals, best_places
 from eyas.drafters.tree_rows import FoundRows, GrownRows
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
 # Useful rows that are looked for: of all sessions together, and the fewest of a session.
 MAX_USEFUL, MIN_USEFUL = 2048, 16
+# Rows of a pass, of all sessions together. A GPU takes about as long for them as for one row.
+MAX_ROWS = 160
 # Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
 MAX_GROWN_NODES = 1024
 # Slots for the nodes of all trees that grow ahead: 64 MB of an EAGLE head of Llama 3 8B's shape.
@@ -271,10 +272,10 @@ def _kernels() -> Any:
 
 
 class AheadTrees:
-    """Implements Ahead: trees of an EAGLE drafter that grow from round to round."""
+    """Trees of an EAGLE drafter that grow from round to round."""
 
-    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, demand: OnDemand) -> None:
-        self._drafter, self._config, self._demand = drafter, config, demand
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
+        self._drafter, self._config = drafter, config
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._trees: dict[str, GrownTree] = {}
         assert drafter.num_grown_slots, "its trees have no slots to grow in"
@@ -285,13 +286,17 @@ class AheadTrees:
         self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: FoundRows | None = None
         self._changed: dict[str, None] = {}
-        self._pass_s = Average()  # of a pass that the verifier waits for
         _kernels()  # compiled now, not while sessions wait
-        self._sizes = RowLimit()
-        self._launched: float | None = None  # when the pass that runs began, if it is one of rows alone
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """The pass of the commits runs new rows of their trees as well, behind states that are predicted."""
+        """Give the drafter commits that were foreseen and want no tree.
+
+        Their pass runs new rows of their trees as well, behind states that are predicted.
+
+        Args:
+            contexts: the commits.
+            paths: of each, all tokens since the last `begin`.
+        """
         self.collect()
         self._running, path_of = [], {context.session: path for context, path in zip(contexts, paths, strict=True)}
 
@@ -311,7 +316,8 @@ class AheadTrees:
         drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
         return drafts
 
-    def begin(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree | None]) -> None:
+    def begin(self, contexts: Sequence[DraftContext]) -> None:
+        """Grow trees below commits that the drafter has."""
         self.collect()
         self._set_roots(contexts)
 
@@ -331,6 +337,7 @@ class AheadTrees:
             self._ended.discard(context.session)
 
     def step(self) -> bool:
+        """Launch a pass over all trees that can grow. Returns whether there was one."""
         self._run([name for name in self._trees if name not in self._ended and self._drafter.can_grow(name)])
         return bool(self._running)
 
@@ -339,7 +346,7 @@ class AheadTrees:
         self._running = []
         if planned := self._plan(names):
             contexts = [self._contexts[name] for name in planned]
-            self._launched, device = self._demand.clock(), self._drafter.device
+            device = self._drafter.device
             repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
             with device.labelled("repair") if device and device.label and repairs else nullcontext():
                 self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
@@ -357,7 +364,7 @@ class AheadTrees:
         counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
         worth = np.concatenate([worth for _, worth in useful.values()])
         order = np.argsort(-worth, kind="stable")
-        if len(worth) > (limit := max(self._sizes.best(np.exp(worth[order])) - num_taken, MIN_USEFUL)):
+        if len(worth) > (limit := max(MAX_ROWS - num_taken, MIN_USEFUL)):
             kept = np.zeros(len(worth), np.bool_)
             kept[order[:limit]] = True
             ends = np.cumsum(list(counts.values()))
@@ -380,17 +387,14 @@ class AheadTrees:
         return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_USEFUL))
 
     def collect(self) -> None:
+        """Take in what the last pass computed. Waits for the device."""
         found, self._found, end = self._found, None, 0
         if found is None:
-            self._launched = None
             while self._running:  # in a pass that failed
                 _, tree, rows = self._running.pop()
                 tree.give_up(rows)
             return
         ids, scores = download(found.best.ids, found.best.scores)
-        if self._launched is not None:
-            self._sizes.add(len(ids), self._demand.clock() - self._launched)
-            self._launched = None
         candidates = self._draft_ids[ids.astype(np.int64)]
         while self._running:
             name, tree, rows = self._running.pop(0)
@@ -416,34 +420,19 @@ class AheadTrees:
         return found
 
     def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
+        """Cut trees below paths of target tokens since `begin`, within the contexts' budgets; None where none has grown."""
         found = list[DraftTree | None]()
         for context, path in zip(contexts, paths, strict=True):
             tree = self._trees.get(context.session)
             below = tree.below(path, context.budget) if tree else None
-            cut = below.tree() if below else None
-            grows = cut and not context.has_tree and self._next_level(cut) > self._cost(2) > 0
-            found.append(None if grows else cut and without_banned(cut, context))
+            found.append(without_banned(below.tree(), context) if below else None)
         return found
 
-    def _next_level(self, tree: DraftTree) -> float:
-        """Tokens that a step would yield more with another level: it loses as large a share of nodes as the last one."""
-        if tree.depth >= self._drafter.tree.num_steps:
-            return 0.0
-        chances = [0.0] * (tree.depth + 1)
-        for depth, score in zip(tree.depths, tree.log_probs, strict=True):
-            chances[depth] += math.exp(score)
-        above = max(chances[-2:])
-        return chances[-1] ** 2 / above if above else 0.0
-
-    def _cost(self, num_passes: int) -> float:
-        """Tokens that a session loses while the verifier waits for passes."""
-        return self._demand.rate * self._pass_s.value * num_passes
-
-    def claim(self, context: DraftContext, path: Path) -> float:
-        return 0.0
-
     def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """contexts: of deterministic trees, as the drafter's next commits."""
+        """Commit to the drafter, and draft on demand, up to `miss_steps` levels. paths: as for `trees`.
+
+        contexts: of deterministic trees, as the drafter's next commits.
+        """
         self.collect()
         for context, path in zip(contexts, paths, strict=True):
             tree, root = self._trees.get(context.session), None
@@ -460,31 +449,25 @@ class AheadTrees:
         if not places:
             return drafts
         self._set_roots([contexts[i] for i in places])
-        for i, cut in zip(places, self._grown([contexts[i] for i in places], len(contexts)), strict=True):
+        for i, cut in zip(places, self._grown([contexts[i] for i in places]), strict=True):
             drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
         return drafts
 
-    def _grown(self, contexts: Sequence[DraftContext], num_waiting: int) -> list[DraftTree]:
-        """Grow trees by passes as long as these pay. num_waiting: sessions whose verifier waits for them."""
-        names, clock = [context.session for context in contexts], self._demand.clock
-        budgets = [within(context.budget, self._drafter.tree) for context in contexts]
+    def _grown(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        """Grow trees by a pass for each further level, for verifiers that wait."""
         for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
-            cuts = [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
-            if math.fsum(map(self._next_level, cuts)) < num_waiting * self._cost(1):
-                return cuts
-            began = clock()
-            self._run(names)
+            self._run([context.session for context in contexts])
             if not self._running:
-                return cuts
+                break
             self.collect()
-            self._pass_s.add(clock() - began)
-        return [self._cut(*each) for each in zip(contexts, budgets, strict=True)]
+        return [self._cut(context, within(context.budget, self._drafter.tree)) for context in contexts]
 
     def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
         found = self._trees[context.session].below((), budget)
         return found.tree() if found else DraftTree.root_only(context.tokens[-1])
 
     def release(self, sessions: Sequence[str]) -> None:
+        """Forget sessions; unknown ones are ignored."""
         for name in sessions:
             if tree := self._trees.pop(name, None):
                 tree.release()

@@ -39,10 +39,6 @@ from eyas.train.losses import (
 )
 
 Metrics = dict[str, Tensor]
-# Normed states of blocks [N, A, G, H]; positions of the tokens before those that they propose, int64 [N, A, G]; and which
-# of these are supervised, bool [N, A, G].
-Blocks = tuple[Tensor, Tensor, Tensor]
-AHEAD_SEED = 2**20  # added to a step's seed for blocks ahead
 
 
 class BlockTrainer(nn.Module):
@@ -61,33 +57,15 @@ class BlockTrainer(nn.Module):
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Loss and figures of a batch. seed: of the anchors."""
-        blocks = [self._blocks(batch, states, seed)]
-        if self.config.num_ahead_anchors:
-            blocks.append(self._blocks_ahead(batch, states, seed))
-        rows, at, valid = (torch.cat(own, 1) for own in zip(*blocks, strict=True))
-        at, depths = at.clamp(max=batch.tokens.shape[1] - 1).flatten(1), self.head.config.num_drafted
-        previous = batch.tokens.gather(1, at)
-        final = states.final.gather(1, at[:, :, None].expand(-1, -1, states.final.shape[-1]))
-        found = self._losses(rows.flatten(0, 1), previous.view(-1, depths), final.flatten(0, 1), loss_type)
-        is_ahead = torch.arange(valid.shape[1], device=valid.device) >= blocks[0][0].shape[1]
-        return self._metrics(found, valid.flatten(0, 1), is_ahead.repeat(len(valid)))
-
-    def _blocks(self, batch: Batch, states: TargetStates, seed: int) -> Blocks:
         c = self.head.config
         anchors, valid = draw_anchors(batch, self.config.num_anchors, c.num_drafted, seed)
         rows = self.head(states.aux, batch.tokens, anchors, batch.documents, batch.positions)
-        return rows, anchors[:, :, None] + torch.arange(c.num_drafted, device=anchors.device), valid
-
-    def _blocks_ahead(self, batch: Batch, states: TargetStates, seed: int) -> Blocks:
-        """Blocks behind paths whose features are missing. Their first token is the second one behind the path."""
-        c, longest, seed = self.head.config, self.config.max_ahead_length, seed + AHEAD_SEED
-        anchors, supervised = draw_anchors(batch, self.config.num_ahead_anchors, longest + 1 + c.num_drafted, seed)
-        lengths = (batch.random(seed + AHEAD_SEED, anchors.shape[1]) * (longest + 1)).long()
-        last = batch.tokens.shape[1] - 1
-        lengths = torch.minimum(lengths, last - anchors)
-        rows = self.head.behind_paths(states.aux, batch.tokens, anchors, lengths, longest, batch.documents, batch.positions)
-        at = lengths[:, :, None] + 1 + torch.arange(c.num_drafted, device=anchors.device)
-        return rows, anchors[:, :, None] + at, supervised.gather(2, at)
+        at = anchors[:, :, None] + torch.arange(c.num_drafted, device=anchors.device)
+        at = at.clamp(max=batch.tokens.shape[1] - 1).flatten(1)
+        previous = batch.tokens.gather(1, at)
+        final = states.final.gather(1, at[:, :, None].expand(-1, -1, states.final.shape[-1]))
+        found = self._losses(rows.flatten(0, 1), previous.view(-1, c.num_drafted), final.flatten(0, 1), loss_type)
+        return self._metrics(found, valid.flatten(0, 1))
 
     @property
     def _needed(self) -> tuple[int, ...]:
@@ -112,23 +90,22 @@ class BlockTrainer(nn.Module):
         depths = c.num_drafted
         return in_chunks(chunk, (rows, previous, final.view(-1, depths, final.shape[-1])), self.config.chunk_rows // depths)
 
-    def _metrics(self, found: Tensor, valid: Tensor, is_ahead: Tensor) -> Metrics:
-        """valid [K, G], is_ahead [K]. tau_chain: tokens per verify step of greedy chains, bonus included, if all blocks are
-        whole; tau_ahead: the same of blocks ahead. Other figures leave these out.
+    def _metrics(self, found: Tensor, valid: Tensor) -> Metrics:
+        """Compute the loss and figures of `_losses`, where `valid` [K, G].
+
+        tau_chain: tokens per verify step of greedy chains, bonus included, if all blocks are whole.
         """
         weights = depth_weights(self.config, found[..., CROSS_ENTROPY], valid)
         loss = weighted_mean(found[..., LOSS], weights)
         agrees, chance = found[..., AGREES].detach() * valid, found[..., CHANCE].detach() * valid
-        chains, counts = agrees.cumprod(-1), valid[~is_ahead].sum(0).clamp(min=1)
+        counts = valid.sum(0).clamp(min=1)
         metrics = {
             "draft_loss": loss.detach(),
-            "agreement_1": agrees[~is_ahead, 0].sum() / counts[0],
-            "agreement_last": agrees[~is_ahead, -1].sum() / counts[-1],
-            "tau_chain": 1 + (chains[~is_ahead].sum(0) / counts).sum(),
-            "chance_1": chance[~is_ahead, 0].sum() / counts[0],
+            "agreement_1": agrees[:, 0].sum() / counts[0],
+            "agreement_last": agrees[:, -1].sum() / counts[-1],
+            "tau_chain": 1 + (agrees.cumprod(-1).sum(0) / counts).sum(),
+            "chance_1": chance[:, 0].sum() / counts[0],
         }
-        if self.config.num_ahead_anchors:
-            metrics["tau_ahead"] = 1 + (chains[is_ahead].sum(0) / valid[is_ahead].sum(0).clamp(min=1)).sum()
         if self.head.config.confidence and self.config.confidence_weight:
             accepted = found[..., CHANCE if self.config.confidence_target == "match" else OVERLAP].detach()
             sure = F.binary_cross_entropy_with_logits(found[..., -1], accepted, reduction="none")

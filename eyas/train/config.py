@@ -47,7 +47,7 @@ HEAD_SETTINGS: Mapping[TrainMethod, set[str]] = {
 }
 _ANY_LOSS = {"loss_type", "final_loss_type", "final_loss_ratio", "chunk_rows"}
 _BLOCK_LOSS = _ANY_LOSS | {
-    "loss_decay", "loss_decay_gamma", "dpace_alpha", "num_anchors", "num_ahead_anchors", "max_ahead_length",
+    "loss_decay", "loss_decay_gamma", "dpace_alpha", "num_anchors",
 }  # fmt: skip
 _TTT_LOSS = _ANY_LOSS | {"step_decay", "ttt_steps"}
 # The same of `loss`.
@@ -149,9 +149,6 @@ class LossConfig:
             reached.
         step_decay: step k of EAGLE's training-time test, and head k of Medusa and Hydra, has the weight step_decay**k.
         num_anchors: blocks in each window, drawn afresh for each step.
-        num_ahead_anchors: further blocks in each window, after paths of tokens whose features are missing. They teach a head
-            to draft ahead, below trees that are being verified.
-        max_ahead_length: tokens of such a path, at most.
         ttt_steps: steps of EAGLE-3's training-time test.
         num_depths: depths that P-EAGLE trains.
         down_sample_ratio: depth d of P-EAGLE keeps max(down_sample_ratio**d, .2) of the rows.
@@ -172,8 +169,6 @@ class LossConfig:
     dpace_alpha: float = 0.5
     step_decay: float = 0.8
     num_anchors: int = 96
-    num_ahead_anchors: int = 0
-    max_ahead_length: int = 7
     ttt_steps: int = 7
     num_depths: int = 8
     down_sample_ratio: float = 0.8
@@ -191,7 +186,6 @@ class LossConfig:
         one_of(ConfidenceTarget, confidence_target=self.confidence_target)
         above_zero(loss_decay_gamma=self.loss_decay_gamma, step_decay=self.step_decay)
         at_least(1, num_anchors=self.num_anchors, ttt_steps=self.ttt_steps, num_depths=self.num_depths)
-        at_least(0, num_ahead_anchors=self.num_ahead_anchors, max_ahead_length=self.max_ahead_length)
         at_least(0, chunk_rows=self.chunk_rows, confidence_weight=self.confidence_weight, noise=self.noise)
         for name in ("dpace_alpha", "down_sample_ratio", "final_loss_ratio"):
             value = getattr(self, name)

@@ -22,7 +22,6 @@ import torch
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
-from eyas.drafters.on_demand import StepWait
 from eyas.errors import ConfigError, InvalidTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
@@ -40,7 +39,9 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
 # A drafter with more unsent messages than this counts as down.
 _MAX_UNSENT = 256
-MAX_UNPREPARED = 32  # steps without a prepared tree; after them steps wait for all trees
+# A step waits for missing trees if they are at least this share of its trees, as waiting keeps the drafter from all others.
+# It also waits for a session that had no tree in MAX_UNPREPARED steps.
+WAITED_SHARE, MAX_UNPREPARED = 0.5, 32
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
 _NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
@@ -68,7 +69,7 @@ class PendingDrafts:
     drafts: one answer per context, in order. stream: where the commits went; None if nothing was sent.
     awaited: step numbers of the messages that ask for trees and have no reply yet.
     answered_at: when the last reply arrived; draft_seconds: how long the drafter worked.
-    is_refused: whether the drafter had too much to do for some of the commits. is_timed: whether the wait is to be measured.
+    is_refused: whether the drafter had too much to do for some of the commits.
     released: sessions that have ended since.
     timing: set by `collect` once every tree has arrived.
     """
@@ -81,7 +82,6 @@ class PendingDrafts:
     answered_at: float = 0.0
     draft_seconds: float = 0.0
     is_refused: bool = False
-    is_timed: bool = False
     released: set[str] = field(default_factory=set)
     timing: DraftTiming | None = None
 
@@ -136,8 +136,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
-        self._prepared, self._prepared_for = PreparedTrees(), dict[str, None]()  # the latter: sessions that may have one
-        self._wait, self._num_unprepared = StepWait(), MAX_UNPREPARED  # the latter: steps since a prepared tree was used
+        self._prepared, self._num_missed = PreparedTrees(), dict[str, int]()  # the latter: a session's steps without a tree
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
@@ -197,28 +196,28 @@ class RemoteDrafter:
         return pending
 
     def _use_prepared(self, contexts: Sequence[DraftContext], pending: PendingDrafts) -> list[DraftContext]:
-        """Answer commits that want no tree, and those whose tree is prepared or is not worth waiting for.
+        """Answer commits that want no tree, those whose tree is prepared, and those that the step does not wait for.
 
         Returns the contexts to send. A commit that is not waited for says that it has a tree, within a budget of a root.
         """
         sent = list(contexts)
         with self._changed:
             for i, context in enumerate(contexts):
-                self._prepared_for[context.session] = None
+                self._num_missed.setdefault(context.session, 0)
                 if not context.budget.wants_tree:
                     pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
                 elif tree := self._prepared.take(context):
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
-        missing = [i for i, draft in enumerate(pending.drafts) if draft is None and contexts[i].proposal == "deterministic"]
-        self._num_unprepared = 0 if any(context.has_tree for context in sent) else self._num_unprepared + 1
-        if self._num_unprepared >= MAX_UNPREPARED:
-            self._wait.pause()
-        else:
-            lengths = {context.session: len(context.tokens) for context in contexts if context.budget.wants_tree}
-            pending.is_timed = self._wait.waits(lengths, {contexts[i].session for i in missing})
-            for i in () if pending.is_timed else missing:
-                pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-                sent[i] = replace(contexts[i], has_tree=True, budget=_NO_TREE)
+                    self._num_missed[context.session] = 0
+            wanting = [i for i, context in enumerate(contexts) if context.budget.wants_tree]
+            missing = [i for i in wanting if pending.drafts[i] is None and contexts[i].proposal == "deterministic"]
+            waits = len(missing) >= WAITED_SHARE * len(wanting)
+            for i in missing:
+                session = contexts[i].session
+                self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
+                if self._num_missed[session]:
+                    pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+                    sent[i] = replace(contexts[i], has_tree=True, budget=_NO_TREE)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
@@ -238,8 +237,6 @@ class RemoteDrafter:
         elif pending.answered_at:
             self.num_answered += 1
             self.breaker.succeeded()
-            if pending.is_timed:
-                self._wait.waited(pending.answered_at - pending.sent_at)
             round_trip, method = pending.answered_at - pending.sent_at, pending.stream.info.method
             pending.timing = DraftTiming(self.address, round_trip, pending.draft_seconds, method)
         return pending.drafts
@@ -250,7 +247,7 @@ class RemoteDrafter:
             self._prepared.drop(sessions)
             for session in sessions:
                 self._refused.pop(session, None)
-                self._prepared_for.pop(session, None)
+                self._num_missed.pop(session, None)
             if self._pending is not None:
                 self._pending.released.update(sessions)
         if stream := self._stream:
@@ -323,7 +320,6 @@ class RemoteDrafter:
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
-        self._num_unprepared = MAX_UNPREPARED  # another drafter, perhaps
         self._stream, self._method, self.needs_samples = stream, info.method, info.needs_samples
         self._refused.clear()
         try:
@@ -333,7 +329,7 @@ class RemoteDrafter:
             stream.outbox.put(None)
             with self._changed:
                 self._stream = None
-                self._prepared.drop(self._prepared_for)
+                self._prepared.drop(self._num_missed)
                 self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
@@ -346,7 +342,7 @@ class RemoteDrafter:
             if len(prepared) < len(reply.prepared):
                 self.breaker.failed()
             for each in prepared:
-                if each.session in self._prepared_for:
+                if each.session in self._num_missed:
                     self._prepared.put(each)
             pending = self._pending
             if pending is None:

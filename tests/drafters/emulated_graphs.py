@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +13,6 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.on_demand import OnDemand
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_head, serve
@@ -99,11 +97,3 @@ def make(
         return ModelDrafter(model, tree, config, DraftModelConfig(), capture)
     shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
     return MultiHeadDrafter(model, tree, config, shape, capture)
-
-
-def ignore_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every level pays, and every tree that is ready is used."""
-    monkeypatch.setattr(OnDemand, "rate", 0.0)
-    monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
-    monkeypatch.setattr(OnDemand, "is_worth_growing", True)
-    monkeypatch.setattr(OnDemand, "explores", lambda *args: False)

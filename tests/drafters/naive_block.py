@@ -47,11 +47,6 @@ class NaiveBlock(NaiveEagle):
         states = self.rows(context, [anchor, *[self.c.mask_token_id] * (self.c.block_size - 1)])
         return states[0 if self.c.wiring.sample_from_anchor else 1 :]
 
-    def block_ahead(self, context: torch.Tensor, path: list[int]) -> torch.Tensor:
-        """Of a block behind a path without features, the states that propose what follows the next token."""
-        states = self.rows(context, [*path, *[self.c.mask_token_id] * self.c.block_size], len(path))
-        return states[-self.c.num_drafted :]
-
     def rows(self, context: torch.Tensor, tokens: list[int], num_causal: int = 0) -> torch.Tensor:
         """Normed states of rows behind the context. num_causal: of the first ones, which see no row behind themselves."""
         c, length = self.c, len(context)

@@ -8,21 +8,11 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters import trees_ahead
-from eyas.drafters.block import BlockDrafter
-from eyas.drafters.blocks_ahead import AheadBlocks
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.trees_ahead import AheadTrees, GrownTree
-from eyas.models.heads.block import load_block_head
+from eyas.drafters.trees_ahead import GrownTree
 from eyas.models.heads.eagle import load_head
-from tests.drafters.emulated_graphs import ignore_time
 from tests.drafters.test_draft_ahead import AHEAD, SHAPE, going_on, last_of, likeliest, session, work
-from tests.tiny_block import tiny_block_head
-
-
-@pytest.fixture(autouse=True)
-def no_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore_time(monkeypatch)
 
 
 def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny_head: str) -> None:
@@ -37,27 +27,17 @@ def test_sessions_that_were_evicted_are_not_drafted_ahead(tiny_target: str, tiny
     assert found.num_drafted
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_evicted_sessions_keep_no_slots_of_trees_ahead(kind: str, tiny_target: str, tiny_head: str) -> None:
+def test_evicted_sessions_keep_no_slots_of_trees_ahead(tiny_target: str, tiny_head: str) -> None:
     """Nor a share of those of other sessions. The next commit is answered with a ResyncRequired."""
     config = DraftingConfig(48, ranking_temperature=1)
-    if kind == "eagle3":
-        inner: EagleDrafter | BlockDrafter = EagleDrafter(
-            load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=256
-        )
-    else:
-        inner = BlockDrafter(load_block_head(tiny_block_head(kind, tiny_target), tiny_target), SHAPE, config)
-    drafter = DraftAheadDrafter(inner, AHEAD)
-    ahead = drafter._ahead
-    assert isinstance(ahead, AheadTrees | AheadBlocks)
-    held = ahead._trees if isinstance(ahead, AheadTrees) else ahead._blocks
+    drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=256), AHEAD)
+    held = drafter._ahead._trees
     (tree,) = last_of(drafter, [first := session("a", 15)])
     work(drafter)
     assert list(held) == ["a"]
     last_of(drafter, [session("b", 40)])
     assert "a" not in held, "b's commit has evicted a"
-    if isinstance(ahead, AheadTrees):
-        assert ahead._free.num_free == 256 - len(ahead._trees["b"].slots)
+    assert drafter._ahead._free.num_free == 256 - len(held["b"].slots)
     work(drafter)
     assert list(held) == ["b"]
     (answer,) = drafter.propose([going_on(first, likeliest(tree))])

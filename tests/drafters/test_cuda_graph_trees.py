@@ -22,7 +22,7 @@ from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
-from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, ignore_time, make
+from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, make
 from tests.drafters.test_eagle_trees import commit, session
 from tests.tiny import build_engine, fixed_config
 
@@ -141,7 +141,6 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
 
 
 def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore_time(monkeypatch)
     ahead = DraftAheadConfig(top_k=12, num_candidates=12, num_steps=3, mode="always")
     config, shape = DraftingConfig(max_kv_tokens=2048, draft_ahead=ahead), TreeConfig(6, 2, 2)
     head = load_head(tiny_head, tiny_target, "float32", DEVICE)

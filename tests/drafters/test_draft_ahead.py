@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
@@ -17,31 +16,22 @@ from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.on_demand import Trial
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
+from eyas.drafters.trial import Trial
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture
 from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.sampling.sampler import MAX_SORTED
 from eyas.tree import DraftTree
-from tests.drafters.emulated_graphs import DEVICE, capturing, ignore_time
-from tests.drafters.naive_block import NaiveBlock
 from tests.tiny import write_head, write_target
-from tests.tiny_block import KINDS, tiny_block_head
+from tests.tiny_block import tiny_block_head
 
 SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
 AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7, mode="always")
 BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
-
-
-@pytest.fixture(autouse=True)
-def no_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore_time(monkeypatch)
 
 
 def make(target: str, head: str) -> EagleDrafter:
@@ -348,96 +338,15 @@ def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, 
     assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
 
-def block_drafter(kind: str, target: str, tree: TreeConfig = SHAPE, capture: Capture | None = None) -> BlockDrafter:
-    head = serve(load_block_head(tiny_block_head(kind, target), target, "float32", DEVICE if capture else "cpu"))
-    return BlockDrafter(head, tree, DraftingConfig(2048, ranking_temperature=1), capture, is_ahead=True)
-
-
 def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> list[DraftTree]:
     trees = drafter.propose(contexts)
     assert all(isinstance(tree, DraftTree) for tree in trees)
     return trees  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("capture", [None, capturing()], ids=["plain", "kernel"])
-@pytest.mark.parametrize("kind", ["dspark", "dspark-rnn", "dflash", "dflash-window"])
-def test_blocks_behind_nodes_equal_naive_ones(kind: str, capture: Capture | None, tiny_target: str) -> None:
-    """All nodes of two sessions in one pass, against one block at a time; the kernel reads prefixes in their slots."""
-    drafter, first = block_drafter(kind, tiny_target, capture=capture), [session("a", 9), session("b", 4)]
-    trees = last_of(drafter, first)
-    nodes = [list(range(len(trees[0]))), [2, 0]]
-    own = load_file(Path(tiny_target, "model.safetensors"))
-    weights = load_file(Path(tiny_block_head(kind, tiny_target), "model.safetensors"))
-    embedding = own["model.embed_tokens.weight"]
-    plain = NaiveBlock(KINDS[kind], weights, embedding, own.get("lm_head.weight", embedding))
-    roots, behind = drafter.states_behind(first, trees, nodes)
-    for context, tree, asked, root, found in zip(first, trees, nodes, roots, behind, strict=True):
-        assert context.features is not None
-        torch.testing.assert_close(root.cpu(), plain.block(context.features, context.tokens[-1]), rtol=1e-4, atol=1e-5)
-        for node, states in zip(asked, found, strict=True):
-            path = [tree.tokens[above] for above in tree.path(node)]
-            assert context.features is not None
-            torch.testing.assert_close(states.cpu(), plain.block_ahead(context.features, path), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_any_token_behind_a_node_with_a_block_is_foreseen(kind: str, noise: NoiseKey, tiny_target: str) -> None:
-    drafter = DraftAheadDrafter(block_drafter(kind, tiny_target), DraftAheadConfig(top_k=8, num_candidates=8))
-    plain = block_drafter(kind, tiny_target)
-    first = [session("a", 9, noise), session("b", 20, noise)]
-    trees = last_of(drafter, first)
-    assert trees == last_of(plain, first)
-    for bonus in (5, 40):
-        work(drafter)
-        contexts = [going_on(last, [*outcome(tree), bonus]) for last, tree in zip(first, trees, strict=True)]
-        trees = last_of(drafter, contexts)
-        for context, tree in zip(contexts, trees, strict=True):
-            tree.validate(bonus, 48, BUDGET.max_nodes, BUDGET.max_depth)
-            assert tree.grown_ahead
-            assert tree.num_drafted > 0
-            assert context.noise == noise
-        last_of(plain, contexts)
-        first = contexts
-    missed = [going_on(last, [47, 46, 45]) for last in first]
-    found = last_of(drafter, missed)
-    assert not any(tree.grown_ahead for tree in found)
-    assert found == last_of(plain, missed), "all features that came with foreseen commits are there"
-
-
-def test_only_the_likeliest_ends_get_blocks(tiny_target: str) -> None:
-    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=2, num_candidates=8))
-    first = session("a", 9)
-    (tree,) = last_of(drafter, [first])
-    chance = np.exp(tree.log_probs)
-    ends = [chance[n] - sum(chance[child] for child in tree.families.get(n, ())) for n in range(len(tree))]
-    ranked = sorted(range(len(tree)), key=lambda node: -ends[node])
-    for node in (ranked[0], ranked[1], ranked[2]):
-        drafter.release(["a"])
-        last_of(drafter, [first])
-        work(drafter)
-        path = [tree.tokens[above] for above in tree.path(node)[1:]]
-        free = next(token for token in range(3, 48) if tree.child(node, token) is None)
-        (found,) = last_of(drafter, [going_on(first, [*path, free])])
-        assert found.grown_ahead == (node in ranked[:2])
-
-
-def test_a_session_may_have_no_likely_end_to_send_trees_behind(tiny_target: str) -> None:
-    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=1))
-    last_of(drafter, [first := session("a", 9)])
-    (context, tree), ahead = (first, DraftTree((first.tokens[-1], 5, 6), (0, 0, 1), (0.0, 0.0, 0.0))), drafter._ahead
-    ahead.begin([context], [tree])
-    assert ahead.step()
-    assert ahead.take_prepared() == []
-    (found,) = last_of(drafter, [going_on(first, [5, 6, 7])])
-    assert found.num_drafted
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_target: str, tiny_head: str) -> None:
+def test_trees_are_prepared_after_a_commit_that_wanted_none(tiny_target: str, tiny_head: str) -> None:
     """A verifier that did not wait decodes one token plainly; the next commit wants a tree again."""
-    inner = make(tiny_target, tiny_head) if kind == "eagle3" else block_drafter(kind, tiny_target)
-    drafter = DraftAheadDrafter(inner, AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9)
     (tree,) = last_of(drafter, [first])
     work(drafter)
@@ -448,41 +357,19 @@ def test_trees_are_prepared_behind_a_commit_that_wanted_none(kind: str, tiny_tar
     assert len(prepared.tree) > BUDGET.max_nodes + 1
 
 
-def test_heads_with_convolutions_draft_nothing_ahead(tiny_target: str) -> None:
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_one_pass_heads_draft_nothing_ahead(kind: str, tiny_target: str) -> None:
     drafting = DraftingConfig(2048, draft_ahead=AHEAD)
-    folder = tiny_block_head("dflash2", tiny_target)
-    assert isinstance(build_drafter("dflash2", tiny_target, folder, "float32", "cpu", SHAPE, drafting), BlockDrafter)
-    folder = tiny_block_head("dspark", tiny_target)
-    found = build_drafter("dspark", tiny_target, folder, "float32", "cpu", SHAPE, drafting)
-    assert isinstance(found, DraftAheadDrafter)
+    folder = tiny_block_head(kind, tiny_target)
+    assert isinstance(build_drafter(kind, tiny_target, folder, "float32", "cpu", SHAPE, drafting), BlockDrafter)
 
 
-@pytest.mark.parametrize("noise", NOISES[:2])
-def test_trees_of_likely_ends_are_sent_before_the_commit(noise: NoiseKey, tiny_target: str) -> None:
-    """They are those that the drafter would grow after the commit, and the session stays in step."""
-    drafter = DraftAheadDrafter(block_drafter("dspark", tiny_target), DraftAheadConfig(top_k=8))
-    plain, store = block_drafter("dspark", tiny_target), PreparedTrees()
-    first = session("a", 9, noise)
-    (tree,) = last_of(drafter, [first])
-    last_of(plain, [first])
-    for _ in range(3):
-        work(drafter)
-        (prepared,) = drafter.take_prepared()
-        store.put(prepared)
-        joined = prepared.tree.tree()
-        node = next(n for n in range(len(tree), len(joined)) if n in joined.families)
-        path = [joined.tokens[above] for above in joined.path(node)[1:]]
-        behind, own = drafter._ahead._blocks["a"], going_on(first, path)  # type: ignore[attr-defined]
-        states = behind.states[behind.nodes.index(joined.parents[node])]
-        (grown,) = drafter._drafter.grow_behind([own], states[None])  # type: ignore[union-attr]
-        cut = store.take(own)
-        assert cut is not None
-        assert cut.grown_ahead
-        cut.validate(own.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
-        assert_equal_trees(cut, grown)
-        (tree,) = last_of(drafter, [replace(own, has_tree=True)])
-        assert tree == cut
-        last_of(plain, [own])
-        first = own
-    missed = going_on(first, [47, 46, 45])
-    assert last_of(drafter, [missed]) == last_of(plain, [missed])
+@pytest.mark.parametrize("miss_steps", [1, 2, 3])
+def test_a_missed_commit_gets_as_many_passes_as_configured(
+    miss_steps: int, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, run = list[int](), EagleDrafter.run_rows
+    monkeypatch.setattr(EagleDrafter, "run_rows", lambda *args: passes.append(1) or run(*args))
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), replace(AHEAD, miss_steps=miss_steps))
+    last_of(drafter, [session("a", 9)])
+    assert len(passes) == miss_steps - 1, "the pass of the commit makes the first level"

@@ -6,7 +6,6 @@ Sizes are those of Llama 3.1 8B; trees have 8 levels of width 10 where the heads
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.drafters.block import BlockDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.scoring import ScorerKind
 from eyas.drafters.trees_ahead import GrownRows
 from eyas.models.heads.layers import quantise_head
-from eyas.tree import DraftTree
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -50,8 +47,6 @@ EXTENSIONS = {
 }  # fmt: skip
 # Of a pass over rows of trees that grow ahead.
 ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28, "peagle": 70}
-# Of a pass of blocks behind nodes of trees that are verified.
-BLOCKS_AHEAD = {"dspark": 61, "dspark-rnn": 61, "dflash": 61}
 
 
 @cache
@@ -131,29 +126,6 @@ def test_rows_ahead_launch_few_kernels_for_any_sessions(method: str) -> None:
         own.release([context.session for context in contexts])
         counts.append(found.num)
     assert counts[0] == counts[1] <= ROWS_AHEAD[method], found.by_name
-
-
-def blocks_ahead(method: str, lengths: Sequence[int]) -> Launches:
-    """A pass of blocks behind all nodes of a tree of 24 of each session."""
-    own, tree = drafter(method), DraftTree.chain([5] * 24)
-    assert isinstance(own, BlockDrafter)
-    contexts = commits(own, lengths, 3)
-    with torch.inference_mode(), Launches() as found:
-        own.states_behind(contexts, [tree] * len(lengths), [range(24)] * len(lengths))
-    own.release([context.session for context in contexts])
-    return found
-
-
-@pytest.mark.parametrize("method", BLOCKS_AHEAD)
-def test_blocks_ahead_launch_few_kernels_for_any_sessions(method: str) -> None:
-    one, many = (blocks_ahead(method, [500] * count) for count in (1, 8))
-    assert one.num == many.num <= BLOCKS_AHEAD[method], many.by_name
-
-
-def test_blocks_ahead_copy_no_prefix() -> None:
-    """One session of eight is far longer: beside keys and values that the kernel reads, only its slots are moved."""
-    even, mixed = blocks_ahead("dspark", [500] * 8), blocks_ahead("dspark", [8000, *[500] * 7])
-    assert 0 < mixed.other_bytes - even.other_bytes <= 7500 * 3 * 4
 
 
 def rows_below_root(count: int) -> GrownRows:

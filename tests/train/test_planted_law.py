@@ -87,7 +87,7 @@ def trained(target: str, method: str) -> Trainer:
         folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS[method], optimizer__batch_size=4,
         optimizer__learning_rate=RATES[method], data__max_length=TOKENS, **read_by(
             method, loss__num_anchors=16, loss__chunk_rows=0, loss__num_depths=DEPTHS, head__markov_rank=16,
-            head__block_size=block_size, loss__num_ahead_anchors=16, loss__max_ahead_length=4,
+            head__block_size=block_size,
         ),
     )  # fmt: skip
     trainer = build_trainer(config)
@@ -137,15 +137,6 @@ def test_greedy_chains_of_a_learned_law_are_accepted(method: str, target: str, h
 def test_likeliest_chains_accept_powers_of_the_law(method: str, target: str, heads: dict[str, str]) -> None:
     """Each proposed token is the target's draw with the probability SURE, at any depth."""
     assert tau(target, method, heads[method], 1.0) == pytest.approx(SAMPLED, abs=0.12)
-
-
-@pytest.mark.parametrize("method", ["dspark", "dflash"])
-def test_blocks_ahead_of_a_learned_law_are_accepted(
-    method: str, trainers: dict[str, Trainer], heads: dict[str, str]
-) -> None:
-    """Behind paths without features. A head that is not conditional proposes behind the likeliest next token alone."""
-    found = [float(trainers[method].step()["tau_ahead"]) for _ in range(10)]
-    assert sum(found) / len(found) == pytest.approx(GREEDY if method == "dspark" else SAMPLED, abs=0.15)
 
 
 def test_a_conditional_head_with_the_noise_foresees_draws(target: str, heads: dict[str, str]) -> None:

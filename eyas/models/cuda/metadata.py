@@ -225,15 +225,14 @@ def pack_with_metadata(
     scratch: int,
     device: torch.device,
     runs: Sequence[SharedRun] = (),
-    sees_later: bool = False,
     memory: SlotMemory | None = None,
 ) -> PackedInputs:
     """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
 
-    runs: those that the shape was made for. sees_later: see `build_words`. memory: keeps the prefixes, if they fit.
+    runs: those that the shape was made for. memory: keeps the prefixes, if they fit.
     """
     writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
-    words = build_words(segments, shape, scratch, runs, sees_later, writes.prefixes if writes else None)
+    words = build_words(segments, shape, scratch, runs, writes.prefixes if writes else None)
     if memory is None or writes is None:
         packed = view(upload(words, device), shape, count_logits(segments))
     else:
@@ -272,19 +271,17 @@ def build_words(
     shape: MetadataShape,
     scratch: int,
     runs: Sequence[SharedRun] = (),
-    sees_later: bool = False,
     kept_prefixes: Ints | None = None,
 ) -> Words:
-    """The words of a pass. sees_later: whether rows may see later rows of their segments; then all have masks.
-    kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
-    is_usual = kept_prefixes is not None and not (shape.fixed_part or sees_later or runs)
+    """The words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
+    is_usual = kept_prefixes is not None and not (shape.fixed_part or runs)
     if is_usual and isinstance(segments, TreeSegments) and (compiled := kernels()):
         rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
         sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
         return cast(Words, compiled.tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
     if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
         return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
-    return _words_of_all(segments, shape, scratch, runs, sees_later, kept_prefixes)
+    return _words_of_all(segments, shape, scratch, runs, kept_prefixes)
 
 
 def _words_of_all(
@@ -292,7 +289,6 @@ def _words_of_all(
     shape: MetadataShape,
     scratch: int,
     runs: Sequence[SharedRun] = (),
-    sees_later: bool = False,
     kept_prefixes: Ints | None = None,
 ) -> Words:
     """`build_words` of any segments."""
@@ -306,8 +302,6 @@ def _words_of_all(
     others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
     num_own = counts + others
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
-    if sees_later:
-        own.tiles[:, 7] = _last_seen(own, [segment.visible for segment in segments])
     ends = _num_fixed_words(shape) + (lengths.cumsum() if kept_prefixes is None else np.zeros_like(lengths))
     at = ends - lengths if kept_prefixes is None else kept_prefixes
     if segments:
@@ -397,17 +391,6 @@ def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape:
     tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + firsts * strides[owner]
     tiles[:, 7] = others[owner] + firsts + tiles[:, 1]  # no row sees a later one
     return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
-
-
-def _last_seen(own: OwnTiles, masks: Sequence[Bools | None]) -> Ints:
-    """The place behind the last key of the segment that a row of each tile sees."""
-    firsts, counts = own.tiles[:, 0], own.tiles[:, 1]
-    ends = []
-    for owner, first, count in zip(own.owner.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-        visible = masks[owner]
-        assert visible is not None, "causal rows see no later one"
-        ends.append(1 + int(np.flatnonzero(visible[first : first + count].any(0))[-1]))
-    return np.array(ends)
 
 
 def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:

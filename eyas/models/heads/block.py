@@ -219,34 +219,6 @@ class BlockHead(nn.Module):
         }
         return self.drafted_rows(self._train(states, places, self.block_tokens(tokens.gather(1, anchors)), at, masks))
 
-    def behind_paths(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        anchors: Tensor,
-        lengths: Tensor,
-        max_length: int,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """`forward` for blocks behind paths of tokens below the anchors, whose features are missing, [N, A, G, H].
-
-        So blocks are run ahead, behind nodes of a tree that is being verified. All their rows are masks; those that propose
-        tokens begin behind the next token of the target, which is not known yet.
-
-        Args:
-            lengths: of the paths, int64 [N, A], at most `max_length`; 0 for the anchor alone. Other arguments: as above.
-        """
-        c, places = self.config, _places(tokens, positions)
-        ends, offsets = anchors + lengths, torch.arange(-max_length, c.block_size + 1, device=tokens.device)
-        known = (ends[:, :, None] + offsets[: max_length + 1]).clamp(min=0)
-        own = tokens.gather(1, known.flatten(1)).view(known.shape)
-        masks = own.new_full((*own.shape[:2], c.block_size), c.mask_token_id)
-        at = (places.gather(1, ends)[:, :, None] + offsets).clamp(min=0)
-        seen = {w: path_masks(anchors, lengths, max_length, tokens.shape[1], c, w, documents) for w in set(c.windows)}
-        rows = self._train(states, places, torch.cat([own, masks], -1), at, seen)
-        return rows[:, :, -c.num_drafted :]
-
     def _train(self, states: Tensor, places: Tensor, tokens: Tensor, at: Tensor, masks: Mapping[int | None, Both]) -> Tensor:
         """Normed states [N, A, R, H] of the rows of blocks: tokens and positions [N, A, R]. masks: by window."""
         features, flat, count = self.fuse(states).flatten(0, 1), places.flatten(), len(places)
@@ -293,32 +265,6 @@ def block_masks(
     return _seen_context(anchors, anchors[:, :, None] + place, length, window, documents), own[None, None]
 
 
-def path_masks(
-    anchors: Tensor,
-    lengths: Tensor,
-    max_length: int,
-    length: int,
-    c: BlockHeadConfig,
-    window: int | None = None,
-    documents: Tensor | None = None,
-) -> Both:
-    """`block_masks` for `BlockHead.behind_paths`: bool [N, A * R, T] and [N, A, R, R], R = max_length + 1 + B.
-
-    Paths stand at the end of their rows, and rows before an anchor see themselves alone:
-
-        max_length 2, path a    rows  (pad) x0 a | m m m    x0 sees x0; a sees x0 and a; masks see x0, a and each other
-    """
-    place = torch.arange(-max_length, c.block_size + 1, device=anchors.device)
-    is_mask, is_known = place > 0, place >= -lengths[:, :, None]
-    behind = place[:, None] - place
-    own = is_known[:, :, :, None] & is_known[:, :, None] & ((behind >= 0) | is_mask[:, None])
-    if window is not None:
-        own = own & (behind < window) & (behind >= 0 if c.causal_windows else True)
-    seen = _seen_context(anchors, (anchors + lengths)[:, :, None] + place, length, window, documents)
-    own = own | torch.eye(len(place), dtype=torch.bool, device=anchors.device)
-    return seen & is_known.flatten(1)[:, :, None], own
-
-
 def _seen_context(anchors: Tensor, at: Tensor, length: int, window: int | None, documents: Tensor | None) -> Tensor:
     """What rows at places [N, A, R] see of the context before their anchors [N, A], bool [N, A * R, T]."""
     context, starts = torch.arange(length, device=anchors.device), anchors.repeat_interleave(at.shape[2], 1)
@@ -336,7 +282,7 @@ def _places(tokens: Tensor, positions: Tensor | None) -> Tensor:
 def attend_blocks(query: Tensor, keys: Both, values: Both, masks: Both) -> Tensor:
     """Attention [N, A * B, heads, d] of block rows to the context and their own block.
 
-    query [N, A * B, heads, d]; keys and values [N, T, J, d] and [N, A * B, J, d]; masks: from `block_masks` or `path_masks`.
+    query [N, A * B, heads, d]; keys and values [N, T, J, d] and [N, A * B, J, d]; masks: from `block_masks`.
     """
     seen, own = masks
     size, num_rows = own.shape[-1], query.shape[1]

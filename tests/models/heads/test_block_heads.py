@@ -21,14 +21,12 @@ from eyas.models.heads.block import (
     load_block_fuser,
     load_block_head,
     new_block_head,
-    path_masks,
     serve,
     write_block_head,
 )
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import Projected
-from tests.drafters.naive_block import NaiveBlock
 from tests.tiny import write_target
 from tests.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
 
@@ -117,36 +115,12 @@ def test_window_counts_from_each_row() -> None:
     assert own.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dspark-rnn", "dflash", "dflash-window"])
-def test_blocks_behind_paths_equal_naive_ones(kind: str, target: str) -> None:
-    """Paths of 0 to 3 tokens, the first anchor nearer to the start than the longest path; rows of other documents unseen."""
-    head, generator = random_block_head(kind, target), torch.Generator().manual_seed(3)
-    width = len(head.config.aux_hidden_state_layers) * head.config.target_hidden
-    states, tokens = torch.randn(2, LENGTH, width, generator=generator), torch.randint(48, (2, LENGTH), generator=generator)
-    anchors, lengths = torch.tensor([[2, 5, 9], [6, 12, 14]]), torch.tensor([[1, 3, 0], [2, 3, 3]])
-    documents = torch.tensor([[0] * LENGTH, [0] * 4 + [1] * (LENGTH - 4)])
-    places = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) - 4])
-    with torch.no_grad():
-        found = head.behind_paths(states, tokens, anchors, lengths, 3, documents, places)
-        naive = NaiveBlock(KINDS[kind], block_tensors(head), head.embed_tokens.weight, head.lm_head.weight)
-        for window, start in ((0, 0), (1, 4)):
-            for own, anchor, length in zip(found[window], anchors[window], lengths[window], strict=True):
-                context = head.fuse(states[window, start:anchor])
-                path = tokens[window, anchor : anchor + length + 1].tolist()
-                torch.testing.assert_close(own, naive.block_ahead(context, path), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("is_behind_paths", [False, True])
-def test_blocks_attend_apart_as_under_one_mask(is_behind_paths: bool, window: int | None) -> None:
+def test_blocks_attend_apart_as_under_one_mask(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8)]
     anchors = torch.randint(1, 9, (2, 4), generator=generator)
     masks = block_masks(anchors, 9, 3, window, window is not None)
-    if is_behind_paths:
-        shapes = [(2, 24, 4, 8), (2, 24, 2, 8), (2, 24, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8)]
-        config = replace(DSPARK, block_size=3, windows=(window,))
-        masks = path_masks(anchors, torch.randint(3, (2, 4), generator=generator), 2, 9, config, window)
     found = []
     for attend in (attend_blocks, attend_blocks_apart):
         inputs = [torch.randn(s, generator=generator.manual_seed(n)).requires_grad_() for n, s in enumerate(shapes)]

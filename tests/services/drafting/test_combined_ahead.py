@@ -9,7 +9,6 @@ import pytest
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
-from eyas.drafters.on_demand import OnDemand
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.draft_budget import Credit
 from eyas.request import Request, SamplingParams
@@ -28,7 +27,7 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
 @pytest.mark.parametrize(
     ("mode", "method", "budget"),
     [
-        ("never", "dspark", "fixed"), ("never", "eagle3", "adaptive"), ("always", "dspark", "adaptive"),
+        ("never", "dspark", "fixed"), ("never", "eagle3", "adaptive"), ("always", "eagle3", "adaptive"),
         ("always", "eagle3", "fixed"), ("never", "lookahead", "fixed"),
     ],
 )  # fmt: skip
@@ -54,8 +53,6 @@ def test_combined_trees_sent_ahead_change_no_token(
     monkeypatch.setattr(Credit, "RESTART", 1e6)
     monkeypatch.setattr(PreparedTrees, "MIN_DRAFTED", 1)
     monkeypatch.setattr("eyas.drafters.combined.MIN_CLAIM", 0.5)
-    monkeypatch.setattr(OnDemand, "is_worth", lambda *args: True)
-    monkeypatch.setattr(OnDemand, "explores", lambda *args: False)
     heads = {"dspark": lambda: tiny_block_head(method, tiny_target), "eagle3": lambda: tiny_head, "lookahead": lambda: ""}
     head, name = heads[method](), f"{method}+prompt_lookup"
     drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode=mode))
