@@ -47,7 +47,10 @@ class PythonValue(JsonValue):
 
 
 class JsonSlips:
-    """Mends slips of models in JSON that arrives in pieces: Python's names of values, and a comma before a bracket's end."""
+    """Mends slips of models in JSON that arrives in pieces.
+
+    They are Python's names of values, a comma before a bracket's end, and line breaks and other control characters in texts.
+    """
 
     def __init__(self) -> None:
         self._comma = self._word = ""
@@ -58,9 +61,10 @@ class JsonSlips:
         out = list[str]()
         for character in text:
             if self._is_string:
+                written = character if character >= " " else json.dumps(character)[1:-1]
+                out.append(written[1:] if self._is_escaped and character < " " else written)
                 self._is_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
-                out.append(character)
             elif self._word and character.isalnum():
                 self._word += character
             elif self._comma and character.isspace():

@@ -126,9 +126,12 @@ class ChatTemplate:
     def _fitting(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in a form that this template shows whole. Many leave out what their authors did not expect.
 
-        Raises InvalidRequest for system messages and results of tools that have no place.
+        Raises InvalidRequest for messages that have no place.
         """
         self._check_tools_shown(messages)
+        for role in {str(message["role"]) for message in messages} - _ROLE_PROBES.keys() - {"developer"}:
+            if self._shows({"role": role, "content": _PROBE}, _USER) is False:
+                raise InvalidRequest(f"the model's chat template shows no messages of the role {shown(role)}", "messages")
         if any(message["role"] == "developer" for message in messages) and not self._shows_developer:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         first = [*takewhile(_is_instruction, messages)]
@@ -145,7 +148,7 @@ class ChatTemplate:
             messages = [*_one_call_each(messages)]
         if self.format.tool_call_parser == "mistral":
             messages = [*map(_with_short_ids, messages)]
-        if self.format.tool_call_parser in ("deepseek_v3", "deepseek_v31"):
+        if any("tool_calls" in message for message in messages) and self._takes_text_arguments:
             messages = [*map(_with_text_arguments, messages)]
         if self._has_thinking_parts:
             return [*map(_with_thinking_part, messages)]
@@ -173,7 +176,12 @@ class ChatTemplate:
 
     @cached_property
     def _hides_calls(self) -> bool:
-        return self._is_hidden(_USER, _calls(_PROBE)[0])
+        return self._shows(_USER, _CALL) is False and not self._shows(_USER, _with_text_arguments(_CALL))
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Templates such as those of DeepSeek join the arguments of calls with other text."""
+        return self._shows(_USER, _CALL) is None and bool(self._shows(_USER, _with_text_arguments(_CALL)))
 
     @cached_property
     def _hides_instructions(self) -> bool:
@@ -230,12 +238,17 @@ _USER: dict[str, Any] = {"role": "user", "content": "Hello"}
 _THINKING_PART = re.compile(r"""\[['"]thinking['"]\]""")
 
 
+def _call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
+    return {"id": f"c0000000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# A template that shows either the name or the arguments shows the call.
+_CALL = {"role": "assistant", "content": "", "tool_calls": [_call(_PROBE, 0, **{_PROBE: 1})]}
+
+
 def _calls(*names: str) -> list[dict[str, Any]]:
     """Return a message with calls, and their results."""
-    calls = [
-        {"id": f"c0000000{number}", "type": "function", "function": {"name": name, "arguments": {}}}
-        for number, name in enumerate(names)
-    ]
+    calls = [_call(name, number) for number, name in enumerate(names)]
     results = [{"role": "tool", "tool_call_id": call["id"], "name": "first", "content": "r"} for call in calls]
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
@@ -266,8 +279,7 @@ def _with_instructions_in_user(
     """
     places = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not places:
-        alone = {"role": "user", "content": _joined_contents(first)}
-        return [alone, *messages] if at == 0 else [*first, *messages]
+        return [{"role": "user", "content": _joined_contents(first)}, *messages]
     place = places[at]
     user = messages[place] | {"content": _joined_contents([*first, messages[place]])}
     return [*messages[:place], user, *messages[place + 1 :]]

@@ -57,7 +57,10 @@ class StructuredOutputs:
             object.__setattr__(self, "whitespace_pattern", "")
         for name in ("json", "structural_tag"):
             if isinstance(value := getattr(self, name), Mapping):
-                object.__setattr__(self, name, json.dumps(value))
+                try:
+                    object.__setattr__(self, name, json.dumps(value))
+                except (RecursionError, TypeError, ValueError) as error:
+                    raise InvalidRequest(f"{name} is no JSON: {error}", "structured_outputs") from error
         object.__setattr__(self, "choice", (self.choice,) if isinstance(self.choice, str) else tuple(self.choice))
 
     @property

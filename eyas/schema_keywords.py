@@ -33,6 +33,11 @@ _VALUES = {"const", "enum"}  # hold values, not schemas
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # hold schemas by names
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "type"}  # of names, which are texts
 _APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties", "$dynamicRef"}
+# Bounds that are brought to what llguidance can say: more than 10**18 from zero is not written.
+_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_FARTHEST = 10**18
+# A part of a pattern that no automaton has. Pydantic writes it for decimals, zod next to formats.
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 # What limits nothing without the other keyword.
 _NEEDED = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
 
@@ -75,6 +80,8 @@ class _Translation:
         if schema.get("not") in ({}, True):
             return False
         found = {key: self._value(key, value) for key, value in schema.items() if self._limits(key, value, schema)}
+        if isinstance(options := found.get("anyOf"), list):
+            found["anyOf"] = [one for one in options if not _looks_around(one)] or options
         if found.get("unevaluatedProperties") is False and not found.keys() & _APPLICATORS:
             found.setdefault("additionalProperties", found.pop("unevaluatedProperties"))
         if "propertyNames" in found:
@@ -94,6 +101,8 @@ class _Translation:
                 return not isinstance(value, str) or value in _FORMATS
             case "$schema":
                 return not isinstance(value, str) or value.rstrip("#") in _DIALECTS
+            case "pattern":  # the format says the same
+                return not (_looks_around(schema) and schema.get("format") in _FORMATS)
             case "if":
                 return "then" in schema or "else" in schema
             case "unevaluatedProperties" | "unevaluatedItems":
@@ -105,6 +114,8 @@ class _Translation:
             return value
         if key in _NAMED and isinstance(value, Mapping):
             return {name: self.of(one) for name, one in value.items()}
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return max(value, -_FARTHEST) if key in _LEAST else min(value, _FARTHEST) if key in _MOST else value
         return self.of(value)
 
     def _with_names(self, schema: dict[str, Any], names: Any) -> dict[str, Any]:
@@ -214,6 +225,12 @@ def _is_tag(name: str, properties: Sequence[Mapping[str, Any]]) -> bool:
             return False
         seen |= tags
     return True
+
+
+def _looks_around(schema: Any) -> bool:
+    """Return whether a schema has a pattern with look-around."""
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
 
 
 def _listed(value: Any) -> list[Any]:

@@ -560,8 +560,8 @@ def test_what_is_no_value_of_the_type_stays_text(text: str) -> None:
     assert json.loads(found.arguments) == {"o": text}
 
 
-BAD_JSON = '{"a": True, "b": [None , 1 , ], "c": "True, ]\\" ,}", "d": -1.5E+3, "e": False,\n}'
-MENDED = {"a": True, "b": [None, 1], "c": 'True, ]" ,}', "d": -1500.0, "e": False}
+BAD_JSON = '{"a": True, "b": [None , 1 , ], "c": "True, ]\\" ,}\n\t", "d": -1.5E+3, "e": False,\n}'
+MENDED = {"a": True, "b": [None, 1], "c": 'True, ]" ,}\n\t', "d": -1500.0, "e": False}
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,23 @@ MEANINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"n":{"n":{}}}'],
         ['{"n":1'],
     ),
+    "bounds of integers of 64 bits": (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        ["-5", "123456789012"],
+        ["1.5", "10000000000000000000"],
+    ),
+    "bounds of floats": ({"type": "number", "minimum": -1.8e308, "exclusiveMaximum": 3.5e38}, ["-1.5", "0"], ['"a"']),
+    "a bound on one side": ({"type": "integer", "exclusiveMinimum": -(2**63)}, ["-1", "7"], ["1.5"]),
+    "a decimal": (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        ["1.5"],
+        ["null", '"."'],
+    ),
+    "a format with a pattern that looks around": (
+        {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+$"},
+        ['"a@b.org"'],
+        ['"a"', "1"],
+    ),
     "a dialect of somebody": ({"$schema": "https://example.org/own", "type": "integer"}, ["1"], ["{}"]),
     "unique items": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["[1,2]"], ['["a"]']),
 }

@@ -244,8 +244,8 @@ def test_reasoning_reaches_templates_in_their_own_form() -> None:
     fields = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}{{ m.thinking }}{{ m.content }}{% endfor %}"
     assert text_of(fields, USER, turn) == "HiHmHmHmWell."
     either = "{{ raise_exception('Cannot pass both') if messages[1].content and messages[1].thinking }}"
-    harmony = f"{{# <|channel|><|message|> #}}{either}{{{{ messages[1].thinking }}}}"
-    assert text_of(harmony, USER, turn | {"tool_calls": [call("a", "add")]}) == "Hm\n\nWell."
+    harmony = f"{{# <|channel|><|message|> #}}{either}{{{{ messages[1].thinking }}}}{{{{ messages[1].tool_calls }}}}"
+    assert text_of(harmony, USER, turn | {"tool_calls": [call("a", "add")]}).startswith("Hm\n\nWell.")
 
 
 def test_templates_get_arguments_as_objects_and_names_of_results() -> None:
@@ -333,6 +333,40 @@ def test_rendering_is_bounded() -> None:
     long = "{% for m in messages %}{% for n in messages %}{{ m.content }}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="rendered to more than"):
         text_of(long, *[{"role": "user", "content": "x" * 2**14}] * 70)
+
+
+CALLING = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a":1}'}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"},
+]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_calls_are_shown_to_templates_that_join_their_arguments_with_text() -> None:
+    joining = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
+        "{{ '<' + call.function.name + call.function.arguments + '>' }}{% endfor %}{% endfor %}"
+    )
+    assert text_of(joining, *CALLING) == 'Hi<add{"a": 1}>2'
+
+
+def test_what_a_template_would_leave_out_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="shows no calls of tools"):
+        text_of(PLAIN, *CALLING)
+    users = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="no messages of the role 'critic'"):
+        text_of(users, {"role": "critic", "content": "No."}, USER)
+    assert text_of(PLAIN, {"role": "critic", "content": "No."}, USER) == "<critic>No.<user>Hi"
+
+
+def test_instructions_alone_are_shown_where_they_belong_to_a_user() -> None:
+    before_last = (
+        "{% set first = messages[0].content if messages[0].role == 'system' %}"
+        "{% for m in messages if m.role != 'system' %}{% if loop.last and m.role == 'user' %}{{ first }} {% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    assert text_of(before_last, {"role": "system", "content": "Be kind."}).strip() == "Be kind."
 
 
 ENDLESS = {
