@@ -91,7 +91,10 @@ def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """
     try:
         if file.suffix not in JSON_SUFFIXES:
-            yield 1, {"text": file.read_text(encoding="utf-8", errors="replace")}
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if "\0" in text:
+                raise ValueError("it holds zero bytes, so it is no text")
+            yield 1, {"text": text}
             return
         with file.open("rb") as lines:
             start = lines.peek(64).lstrip(UTF8_MARK + b" \t\r\n")

@@ -424,3 +424,9 @@ def test_a_full_disk_keeps_what_was_prepared(tmp_path: Path) -> None:
 def test_a_missing_file_is_no_full_disk(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
         prepare(tiny_target(tmp_path), [tmp_path / "none.jsonl"], tmp_path / "data", 0.0, 64, 2, 0)
+
+
+def test_a_binary_file_is_no_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "book.parquet").write_bytes(b"PAR1" + bytes(90))
+    with pytest.raises(ConfigError, match="zero bytes, so it is no text"):
+        prepare(TARGET, [tmp_path / "book.parquet"], tmp_path / "out", 0.1, 128, 2, 0)

@@ -223,3 +223,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_a_limit_that_no_grammar_has_is_refused_by_name(keyword: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest, match=keyword):
         compiler.compile(StructuredOutputs(json=REFUSED[keyword]))
+
+
+def test_a_schema_that_is_no_json_is_the_callers_mistake() -> None:
+    with pytest.raises(InvalidRequest, match="json is no JSON: Object of type set"):
+        StructuredOutputs(json={"enum": {1, 2}})  # type: ignore[arg-type]
