@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +44,8 @@ Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 takes what `
 
 # Seconds that the target decodes in the evaluation of a dry run, which shows what a whole one takes.
 DRY_EVALUATION_S = 10.0
+# A dry run measures whole steps if they take less.
+DRY_STEP_S = 20.0
 # Sizes of a draft vocabulary whose coverage `prepare` prints.
 USUAL_DRAFT_VOCABULARIES = (8000, 16000, 32000)
 
@@ -65,12 +70,13 @@ def prepare(
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
     at_least(0, draft_vocab_size=draft_vocab_size)
+    variables = _template_kwargs(chat_template_kwargs)
     with progress() as shown:
         shown.show("importing torch")
         from eyas.train.data import FOLDER_SUFFIXES
         from eyas.train.data import prepare as run
 
-        found, variables = corpus_files(files, exclude, FOLDER_SUFFIXES), _template_kwargs(chat_template_kwargs)
+        found = corpus_files(files, exclude, FOLDER_SUFFIXES)
         info = run(
             model, found, out, heldout, max_length, min_loss_tokens, seed, variables,
             lambda rows: shown.show(f"{rows} rows read"),
@@ -143,6 +149,7 @@ def regenerate(
     threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
+    variables = _template_kwargs(chat_template_kwargs)
     with progress() as shown:
         shown.show("importing torch")
         from eyas.llm import LLM
@@ -152,7 +159,7 @@ def regenerate(
 
     settings = RegenerateSettings(
         model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries,
-        _template_kwargs(chat_template_kwargs),
+        variables,
     )  # fmt: skip
     found = corpus_files(files, exclude, FOLDER_SUFFIXES)
     llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads, max_num_seqs=batch)
@@ -249,12 +256,10 @@ def _conclude(trainer: Trainer) -> None:
 
 
 def _estimate(trainer: Trainer, show: Show) -> str:
-    """Time, memory and disk of a run, from two steps and an evaluation; the untrained head is in `dry-run`.
+    """Estimate time, memory and disk of a run, from few steps and an evaluation; the untrained head is in `dry-run`.
 
     On the disk are that head, `last`, `best` and one that is being written.
     """
-    import time
-
     from accelerate.utils import gather_object
 
     from eyas.train.trainer import KEPT_CHECKPOINTS
@@ -263,12 +268,7 @@ def _estimate(trainer: Trainer, show: Show) -> str:
     if accelerator.is_main_process:
         trainer.write_head("dry-run")
     accelerator.wait_for_everyone()
-    show("step 1 of 2")
-    trainer.step()
-    show("step 2 of 2")
-    began = time.monotonic()
-    trainer.step()
-    seconds = time.monotonic() - began
+    seconds, share = _time_step(trainer, show)
     evaluation = "none"
     if trainer.evaluator is not None and accelerator.is_main_process:
         began = time.monotonic()
@@ -281,13 +281,36 @@ def _estimate(trainer: Trainer, show: Show) -> str:
     own = ", ".join(f"{size / 2**30:.2f} GiB on {place}" for place, size in _peak_memory().items())
     memory = gather_object([f"{own} (process {accelerator.process_index})" if accelerator.num_processes > 1 else own])
     steps = trainer.config.optimizer.max_steps
+    part = "" if share == 1 else f", with {share:.0%} of the windows of a step"
     return (
         f"{out / 'dry-run'}: an untrained head of {count / 1e6:.2f} M trained parameters\n"
         f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
         f"evaluation: {evaluation}\n"
-        f"memory, evaluation included: {'; '.join(memory)}\n"
+        f"memory, evaluation included{part}: {'; '.join(memory)}\n"
         f"disk: {4 * head / 2**20:.2f} MiB of heads, {checkpoints / 2**20:.2f} MiB of checkpoints, at most"
     )
+
+
+def _time_step(trainer: Trainer, show: Show) -> tuple[float, float]:
+    """Return the seconds of a step, and how much of a step was measured: one window if all would take too long."""
+    from accelerate.utils import gather_object
+
+    c = trainer.config.optimizer
+    num_windows = c.batch_size * c.gradient_accumulation_steps
+    show("a step of one window, to warm up")
+    trainer.step(1)
+    show("a step of one window")
+    seconds = max(gather_object([_seconds(partial(trainer.step, 1))])) * num_windows
+    if num_windows == 1 or seconds > DRY_STEP_S:
+        return seconds, 1 / num_windows
+    show("a whole step")
+    return _seconds(trainer.step), 1.0
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
 
 
 def _peak_memory() -> dict[str, int]:

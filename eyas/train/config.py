@@ -24,7 +24,7 @@ LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid", "next_token"]
 ConfidenceTarget = Literal["match", "rejection"]
 LossDecay = Literal["exponential", "dpace", "none"]
 Scheduler = Literal["cosine", "wsd", "constant"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
@@ -218,7 +218,7 @@ class OptimizerConfig:
         max_steps: steps of the optimiser; it may change when a run continues.
         batch_size: windows of a process in one pass.
         gradient_accumulation_steps: passes of one optimiser step.
-        precision: of passes; parameters and optimiser are float32.
+        precision: of passes; auto takes bf16 on a GPU and fp32 on a CPU. Parameters and optimiser are float32.
     """
 
     name: OptimizerName = "adamw"
@@ -233,7 +233,7 @@ class OptimizerConfig:
     max_steps: int = 2000
     batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    precision: Precision = "bf16"
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         one_of(OptimizerName, name=self.name)

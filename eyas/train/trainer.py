@@ -152,22 +152,26 @@ class Trainer:
         self.progress.seconds += time.monotonic() - began
         return metrics
 
-    def step(self) -> dict[str, Tensor]:
-        """One optimiser step; the figures of its passes, averaged over passes and processes."""
-        accumulated = self.config.optimizer.gradient_accumulation_steps
+    def step(self, num_windows: int = 0) -> dict[str, Tensor]:
+        """Take one optimiser step; return the figures of its passes, averaged over passes and processes.
+
+        num_windows: of a single pass instead; 0 takes all passes of a step.
+        """
+        accumulated = 1 if num_windows else self.config.optimizer.gradient_accumulation_steps
         sums: dict[str, Tensor] = {}
         for part in range(accumulated):
             number = self.progress.step * accumulated + part
             with self.accelerator.accumulate(self._model):
-                metrics = self._pass(number, is_last=part == accumulated - 1)
+                metrics = self._pass(number, num_windows, is_last=part == accumulated - 1)
             sums = {name: sums.get(name, 0) + value.detach() / accumulated for name, value in metrics.items()}
         self.progress.step += 1
         return {name: self.accelerator.reduce(value, "mean") for name, value in sums.items()}
 
-    def _pass(self, number: int, is_last: bool) -> Mapping[str, Tensor]:
+    def _pass(self, number: int, num_windows: int, is_last: bool) -> Mapping[str, Tensor]:
         """Forward and backward of a batch; the optimiser steps if it is the last of its step."""
         c, rank = self.config, self.accelerator.process_index
-        batch = self.windows.step_batch(c.seed, number, c.optimizer.batch_size, rank, self.accelerator.num_processes)
+        size = num_windows or c.optimizer.batch_size
+        batch = self.windows.step_batch(c.seed, number, size, rank, self.accelerator.num_processes)
         batch = batch.to(self.accelerator.device)
         loss_type = c.loss.type_at(self.progress.step / c.optimizer.max_steps)
         states = (NoStates() if loss_type == "next_token" else self.source).states(batch)
