@@ -343,7 +343,7 @@ CALLING = [
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def test_calls_are_shown_to_templates_that_join_their_arguments_with_text() -> None:
+def test_templates_may_join_arguments_of_calls_with_text() -> None:
     joining = (
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
         "{{ '<' + call.function.name + call.function.arguments + '>' }}{% endfor %}{% endfor %}"
@@ -360,7 +360,7 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
     assert text_of(PLAIN, {"role": "critic", "content": "No."}, USER) == "<critic>No.<user>Hi"
 
 
-def test_instructions_alone_are_shown_where_they_belong_to_a_user() -> None:
+def test_instructions_alone_become_a_users_text() -> None:
     before_last = (
         "{% set first = messages[0].content if messages[0].role == 'system' %}"
         "{% for m in messages if m.role != 'system' %}{% if loop.last and m.role == 'user' %}{{ first }} {% endif %}"
@@ -392,7 +392,7 @@ def test_endless_templates_are_stopped(shape: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("source", ["{{ '%99999999999d' % 1 }}", "{{ 'a' | center(10 ** 12) }}"])
-def test_a_template_that_takes_all_memory_ends_a_child_only(source: str, tmp_path: Path) -> None:
+def test_a_template_that_takes_all_memory_ends_a_child(source: str, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(source)
     with pytest.raises(ConfigError, match=r"template\.jinja takes too much time or memory"):
