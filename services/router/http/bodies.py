@@ -51,7 +51,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "chat_template": ("",),
     "container": (),
-    "context_management": ([],),
+    "context_management": ([], {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "conversation": (),
     "custom_logit_processor": ("",),
     "disable_additional_properties": (False,),
