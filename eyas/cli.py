@@ -128,7 +128,10 @@ def _eyas(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Eyas serves large language models faster by speculative decoding, with exactly the output of plain decoding."""
+    """Eyas serves large language models faster by speculative decoding, with exactly the output of plain decoding.
+
+    Begin with `eyas serve --demo` in a checkout, or with `eyas serve MODEL`.
+    """
 
 
 def main() -> None:

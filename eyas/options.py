@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from eyas.config import SpecialTokensInContent
-from eyas.config.engine import HeadValidation
+from eyas.config import SpecialTokensInContent, TreeConfig
+from eyas.config.engine import EngineConfig, HeadValidation
 from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.config.serving import DraftPlacement, GenerationDefaults
 from eyas.errors import ConfigError
@@ -161,19 +161,32 @@ DraftModel = Annotated[str, typer.Option(help="Folder or hub id of the draft hea
 Method = Annotated[
     str, typer.Option(help="Drafting method (see `eyas drafters`); by default the one that the draft model is for.")
 ]
-NumDraftTokens = Annotated[int | None, typer.Option(help="Most nodes of a draft tree, the root included.")]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Most nodes of a draft tree, the root included; by default {TreeConfig.num_draft_tokens}."),
+]
 NumSteps = Annotated[int | None, typer.Option(help="Levels of a draft tree; by default those of the method.")]
-TopK = Annotated[int | None, typer.Option(help="Nodes that each level of a draft tree expands.")]
+TopK = Annotated[
+    int | None, typer.Option(help=f"Nodes that each level of a draft tree expands; by default {TreeConfig.top_k}.")
+]
 Dtype = Annotated[str, typer.Option(help="Type of the weights: auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: auto, cpu, cuda or cuda:N.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of prompt and output together; by default as many as the model takes.")
 ]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences that are decoded at once.")]
-GpuMemoryUtilization = Annotated[
-    float | None, typer.Option(help="Share of the memory beside the weights that the KV cache takes, in (0, 1].")
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help=f"Most sequences that are decoded at once; by default {EngineConfig.max_num_seqs}.")
 ]
-TensorParallelSize = Annotated[int | None, typer.Option(help="Processes that share the weights, one on each GPU.")]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of the memory beside the weights that the KV cache takes, in (0, 1]; by default "
+        f"{EngineConfig.gpu_memory_utilization}."
+    ),
+]
+TensorParallelSize = Annotated[
+    int | None, typer.Option(help="Processes that share the weights, one on each GPU; by default one.")
+]
 Quantization = Annotated[
     str, typer.Option(help="How the checkpoint's weights are quantised, such as awq; another checkpoint is refused.")
 ]

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
@@ -333,7 +333,8 @@ def running_cluster(
     """
     for service in services:
         service.check_places()
-    configs = [service.validate() for service in services]
+    with chdir(folder or Path.cwd()):  # paths of models are relative to it
+        configs = [service.validate() for service in services]
     http_port = http_port or free_port()
     environment: dict[str, str] = {}
     if not any(config.peers.token_file or config.peers.token_env for config in configs):

@@ -263,10 +263,15 @@ def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any
     """
 
     def command(
-        config: Annotated[Path | None, typer.Option(help="YAML file with the settings.")] = None,
-        assignments: Annotated[list[str] | None, typer.Option("--set", help="key.sub=value; may be repeated.")] = None,
+        config: Annotated[
+            Path | None, typer.Option(help="YAML file with the settings; docs/configuration.md lists them.")
+        ] = None,
+        assignments: Annotated[
+            list[str] | None,
+            typer.Option("--set", help="One setting as key.sub=value, such as server.port=7000; may be repeated."),
+        ] = None,
     ) -> None:
-        """Run this service until SIGTERM or SIGINT."""
+        """Run one service until SIGTERM or SIGINT."""
         share_heaps()
         faulthandler.enable(file=2)  # a crash in native code leaves the stacks of all threads on stderr
         configure_logging()

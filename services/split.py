@@ -393,12 +393,12 @@ def split(
     scale: Annotated[float, typer.Option(help="All times are multiplied by it; a busy machine needs more.")] = 1.0,
     delay: Annotated[list[float], typer.Option(help="Delay of each way, in verify passes; may be repeated.")] = [0.0],  # noqa: B006
     batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1],  # noqa: B006
-    temperature: Annotated[list[float], typer.Option(help="0 is greedy decoding; may be repeated.")] = [0.0, 1.0],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="Temperature, 0 for greedy; may be repeated.")] = [0.0, 1.0],  # noqa: B006
     verifiers: Annotated[list[int], typer.Option(help="Verifiers that share the draft service; may be repeated.")] = [1],  # noqa: B006
     mode: Annotated[list[str], typer.Option(help="plain, serial and ahead; may be repeated.")] = list(MODES),  # noqa: B006
     num_prompts: Annotated[int, typer.Option(help="How many prompts to decode.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
-    plain_tokens: Annotated[int, typer.Option(help="The same for plain decoding; 0 takes as many.")] = 0,
+    plain_tokens: Annotated[int, typer.Option(help="Tokens for each prompt in plain decoding; 0 takes --max-tokens.")] = 0,
     num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = TreeConfig.num_draft_tokens,
     num_steps: Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")] = 0,
     top_k: Annotated[int, typer.Option(help="Nodes that each level expands.")] = TreeConfig.top_k,

@@ -126,7 +126,7 @@ def serve(
     dataset: Annotated[str, typer.Option(help="Data set of the hub with such rows, by its id.")] = "",
     input_tokens: Annotated[int, typer.Option(help="About how many tokens a random prompt has.")] = 256,
     max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Randomness of sampling; 0 takes the likeliest token.")] = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for --max-tokens tokens, also past the end; not every server can.")
     ] = False,
@@ -134,7 +134,7 @@ def serve(
         list[str] | None,
         typer.Option(metavar="LATENCY:MS", help="What a good request keeps, such as ttft:200; also itl, tpot, e2e."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same prompts and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts and arrivals.")] = 0,
     api_key: options.ApiKey = "",
     out: Annotated[Path | None, typer.Option(help="Folder of a dated report in JSON; none is written by default.")] = None,
 ) -> None:
@@ -232,8 +232,8 @@ def widen(
     out: Annotated[Path, typer.Option(help="Folder of the widened models; the target goes to its subfolder target.")],
     shape: Annotated[str, typer.Option(help="The size to give it: 70b, 8b, 1b, 400m or 60m.")] = "8b",
     draft_model: Annotated[list[str], typer.Option(help="Folder of a draft head or small model; may be repeated.")] = [],  # noqa: B006
-    keep_vocabulary: Annotated[bool, typer.Option(help="Keep the vocabularies as they are.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the written weights; auto: of the model's.")] = "auto",
+    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="Keep the vocabularies as they are.")] = False,
+    dtype: Annotated[str, typer.Option(help="Type of the written weights; auto takes the model's.")] = "auto",
 ) -> None:
     """Embed a small model and its heads in a large shape, where they compute the same function at the large one's cost."""
     from eyas.bench.widen import SHAPES
@@ -256,7 +256,9 @@ def plan(
     local: LocalTable = "",
     temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,
     host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
-    wire_ms: Annotated[float | None, typer.Option(help="Of a round trip besides drafting, for the profile's.")] = None,
+    wire_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of a round trip without drafting; by default the profile's.")
+    ] = None,
     verifiers: Annotated[int, typer.Option(help="How many verifiers the fleet has.")] = 1,
     drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
     delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,

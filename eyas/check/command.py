@@ -107,7 +107,7 @@ def equality(
     ] = None,
     num_prompts: NumPrompts = 0,
     dtype: DtypeName = "auto",
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Randomness of sampling; 0 takes the likeliest token.")] = 0.0,
     device: Device = "auto",
     max_tokens: MaxTokens = 96,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,

@@ -36,7 +36,10 @@ Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends o
 TemplateKwargs = Annotated[
     str, typer.Option("--chat-template-kwargs", help='Variables of the chat template, such as {"enable_thinking": false}.')
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of settings, such as model, method and data.path; see docs/training.md."),
+]
 Assignments = Annotated[
     list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")
 ]
@@ -66,7 +69,7 @@ def prepare(
     exclude: Exclude = None,
     chat_template_kwargs: TemplateKwargs = "{}",
     draft_vocab_size: Annotated[int, typer.Option(help="Print the coverage of this size; 0 takes usual sizes.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn: an equal one gives equal data.")] = 0,
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
     at_least(0, draft_vocab_size=draft_vocab_size)
@@ -145,7 +148,7 @@ def regenerate(
     exclude: Exclude = None,
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     chat_template_kwargs: TemplateKwargs = "{}",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn: an equal one gives equal data.")] = 0,
     threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
@@ -330,7 +333,7 @@ def evaluate(
     model: Model,
     data: Annotated[Path, typer.Option(help="Prepared data, whose held-out documents are the prompts.")],
     method: Annotated[str, typer.Option(help="What was trained; by default the method that the head is for.")] = "",
-    temperature: Annotated[list[float], typer.Option(help="0 is greedy decoding; may be repeated.")] = [0.0, 1.0],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="Temperature, 0 for greedy; may be repeated.")] = [0.0, 1.0],  # noqa: B006
     num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts to decode.")] = EvalConfig.num_prompts,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
     num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a tree, the root included.")] = 24,

@@ -462,14 +462,19 @@ def _keys() -> None:
 
 @keys.command("new")
 def new_key(
-    name: Annotated[str, typer.Argument(help="Name of the key, such as a team's.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, such as a team's.")],
     tenant: Annotated[str, typer.Option(help="Keys of one tenant share cached prefixes; its own by default.")] = "",
-    max_priority: Annotated[int | None, typer.Option(help="Highest priority of its requests.")] = None,
-    requests_per_minute: Annotated[int, typer.Option(help="0 sets no limit.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(help="0 sets no limit.")] = 0,
-    max_running: Annotated[int, typer.Option(help="Completions at once; 0 sets no limit.")] = 0,
+    max_priority: Annotated[
+        int | None, typer.Option(help="Highest priority of its requests; the router's by default.")
+    ] = None,
+    requests_per_minute: Annotated[int, typer.Option(help="Most requests a minute; 0 sets no limit.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="Most tokens a minute; 0 sets no limit.")] = 0,
+    max_running: Annotated[int, typer.Option(help="Most completions at once; 0 sets no limit.")] = 0,
 ) -> None:
-    """Make an API key. Prints its entry for the file of keys; the key itself goes to stderr, and is kept nowhere."""
+    """Make an API key. Prints its entry for the router's file of keys, api_keys.file.
+
+    The key itself goes to stderr, and is kept nowhere. For a key without limits, `eyas serve --api-key KEY` is enough.
+    """
     import yaml
 
     value = f"eyas-{secrets.token_urlsafe(32)}"

@@ -144,3 +144,9 @@ def test_the_line_about_load_is_silent_when_idle() -> None:
     assert log.line(EngineLoad(1, 0, 100)).startswith("0 requests done, 1 running")
     log.add(StepReport(), GenerationStats(1, 0, 0, 1), 1)
     assert "tau" not in log.line(IDLE)
+
+
+def test_the_demo_is_checked_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["serve", "--demo", "--set", "verifier.engine.max_model_len=9999"])
+    assert "max_model_len is 9999, but 'models/demo/target' is made for 2048 tokens" in result.stderr
