@@ -170,9 +170,7 @@ def generate(
     ] = None,
     bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Report this many likeliest tokens per token; needs --json.")] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="Report this many likeliest tokens per token of the prompt; needs --json.")
-    ] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="As --logprobs, for the tokens of the prompt.")] = None,
     draft_model: options.DraftModel = "",
     method: options.Method = "",
     dtype: options.Dtype = "auto",

@@ -256,9 +256,7 @@ def plan(
     local: LocalTable = "",
     temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,
     host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
-    wire_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds of a round trip without drafting; by default the profile's.")
-    ] = None,
+    wire_ms: Annotated[float | None, typer.Option(help="Round trip without drafting; the profile's by default.")] = None,
     verifiers: Annotated[int, typer.Option(help="How many verifiers the fleet has.")] = 1,
     drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
     delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
