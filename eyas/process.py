@@ -41,7 +41,7 @@ def report_phase(phase: StartPhase) -> None:
 
 @cache
 def has_numba() -> bool:
-    """Whether kernels of the CPU can be compiled. A numba that cannot be imported counts for none."""
+    """Return whether kernels of the CPU can be compiled. A numba that cannot be imported counts for none."""
     if find_spec("numba") is None:
         return False
     try:

@@ -34,7 +34,7 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class _Activity:
-    """What is done now. done, total: how far it is; total is 0 where that is unknown."""
+    """An activity that is shown. done, total: how far it is; total is 0 where that is unknown."""
 
     text: str = ""
     done: float = 0.0

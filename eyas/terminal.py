@@ -455,7 +455,7 @@ def _reported() -> Iterator[None]:
 
 
 def _hint(details: str) -> str:
-    """What to check if nothing answers; gRPC does not say whether the other side speaks TLS."""
+    """Return what to check if nothing answers; gRPC does not say whether the other side speaks TLS."""
     if not details.startswith("failed to connect"):
         return ""
     return "; check that a router listens there (`eyas serve`), and whether it speaks TLS (--tls, --ca, --tls-name)"

@@ -69,7 +69,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What one service is started with: a YAML file, if any, then key=value settings.
+    """Settings that one service is started with: a YAML file, if any, then key=value settings.
 
     environment: variables of this service alone, for what no command line may show.
     """
@@ -458,7 +458,7 @@ def _stop(children: Sequence[Child]) -> None:
 
 
 def is_serving(health: health_pb2_grpc.HealthStub, service: str = "") -> bool:
-    """Whether a service, by its full name, answers SERVING within a second; the server as a whole without a name."""
+    """Return whether a service, by its full name, answers SERVING within a second; the server as a whole without a name."""
     try:
         answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
     except grpc.RpcError:
@@ -484,7 +484,7 @@ def free_port() -> int:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a service could listen on this port now. host: the empty text stands for every address."""
+    """Return whether a service could listen on this port now. host: the empty text stands for every address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -65,17 +65,17 @@ class DraftManager:
 
     @property
     def needs_samples(self) -> bool:
-        """Whether the drafter needs the target's samples at every node of its trees."""
+        """Return whether the drafter needs the target's samples at every node of its trees."""
         return self._drafter is not None and self._drafter.needs.samples
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a drafter elsewhere works on answers; one in this process begins when they are collected."""
+        """Return whether a drafter elsewhere works on answers; one in this process begins when they are collected."""
         return bool(self._requested) and not isinstance(self._drafter, LocalDrafter)
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether prompts go to the drafter before trees are wanted: to one elsewhere, and to one on a GPU.
+        """Return whether prompts go to the drafter before trees are wanted: to one elsewhere, and to one on a GPU.
 
         One that shares a CPU with the target would take its time from it.
         """
@@ -83,11 +83,11 @@ class DraftManager:
         return self._drafter is not None and not (is_local and not self._runner.runs_beside_host)
 
     def drafts(self, request: Request) -> bool:
-        """Whether a request gets draft trees."""
+        """Return whether a request gets draft trees."""
         return self._drafter is not None and request.num_draft_tokens != 1
 
     def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
+        """Return the sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
         drafter = self._drafter
         if drafter is None:
             return []
@@ -226,7 +226,7 @@ class DraftManager:
         )
 
     def _template(self, request: Request) -> DraftContext:
-        """What all contexts of a request have."""
+        """Return the part that all contexts of a request share."""
         noise, proposal = request.noise_key, "deterministic"
         if self._rule == "rejection" and noise.temperature > 0:
             noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
@@ -252,7 +252,7 @@ class DraftManager:
         return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
 
     def _are_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> bool:
-        """Whether each tree that came passes `_is_valid`, and none is sampled."""
+        """Return whether each tree that came passes `_is_valid`, and none is sampled."""
         pairs = zip(contexts, drafts, strict=True)
         found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
         if not found or [context for context, _ in found if context.proposal != "deterministic"]:
