@@ -128,9 +128,11 @@ class GenerateContender:
 
 
 def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
-    """transformers' model, greedy."""
+    """Load transformers' model, greedy. Its own progress bar would lie over that of the benchmark."""
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
