@@ -5,7 +5,7 @@ PYTHON  ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 pyth
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
-KERNELS := eyas/models/__pycache__/.compiled
+KERNELS := eyas/kernels/cpu/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
 WORKERS ?= 4
@@ -47,16 +47,14 @@ $(READY): pyproject.toml constraints.txt
 	@echo "$(VENV) is ready"
 
 # numba keeps what it compiles in __pycache__, for all processes that start later. It does not see changes of other files.
-$(KERNELS): $(READY) $(wildcard eyas/*/cpu_*.py)
+$(KERNELS): $(READY) $(wildcard eyas/kernels/cpu/*.py)
 	@echo "Compiling kernels for this processor"
-	@rm -f eyas/*/__pycache__/cpu_*.nb[ci]
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from eyas.drafters import cpu_kernels as drafts; from eyas.drafters import cpu_lookups as lookups; \
-		from eyas.models import cpu_kernels as passes; from eyas.sampling import cpu_kernels as steps; \
-		passes.compile_kernels(); drafts.compile_kernels(); lookups.compile_kernels(); steps.compile_tree_kernels()"
+	@rm -f eyas/kernels/cpu/__pycache__/*.nb[ci]
+	@OMP_NUM_THREADS=1 $(BIN)/python -m eyas.kernels.cpu
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop
-	@$(BIN)/python -m eyas.services.local
+	@$(BIN)/python -m eyas.services.local.compare
 
 up: $(KERNELS) ## start all services here and keep them running
 	@$(BIN)/eyas serve --demo

@@ -17,11 +17,11 @@ from pydantic import BaseModel
 
 from deploy.schema import values_schema
 from deploy.settings_page import TRAINING, service_tables, train_tables
-from eyas.services.router.http.anthropic_messages import MessagesBody
-from eyas.services.router.http.bodies import NEUTRAL, UnusedFields
-from eyas.services.router.http.openai_responses import ResponsesBody
-from eyas.services.router.http.other_servers import IGNORED, RENAMED, RESHAPED, WRAPPERS
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.bodies.anthropic import MessagesBody
+from eyas.services.router.http.bodies.base import NEUTRAL, UnusedFields
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
+from eyas.services.router.http.bodies.other_servers import IGNORED, RENAMED, RESHAPED, WRAPPERS
+from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.telemetry.metrics import ALL_METRICS, Metric
 
 DEPLOY = Path(__file__).parent

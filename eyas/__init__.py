@@ -6,11 +6,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eyas.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from eyas.api.request import SamplingParams, StructuredOutputs
     from eyas.config import DraftingConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
     from eyas.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
-    from eyas.outputs import CompletionOutput, Logprob, RequestOutput
-    from eyas.request import SamplingParams, StructuredOutputs
 
 # The log of gRPC repeats what our errors say. It reads this variable once, when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -38,11 +38,11 @@ _HOMES = {
     "AsyncEngineArgs": "eyas.llm",
     "AsyncLLM": "eyas.llm",
     "AsyncLLMEngine": "eyas.llm",
-    "CompletionOutput": "eyas.outputs",
-    "Logprob": "eyas.outputs",
-    "RequestOutput": "eyas.outputs",
-    "SamplingParams": "eyas.request",
-    "StructuredOutputs": "eyas.request",
+    "CompletionOutput": "eyas.api.outputs",
+    "Logprob": "eyas.api.outputs",
+    "RequestOutput": "eyas.api.outputs",
+    "SamplingParams": "eyas.api.request",
+    "StructuredOutputs": "eyas.api.request",
     "EyasError": "eyas.errors",
     "DraftingConfig": "eyas.config",
     "EngineConfig": "eyas.config",

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import grpc
 import grpc.aio
 
+from eyas.api.outputs import OutputBuilder, RequestOutput, TextChunk
+from eyas.api.request import Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.errors import ConfigError, EyasError, Overloaded, RequestFailed, TimedOut, Unavailable
-from eyas.outputs import OutputBuilder, RequestOutput, TextChunk
-from eyas.request import Prompt, Request, SamplingParams, paired, split_prompt
-from eyas.rpc.channel import Certificates, ChannelOptions, Metadata, channel_credentials, open_channel, open_sync_channel
+from eyas.rpc.channel import ChannelOptions, Metadata, open_channel, open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
+from eyas.rpc.identity import Certificates, channel_credentials
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo
 from eyas.rpc.status import status_error
 from eyas.v1.generation_pb2 import ListModelsRequest

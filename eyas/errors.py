@@ -58,7 +58,7 @@ class CheckpointError(EyasError):
 
 
 class InvalidTree(EyasError):
-    """A draft tree that breaks the contract of `eyas.tree`."""
+    """A draft tree that breaks the contract of `eyas.protocol.tree`."""
 
 
 class Overloaded(EyasError):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
-from eyas.chat_template import ChatTemplate, load_template, special_tokens
+from eyas.api.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
+from eyas.api.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.config import (
     DraftingConfig,
     EngineConfig,
@@ -23,10 +24,10 @@ from eyas.config import (
     SpecialTokensInContent,
     TreeConfig,
 )
+from eyas.config.checks import one_of
 from eyas.config.drafting import NO_DRAFTS
-from eyas.config.loader import one_of
-from eyas.config.vllm import Speculation, engine_config, speculation
-from eyas.content_text import ContentText
+from eyas.config.vllm_arguments import Speculation, engine_config, speculation
+from eyas.device.placement import use_threads
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
@@ -34,12 +35,11 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.generation_config import sampling_defaults
-from eyas.models.workers import RankInfo
-from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
+from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
-from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
-from eyas.tensors import use_threads
-from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
+from eyas.text.chat_template import ChatTemplate, load_template, special_tokens
+from eyas.text.content_text import ContentText
+from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -91,7 +91,7 @@ class LLM:
         generation_config: where parameters come from if `sampling_params` is None: "auto" takes those of the model's
             generation_config.json, "vllm" and "none" the defaults of SamplingParams.
         seed: makes the seeds of requests without one; None draws them.
-        threads: of torch in this process; 0 takes what `eyas.tensors.use_threads` says.
+        threads: of torch in this process; 0 takes what `eyas.device.placement.use_threads` says.
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:

@@ -25,14 +25,14 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
+from eyas.device.host import share_heaps, trim_heaps
 from eyas.errors import ConfigError, EyasError
-from eyas.process import share_heaps, trim_heaps
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import repeat
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.watchdog import Watchdog
 from eyas.telemetry.logging import configure_logging
 from eyas.v1 import worker_pb2

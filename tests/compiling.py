@@ -130,8 +130,8 @@ def narrow_type(sm: int) -> torch.dtype:
 
 def attention_calls(sm: int) -> None:
     """The attention of a plain step and of a tree: Llama 3.1 8B, and where shared memory is least wide float32 heads."""
-    from eyas.models.cuda import kernel
-    from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+    from eyas.kernels.cuda import attention as kernel
+    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 
     layouts = ((torch.bfloat16, 32, 8, 128, None, None), (torch.float32, 16, 8, 256, 4096, 50.0))
     for dtype, heads, kv_heads, width, window, softcap in layouts[: 2 if sm == min(SHARED_KIB, key=SHARED_KIB.get) else 1]:
@@ -154,8 +154,8 @@ def attention_calls(sm: int) -> None:
 
 def layout_calls(sm: int) -> None:
     """The attention of a tree over other layouts of heads, and over keys of 8 bits: all of them on one kind of GPU."""
-    from eyas.models.cuda import kernel
-    from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+    from eyas.kernels.cuda import attention as kernel
+    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 
     wanted = [(width, group, 8, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)]
     wanted += [(width, 4, 8, True) for width in (64, 96, 256)]
@@ -181,8 +181,8 @@ def layout_calls(sm: int) -> None:
 
 def prefill_calls(sm: int) -> None:
     """The attention of long prompts in tiles of 128 rows, over whole keys, and once over parts of them."""
-    from eyas.models.cuda import kernel
-    from eyas.models.cuda.metadata import Tiling, max_words, tight_shape, view
+    from eyas.kernels.cuda import attention as kernel
+    from eyas.models.backends.attention_metadata import Tiling, max_words, tight_shape, view
 
     wanted = [(128, 4, False, None), (128, 1, False, None), (128, 4, True, None), (64, 4, True, None)]
     if sm == ALL_LAYOUTS:
@@ -200,9 +200,9 @@ def prefill_calls(sm: int) -> None:
 
 def layer_calls(sm: int) -> None:
     """The kernels of a fused layer: Llama 3.1 8B; on two kinds of GPU Gemma 2 9B, and the widest rows in float32 too."""
-    from eyas.models.cuda import layer_kernels
-    from eyas.models.cuda.layer_kernels import WIDE_OUTPUTS
-    from eyas.models.fused import HeadLayout, RMSNorm
+    from eyas.kernels.cuda import layers as layer_kernels
+    from eyas.kernels.cuda.layers import WIDE_OUTPUTS
+    from eyas.models.layers.norms import HeadLayout, RMSNorm
 
     shapes = ((torch.bfloat16, 4096, False), (torch.bfloat16, 3584, True), (torch.float32, 16384, False))
     for dtype, width, adds_one in shapes if sm in WHOLE else shapes[:1]:
@@ -247,9 +247,10 @@ def expert_calls(sm: int) -> None:
 
     Also with weights of 8 bits; on two kinds of GPU Mixtral's, and 160 experts in float32.
     """
-    from eyas.models.cuda import expert_kernels, layer_kernels
-    from eyas.models.experts import ExpertNorms, ExpertOutputs, RoutedExperts, WeightScales
-    from eyas.models.fused import RMSNorm
+    from eyas.kernels.cuda import experts as expert_kernels
+    from eyas.kernels.cuda import layers as layer_kernels
+    from eyas.models.layers.experts import ExpertNorms, ExpertOutputs, RoutedExperts, WeightScales
+    from eyas.models.layers.norms import RMSNorm
 
     shapes = [(torch.bfloat16, 2816, 704, 128, 8), (torch.bfloat16, 2816, 88, 128, 8)]
     shapes += [(torch.bfloat16, 4096, 14336, 8, 2), (torch.float32, 4096, 768, 160, 8)] if sm in WHOLE else []
@@ -284,10 +285,10 @@ def expert_calls(sm: int) -> None:
 
 def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
-    from eyas.request import NoiseKey
-    from eyas.sampling.kernels import best_of_races, draw_rows, race, top_k
-    from eyas.sampling.sampler import Draw
-    from eyas.sampling.sharded_top_p import warm_up_search
+    from eyas.kernels.arguments import Draw
+    from eyas.kernels.cuda.sampling import best_of_races, draw_rows, race, top_k
+    from eyas.protocol.commit import NoiseKey
+    from eyas.sampling.sharded import warm_up_search
 
     keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
     draw_rows(torch.zeros(64, 128256, device=META), [Draw(keys[0], 0)] * 64)
@@ -303,8 +304,8 @@ def sampling_calls(sm: int) -> None:
 
 def drafting_calls(sm: int) -> None:
     """The children of a level of an EAGLE-3 head of Llama 3, the noise of a round, and a level of chains."""
-    from eyas.drafters.tree_kernels import best_children, draw_children, find_frontier, lowest_keys, shared_noise
-    from eyas.models.cuda.layer_kernels import pair_inputs
+    from eyas.kernels.cuda.drafting import best_children, draw_children, find_frontier, lowest_keys, shared_noise
+    from eyas.kernels.cuda.layers import pair_inputs
 
     words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
     noise = shared_noise(words, draft_ids, 8)

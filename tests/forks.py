@@ -28,7 +28,7 @@ from typing import Any, AnyStr, ClassVar
 
 import pytest
 
-from eyas.services import cluster
+from eyas.services.local import cluster
 from tests.repo.repository import ROOT
 
 MAX_BYTES = 1 << 20
@@ -40,10 +40,10 @@ MODULES = (*SERVICES, *STARTERS)
 PRELOAD = (
     *(f"{name}.__main__" for name in SERVICES),
     *STARTERS,
-    "eyas.services.serve",
+    "eyas.services.local.serve",
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
-    *(["eyas.models.cpu_kernels"] if find_spec("numba") else ()),
+    *(["eyas.kernels.cpu.layers"] if find_spec("numba") else ()),
     *(["datasets"] if find_spec("datasets") else ()),
 )
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import numpy as np
 
 from eyas.models.inputs import TreeSegments
-from eyas.request import NoiseKey
+from eyas.protocol.commit import NoiseKey
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.packed_trees import pack_trees
-from eyas.tree import DraftTree
 
 Out = TypeVar("Out")
 

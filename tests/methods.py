@@ -16,7 +16,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.models.heads.eagle import write_head
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.fusers import FeatureFuser
 from tests.models.heads.checkpoint_formats import TINY, random_tensors
 from tests.tiny import write_small
 from tests.tiny_block import tiny_block_head, tiny_peagle_head

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.request import NoiseKey, SamplingParams
+from eyas.api.request import SamplingParams
+from eyas.protocol.commit import NoiseKey
 
 MASK = 2**64 - 1
 

@@ -4,8 +4,8 @@ from copy import copy
 
 from hypothesis import strategies as st
 
-from eyas.request import SamplingParams
-from eyas.tree import DraftTree
+from eyas.api.request import SamplingParams
+from eyas.protocol.tree import DraftTree
 
 
 @st.composite

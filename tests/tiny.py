@@ -15,8 +15,9 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
-from eyas.models.heads.layers import FeatureFuser
-from eyas.models.target import TargetModel, load_target
+from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 
 DEMO = Path("models/demo")
 

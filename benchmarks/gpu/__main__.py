@@ -30,7 +30,7 @@ import typer
 from benchmarks.gpu import drafts, end_to_end, kernels, prefill, steps
 from benchmarks.gpu.measuring import Limit, OutOfTime, Part, Scale, full_scale, measure_rates
 from eyas.bench.report import Report, Table
-from eyas.process import num_cores
+from eyas.device.host import num_cores
 from eyas.progress import Progress, progress
 
 PROGRAM = "python -m benchmarks.gpu"

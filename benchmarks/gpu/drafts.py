@@ -14,15 +14,14 @@ from benchmarks.gpu.measuring import NUM_WARM_UPS, Part, Rates, Scale, median_ms
 from benchmarks.gpu.steps import device_name
 from eyas.bench.report import Table, number
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts, PassCosts
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
-from eyas.models.cuda.graphs import Capture, CudaCapture, Out
+from eyas.emulation.costs import DeviceCosts, PassCosts
+from eyas.models.backends.cuda_graphs import Capture, CudaCapture, Out
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import EagleHeadConfig, tensor_shapes
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 
 TEMPERATURES = (0.0, 1.0)
 ACCEPTED = 4  # tokens that a round commits

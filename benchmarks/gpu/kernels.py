@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
 from eyas.bench.report import Table, number
-from eyas.models import fused
-from eyas.models.fused import HeadLayout, RMSNorm
-from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, sample
+from eyas.kernels.arguments import Draw
+from eyas.models.layers import fused
+from eyas.models.layers.norms import HeadLayout, RMSNorm
+from eyas.protocol.commit import NoiseKey
+from eyas.sampling.sampler import sample
 
 HEAD_WIDTH = 128
 
@@ -110,6 +111,6 @@ def _functions(device: torch.device) -> Any:
     """Triton's kernels on CUDA; the functions of the plain path elsewhere."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return fused
-    from eyas.models.cuda import layer_kernels
+    from eyas.kernels.cuda import layers as layer_kernels
 
     return layer_kernels

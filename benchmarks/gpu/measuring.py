@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from eyas.bench.report import Table
 from eyas.bench.widen import SHAPES, Shape
-from eyas.config.device_costs import DeviceCosts
+from eyas.emulation.costs import DeviceCosts
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring
 
 NUM_WARM_UPS = 3

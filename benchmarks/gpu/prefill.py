@@ -18,9 +18,10 @@ from benchmarks.gpu.steps import make_target, weight_bytes
 from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.models.attention import attend
-from eyas.models.cuda.backend import ForwardBackend, KernelBackend, build_backend, plan_backend
+from eyas.models.backends.base import ForwardBackend
+from eyas.models.backends.cuda import KernelBackend, build_backend, plan_backend
 from eyas.models.inputs import Segment
+from eyas.models.layers.attention import attend
 from eyas.models.target import TargetModel
 
 # Rows of query heads in a tile of attention, beside each other.
@@ -130,7 +131,7 @@ def table(name: str, chunks: Sequence[Chunk], rates: Rates) -> Table:
         "ms of a chunk of a prompt, launched kernel by kernel, and microseconds of the attention of one layer. Floors: "
         f"operations over {rates.operations / 1e12:.0f} TFLOP/s, or bytes over {rates.bytes / 1e12:.2f} TB/s. Library: "
         "torch's causal attention over contiguous keys without a prefix. Attention runs in tiles of 64 and of 128 rows of "
-        "query heads. If 128 rows win, add the GPU to PREFILL_ROWS in eyas/models/cuda/backend.py."
+        "query heads. If 128 rows win, add the GPU to PREFILL_ROWS in eyas/models/backends/cuda.py."
     )
     columns = (
         "rows", "cached", "pass", "floor", "over floor", "64 rows", "floor", "over floor", "128 rows", "library", "faster",

@@ -20,14 +20,15 @@ from benchmarks.gpu.measuring import Case, Part, Rates, Scale, median_ms
 from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts, PassCosts
-from eyas.models.attention import ATTENTION_NAME, attend, register_attention
-from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release_backend
-from eyas.models.fused import fuse_layers
+from eyas.emulation.costs import DeviceCosts, PassCosts
+from eyas.models.backends.base import ForwardBackend
+from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.numerics import use_float32_head
+from eyas.models.layers.attention import ATTENTION_NAME, attend, register_attention
+from eyas.models.layers.fused import fuse_layers
+from eyas.models.layers.numerics import use_float32_head
 from eyas.models.target import E4M3_CAPABILITY, TargetModel
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -22,27 +22,28 @@ import numpy as np
 import torch
 import typer
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.bench.results import Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
+from eyas.emulation.costs import DeviceCosts
+from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
 from eyas.engine.draft_costs import FixedDraftBudget, StepTimes, SurvivalModel
 from eyas.engine.engine import Engine
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import EyasError
-from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.models.heads.layers import FeatureFuser
-from eyas.models.target import TargetModel, load_target
+from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from eyas.progress import Progress, progress
-from eyas.request import GenerationStats, Request, SamplingParams
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.tokenizer import load_tokenizer
-from eyas.tree import DraftTree
+from eyas.text.tokenizer import load_tokenizer
 
 POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
 # Published speedups by batch, of other models on other machines: SGLang with EAGLE-3, and vLLM with adaptive DSpark.

@@ -19,17 +19,18 @@ from typing import Annotated
 import torch
 import typer
 
+from eyas.api.request import Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
+from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.checkpoint import resolve_placement
-from eyas.models.emulation import Clock
-from eyas.models.target import TargetModel, load_target
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from eyas.progress import progress
-from eyas.request import Request, SamplingParams
 
 MODEL, PROMPTS = "models/demo/target", Path("models/demo/prompts.jsonl")
 METHODS = ["prompt_lookup", "dspark=models/demo/dspark", "eagle3=models/demo/eagle3-full", "medusa=models/demo/medusa"]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import typer
 
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import random_prompt
 from eyas.cache.kv_cache import KVCache, SlotMemory
@@ -26,14 +27,14 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.cuda.backend import KernelBackend
-from eyas.models.cuda.metadata import Tiling
+from eyas.models.backends.attention_metadata import Tiling
+from eyas.models.backends.cuda import KernelBackend
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.target import TargetOutput, load_target
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.models.loading import load_target
+from eyas.models.target import TargetOutput
+from eyas.protocol.tree import TreeBatch
 from eyas.sampling import verify
-from eyas.tree import TreeBatch
 
 TARGET, HEAD = "models/demo/target", "models/demo/eagle3"
 # Of an H100 and Llama 3.1 8B.

@@ -36,7 +36,7 @@ from eyas.config import (
     ServerConfig,
     VerifierConfig,
 )
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 
 MODEL = "models/demo/target"
 DRAFT_MODEL = "models/demo/eagle3"

@@ -18,13 +18,12 @@ import typer
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import CombinedConfig, LookaheadConfig, PromptLookupConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, LocalDrafter
 from eyas.drafters.combined import merge_trees
-from eyas.drafters.lookahead import LookaheadDrafter
-from eyas.drafters.prompt_lookup import prompt_lookup
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.lookahead import LookaheadDrafter
+from eyas.drafters.lookup.prompt_lookup import prompt_lookup
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 
 PROMPTS = Path("models/demo/prompts.jsonl")
 NUM_WARM_UPS = 5

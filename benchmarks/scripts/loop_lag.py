@@ -23,18 +23,18 @@ import httpx
 import numpy as np
 import typer
 
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import Chunk, TokenLogprob, VerifyStep
 from eyas.bench.report import Report, Table, number
 from eyas.config import DiscoveryConfig, HttpConfig, RegistryConfig, RouterConfig, ServedModel, ServerConfig
 from eyas.errors import Unavailable
-from eyas.outputs import TextChunk, Totals
 from eyas.progress import Progress, progress
-from eyas.request import Chunk, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import GENERATION_SERVICE
-from eyas.services.cluster import free_port
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
+from eyas.services.local.cluster import free_port
 from eyas.services.router.__main__ import run
 from eyas.v1 import generation_pb2, types_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server

@@ -21,14 +21,13 @@ from tokenizers import Tokenizer
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.datastore import build_datastore, documents_of, open_datastore, vocabulary_digest
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.rest import load_rest
+from eyas.drafters.lookup.datastore import build_datastore, documents_of, open_datastore, vocabulary_digest
+from eyas.drafters.lookup.rest import load_rest
 from eyas.errors import ConfigError
 from eyas.progress import progress
-from eyas.request import NoiseKey
-from eyas.tokenizer import load_tokenizer
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.text.tokenizer import load_tokenizer
 
 TARGET = "models/demo/target"
 PROMPTS = Path("models/demo/prompts.jsonl")

@@ -23,17 +23,16 @@ import typer
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftClientConfig, ServerConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.errors import EyasError, Unavailable
 from eyas.progress import Progress, progress
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.verifier.draft_client import RemoteDrafter
-from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 NODES, WIDTH, DEPTH = 24, 5, 5

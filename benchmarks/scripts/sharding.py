@@ -17,12 +17,12 @@ import numpy as np
 import typer
 
 from eyas.bench.report import Report, Table, number
-from eyas.block_hash import BLOCK_TOKENS
 from eyas.config import RoutingConfig
+from eyas.protocol.prefix_hash import BLOCK_TOKENS
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick
-from eyas.services.router.workers import SentBlocks
+from eyas.services.discovery.redis_registry import Placement
+from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick
+from eyas.services.router.dispatch.workers import SentBlocks
 
 MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
 ANNOUNCED = 1024

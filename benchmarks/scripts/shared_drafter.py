@@ -16,18 +16,18 @@ from typing import Annotated
 
 import typer
 
-from eyas.bench.command import RESULTS
+from eyas.api.request import Request, SamplingParams, VerifyStep
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, Prompt, load_tasks
 from eyas.bench.split import Mode, SplitSettings, round_s
+from eyas.cli.bench import RESULTS
 from eyas.config import DraftAheadConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.registry import default_method, resolve_tree
+from eyas.emulation.costs import DeviceCosts
 from eyas.errors import EyasError
 from eyas.progress import Progress, progress
-from eyas.request import Request, SamplingParams, VerifyStep
 from eyas.rpc.messages import GenerateCall
-from eyas.services.split import Split, read_log, running_split, warm_up
+from eyas.services.local.split import Split, read_log, running_split, warm_up
 
 # Both services draft serially; the second one takes over when the first one ends.
 FIRST: Mode = "serial"

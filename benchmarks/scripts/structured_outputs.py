@@ -19,19 +19,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from eyas.api.request import GenerationStats, Request, SamplingParams, StructuredOutputs
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
 from eyas.engine.grammar_manager import GrammarManager
-from eyas.grammar import Grammar, GrammarCompiler, OutputMatchers
-from eyas.request import GenerationStats, Request, SamplingParams, StructuredOutputs
+from eyas.grammar.compiler import Grammar, GrammarCompiler, OutputMatchers
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.logit_rules import TokenMasks
-from eyas.services.local import read_prompts
-from eyas.tokenizer import load_tokenizer
-from eyas.tree import DraftTree
+from eyas.services.local.compare import read_prompts
+from eyas.text.tokenizer import load_tokenizer
 
 MODELS = Path("models/demo")
 TREE = TreeConfig(num_draft_tokens=16, num_steps=5, top_k=4)

@@ -19,15 +19,15 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, EngineConfig, TelemetryConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import StepReport
-from eyas.outputs import TextChunk
-from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.messages import GenerateCall
-from eyas.services.local import read_prompts
+from eyas.services.local.compare import read_prompts
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry

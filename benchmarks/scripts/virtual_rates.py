@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from eyas.bench.report import Table
-from eyas.config.device_costs import GPUS, DeviceCosts, PassCosts, PassKind, roofline
+from eyas.emulation.costs import GPUS, DeviceCosts, PassCosts, PassKind, roofline
 
 MARKOV_SHARE = 1 / 24  # a level of a one-pass head after the first, in passes of the head
 LAYERS = {"dspark": 2.0}  # a pass of the head in levels of EAGLE, as in the report of the services

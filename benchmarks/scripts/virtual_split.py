@@ -35,23 +35,23 @@ from benchmarks.scripts.virtual_rates import (
     table,
     times_of,
 )
+from eyas.api.request import Request, SamplingParams
 from eyas.bench.report import Report
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts, PassKind
-from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
+from eyas.emulation.costs import DeviceCosts, PassKind
+from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
 from eyas.errors import EyasError
-from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.models.heads.layers import FeatureFuser
-from eyas.models.target import load_target
+from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.loading import load_target
 from eyas.progress import Progress, progress
-from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.tree import DraftTree, PreparedTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree, PreparedTree
 
 T = TypeVar("T")
 NO_TREE = TreeBudget(1, 0)

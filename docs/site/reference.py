@@ -18,7 +18,7 @@ from typing import Any, cast
 import click
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
-from eyas.cli import SUBCOMMANDS, LazyCommand, load_command
+from eyas.cli.main import SUBCOMMANDS, LazyCommand, load_command
 from eyas.services.router.http.app import build_app
 
 # Numbers of the fields of FileDescriptorProto, DescriptorProto and so on, which make up the paths of comments.

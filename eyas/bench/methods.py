@@ -14,14 +14,15 @@ from eyas.bench.results import ASSISTED, GENERATE, LOOKUP, PLAIN, Agreement, Run
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
+from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import resolve_placement
-from eyas.models.target import TargetModel, load_target
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from eyas.progress import Progress
-from eyas.tensors import use_threads
 
 INCHES_PER_METHOD = 0.9
 # Time of a drafter's layer over that of a verify pass, in the comparison of methods whose speeds here say little about GPUs.

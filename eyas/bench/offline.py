@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 
+from eyas.api.request import SamplingParams
 from eyas.bench.report import Spread
 from eyas.bench.results import (
     GENERATE,
@@ -36,15 +37,15 @@ from eyas.bench.timing import (
 )
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.config.drafting import NO_DRAFTS
+from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
-from eyas.models.heads.layers import FeatureFuser
-from eyas.models.target import TargetModel, load_target
+from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from eyas.progress import Progress
-from eyas.request import SamplingParams
-from eyas.tensors import use_threads
 
 LONG_PROMPT_TOKENS = 1000
 NEW_PROMPT_TOKENS = 16

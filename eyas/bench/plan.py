@@ -22,8 +22,8 @@ from typing import Literal, get_args
 from eyas.bench.report import Table, number
 from eyas.bench.settings import AcceptanceProfile, Arrival, mean_tokens
 from eyas.config import DraftAheadConfig
-from eyas.config.device_costs import DeviceCosts
-from eyas.config.loader import above_zero, at_least, one_of
+from eyas.config.checks import above_zero, at_least, one_of
+from eyas.emulation.costs import DeviceCosts
 from eyas.errors import MissingPackage
 
 # local: the drafter runs on the verifier's device, between two passes.

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from eyas.api.request import GenerationStats
 from eyas.bench.report import Spread, Table, number
-from eyas.request import GenerationStats
 
 PLAIN, SPECULATIVE, GENERATE, ASSISTED = "plain", "speculative", "generate", "assisted generate"
 LOOKUP = "generate, prompt lookup"

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import httpx
 
 from eyas.bench.report import Table, number
-from eyas.config.loader import above_zero, at_least, one_of, require
+from eyas.config.checks import above_zero, at_least, one_of, require
 from eyas.errors import ConfigError, MissingPackage, Unavailable
 
 Endpoint = Literal["completions", "chat"]

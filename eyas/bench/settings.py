@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from eyas.api.request import SamplingParams
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
-from eyas.config.device_costs import DeviceCosts
-from eyas.config.loader import above_zero, at_least, one_of, require
+from eyas.config.checks import above_zero, at_least, one_of, require
+from eyas.emulation.costs import DeviceCosts
 from eyas.errors import ConfigError
-from eyas.request import SamplingParams
 
 Prompt = tuple[int, ...]
 
@@ -31,7 +31,7 @@ MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What every benchmark has. threads: CPU threads of torch; 0 takes what `eyas.tensors.use_threads` says."""
+    """What every benchmark has. threads: CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says."""
 
     max_tokens: int = 96
     temperatures: tuple[float, ...] = (0.0,)
@@ -180,7 +180,7 @@ def _token_ids(entry: dict[str, object], model: str) -> Prompt:
     given = entry.get("token_ids")
     if isinstance(given, list):
         return tuple(int(token) for token in given)
-    from eyas.tokenizer import load_tokenizer
+    from eyas.text.tokenizer import load_tokenizer
 
     turns = entry.get("turns")
     text = turns[0] if isinstance(turns, list) else entry["text"]

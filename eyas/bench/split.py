@@ -14,16 +14,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from eyas.api.request import VerifyStep
 from eyas.bench.plan import FleetSettings, simulate
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
 from eyas.bench.settings import AcceptanceProfile, MethodsSettings
 from eyas.config import DraftAheadConfig
-from eyas.config.device_costs import DeviceCosts, PassKind
-from eyas.config.loader import at_least, one_of, require
+from eyas.config.checks import at_least, one_of, require
+from eyas.emulation.costs import DeviceCosts, PassKind
+from eyas.emulation.device import PassRecord
 from eyas.errors import ConfigError, MissingPackage
-from eyas.models.emulation import PassRecord
-from eyas.request import VerifyStep
 
 Mode = Literal["plain", "serial", "ahead"]
 MODES: tuple[Mode, ...] = ("plain", "serial", "ahead")

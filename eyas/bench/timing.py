@@ -15,26 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.report import Spread
 from eyas.bench.results import DraftTime, Run, StageTimes, VerifyTime
 from eyas.bench.settings import Prompt, random_prompt
 from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, slot_width, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
+from eyas.kernels.arguments import Draw
 from eyas.models.checkpoint import resolve
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
-from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
-from eyas.sampling.sampler import Draw
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.verify import tokens_of
-from eyas.tree import DraftTree
 
 STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "request")
 
@@ -128,11 +128,9 @@ class GenerateContender:
 
 
 def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
-    """Load transformers' model, greedy. Its own progress bar would lie over that of the benchmark."""
+    """transformers' model, greedy."""
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from eyas.bench.sparse import Patch, SparseTensor
+from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError, ConfigError
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_config, read_tensors, resolve
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 

@@ -27,9 +27,9 @@ from eyas.bench.widen import (
     widen_sizes,
     widen_target,
 )
+from eyas.config.file_values import get_setting
 from eyas.drafters.registry import default_method
 from eyas.errors import CheckpointError, ConfigError
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_config, read_target_config, read_tensors, resolve
 from eyas.models.heads.block_config import (
     BlockHeadConfig,

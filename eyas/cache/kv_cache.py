@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import TableId, TableRows
+from eyas.device.transfer import Floats, Ints
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import UNSCALED, KVScales
 from eyas.sampling.packed_trees import ranges
-from eyas.tensors import Floats, Ints
 
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
@@ -28,16 +29,6 @@ MAX_SLOTS_ON_CPU = 2**16
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Bytes; rows that begin within a line are slower to read.
 CACHE_LINE = 64
-
-
-class KVScales(NamedTuple):
-    """What the keys and values of a layer are divided by before they are rounded to 8 bits."""
-
-    key: float = 1.0
-    value: float = 1.0
-
-
-UNSCALED = KVScales()
 
 
 class KVCache:

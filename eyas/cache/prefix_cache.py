@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eyas.block_hash import BLOCK_TOKENS, BlockHasher
+from eyas.protocol.prefix_hash import BLOCK_TOKENS, BlockHasher
 
 Slots = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int64]
@@ -199,7 +199,7 @@ class PrefixCache:
         it.
 
         Looks at the `limit` salts last stored under, so that work is proportional to `limit`, whatever the trees' sizes.
-        See eyas.block_hash.
+        See eyas.protocol.prefix_hash.
         """
         found: list[int] = []
         numbers = itertools.count()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from eyas.config.loader import at_least, num_bytes, one_of, require
+from eyas.config.checks import at_least, num_bytes, one_of, require
 from eyas.errors import ConfigError
 
 TreeChoices = tuple[tuple[int, ...], ...]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.config.loader import at_least, one_of, require
-from eyas.validation import WHITESPACE_PATTERN_RULE, is_whitespace_pattern
+from eyas.config.checks import WHITESPACE_PATTERN_RULE, at_least, is_whitespace_pattern, one_of, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]

@@ -13,11 +13,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
+from eyas.config.checks import require
 from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 VARIABLE = re.compile(r"\$\{env:(\w+)\}")
-MAX_PORT = 65_535
 
 
 def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
@@ -151,61 +151,3 @@ def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str, source: Callabl
             kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
             if kinds and isinstance(item, Mapping):
                 _check_keys(kinds[0], item, f"{prefix}{key}.{index}.", source)
-
-
-# Checks for __post_init__. Each raises ConfigError that begins with the name of the setting.
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ConfigError with `message` if the condition is false."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def at_least(minimum: float, **settings: float) -> None:
-    """Check that all settings are `minimum` or more."""
-    for name, value in settings.items():
-        require(value >= minimum, f"{name} is {value}; it must be at least {minimum}")
-
-
-def above_zero(**settings: float) -> None:
-    """Check that all settings are above 0."""
-    for name, value in settings.items():
-        require(value > 0, f"{name} is {value}; it must be above 0")
-
-
-def not_below(config: object, most: str, least: str) -> None:
-    """Check that the setting `most` is not below the setting `least` of the same part."""
-    low, high = getattr(config, least), getattr(config, most)
-    require(high >= low, f"{most} is {high}; it must be at least {least} {low}")
-
-
-def one_of(choices: object, **settings: str) -> None:
-    """Check that all settings are among the values of a Literal type."""
-    allowed = get_args(choices)
-    for name, value in settings.items():
-        require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(filter(None, allowed))}")
-
-
-def valid_port(port: int) -> None:
-    """Check that a port number is in range."""
-    require(0 <= port <= MAX_PORT, f"port is {port}; it must lie in [0, {MAX_PORT}]")
-
-
-def valid_optional_port(**settings: int | None) -> None:
-    """Check that port numbers are in range, or null."""
-    for name, port in settings.items():
-        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}], or be null")
-
-
-def num_bytes(name: str, size: str) -> int:
-    """Return the bytes of a size such as 512MiB or 1.5GiB. name: the setting, for the ConfigError of another format."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])iB", size)
-    if found is None:
-        raise ConfigError(f"{name} is {size!r}; it must be a size such as 512MiB or 2GiB")
-    return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
-
-
-def cert_and_key(cert_file: str, key_file: str) -> None:
-    """Check that certificate and key are both set, or neither."""
-    require(bool(cert_file) == bool(key_file), "cert_file and key_file go together; set both or none")

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from eyas.chat_output import ReasoningParserName, ToolParserName
-from eyas.config.loader import (
+from eyas.config.checks import (
     above_zero,
     at_least,
     cert_and_key,
@@ -18,6 +17,23 @@ from eyas.config.loader import (
     valid_port,
 )
 from eyas.config.serving import ServiceConfig
+
+ToolParserName = Literal[
+    "llama3_json",
+    "hermes",
+    "qwen3_coder",
+    "qwen3_xml",
+    "mistral",
+    "openai",
+    "pythonic",
+    "llama4_pythonic",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "glm45",
+    "glm47",
+]
+ReasoningParserName = Literal["deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 ToolCallParser = Literal["auto", "none", ToolParserName]
 ReasoningParser = Literal["auto", "none", ReasoningParserName]

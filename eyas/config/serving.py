@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from eyas.config.checks import above_zero, at_least, cert_and_key, one_of, require, valid_optional_port, valid_port
 from eyas.config.drafting import (
     LOOKUPS,
     NO_DRAFTS,
@@ -15,7 +16,6 @@ from eyas.config.drafting import (
     check_quantization,
 )
 from eyas.config.engine import Dtype, EngineConfig, HeadValidation
-from eyas.config.loader import above_zero, at_least, cert_and_key, one_of, require, valid_optional_port, valid_port
 
 LogFormat = Literal["text", "json"]
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
@@ -218,7 +218,7 @@ class WorkerConfig(ServiceConfig):
     """What verifier and draft service share.
 
     Attributes:
-        threads: number of CPU threads of torch; 0 takes what `eyas.tensors.use_threads` says.
+        threads: number of CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says.
         stuck_step_exit_timeout_s: seconds after which an interpreter that is held, or a verifier's step that has not ended,
             ends the process, so that its supervisor starts another one.
     """

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget, changed
-from eyas.grammar import TokenBits
-from eyas.tree import DraftTree, PreparedTree
+from eyas.grammar.compiler import TokenBits
+from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget, changed
+from eyas.protocol.tree import DraftTree, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None

@@ -21,32 +21,28 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
+from eyas.device.placement import runs_compiled
+from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
-from eyas.drafters.neural import (
-    NeuralDrafter,
-    cache_and_attend,
-    plan_tree_slots,
-)
-from eyas.drafters.scoring import Scorer, Scores, noise_words, scorer_kind
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
-from eyas.drafters.tree_growth import (
+from eyas.drafters.trees.cpu_growth import CompiledGrowth
+from eyas.drafters.trees.growth import (
     Expansion,
     IndependentExpansion,
     ddtree_shape,
-    limits_of,
-    trees_of_cells,
 )
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.scoring import Scorer, Scores, noise_words, scorer_kind
 from eyas.errors import ConfigError
-from eyas.models.attention import masked_attention
-from eyas.models.cpu import PackedLinear, PackedProduct, has_kernel
-from eyas.models.cuda.graphs import Capture
+from eyas.models.backends.cuda_graphs import Capture
+from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Ints, moved, runs_compiled
-from eyas.tree import DraftTree
+from eyas.models.layers.attention import masked_attention
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 
 # Of a Markov head whose biases a kernel of the CPU computes: it reads all weights for each session and level.
 MAX_KERNEL_WEIGHTS = 2**22
@@ -291,39 +287,3 @@ class ConditionalExpansion:
         logits, states = (x[:, level : level + 1] for x in (self._logits, self._states))
         logits, self._memory = self._head.step(logits, states, previous, self._memory)
         return self._scorer(logits, level)
-
-
-class CompiledGrowth:
-    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
-
-    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
-        """draft_ids: the target's ids, int64 [D]. embedding [V, r] and product, to [D], are of the Markov head."""
-        from eyas.drafters import cpu_kernels
-
-        cpu_kernels.compile_kernels()
-        self._kernels, self._draft_ids = cpu_kernels, draft_ids.numpy()
-        self._product, self._markov = product, cpu_kernels.MarkovBias()  # the former owns the weight
-        if embedding is not None and product is not None:
-            rows, weight = embedding.detach().contiguous().numpy(), product.weight
-            self._markov = cpu_kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
-
-    def trees(
-        self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
-    ) -> list[DraftTree]:
-        """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.tree_growth`.
-
-        logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `eyas.drafters.scoring.noise_words`.
-        has_noise: whether a session shares its noise.
-        """
-        values, kernels = logits.contiguous().numpy(), self._kernels
-        noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE
-        if has_noise:
-            kernels.shared_noise(words, self._draft_ids, noise)
-        limits, depths = limits_of(budgets)
-        depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
-        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        kernels.grow_trees(
-            values, self._markov, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
-            cells, scores,
-        )  # fmt: skip
-        return trees_of_cells(roots, cells, scores)

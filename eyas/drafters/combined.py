@@ -18,7 +18,8 @@ from itertools import chain, islice
 import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget, changed
+from eyas.device.host import has_numba
+from eyas.device.transfer import Ints, Reals
 from eyas.drafters.base import (
     BOOKKEEPING,
     Draft,
@@ -30,12 +31,11 @@ from eyas.drafters.base import (
     within,
     without_banned,
 )
-from eyas.drafters.lookup import attached, best_leaves, tokens_to
+from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees, limits_of, trees_of_cells
-from eyas.process import has_numba
-from eyas.tensors import Ints
-from eyas.tree import DraftTree, PreparedTree, TreeArrays, TreeBatch
+from eyas.drafters.trees.growth import first_of_groups, forest_trees, limits_of, trees_of_cells
+from eyas.protocol.commit import ResyncRequired, TreeBudget, changed
+from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays, TreeBatch
 
 # Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
 MIN_CLAIM = 5.0
@@ -146,7 +146,7 @@ class CombinedDrafter(LocalDrafter):
         for side in self._sides:
             side.warm_up()
         if has_numba():
-            from eyas.drafters.cpu_lookups import compile_kernels
+            from eyas.kernels.cpu.lookups import compile_kernels
 
             compile_kernels()
 
@@ -366,7 +366,7 @@ def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> list[DraftTree]:
     """`_merged` by one kernel of the CPU."""
-    from eyas.drafters import cpu_lookups
+    from eyas.kernels.cpu import lookups as cpu_lookups
 
     limits, depths = limits_of(budgets)
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])

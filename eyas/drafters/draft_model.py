@@ -17,19 +17,20 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
+from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
-from eyas.drafters.scoring import Scorer, Scores
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
-from eyas.drafters.tree_growth import Expansion, LevelCosts
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.growth import Expansion, LevelCosts
+from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import ForwardBackend, KernelBackend
-from eyas.models.cuda.graphs import Capture, CaptureLimits, GraphBackend
+from eyas.models.backends.base import ForwardBackend
+from eyas.models.backends.cuda import KernelBackend
+from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, GraphBackend
 from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
 from eyas.models.target import TargetModel
-from eyas.tensors import Ints
 
 
 @dataclass(frozen=True)

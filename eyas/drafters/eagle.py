@@ -7,7 +7,6 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,8 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.config.device_costs import PassKind
-from eyas.draft_protocol import TreeBudget
+from eyas.device.placement import runs_compiled
+from eyas.device.transfer import Bools, Ints, moved, upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import (
     NeuralDrafter,
@@ -31,28 +30,28 @@ from eyas.drafters.neural import (
     new_rows,
     plan_tree_slots,
 )
-from eyas.drafters.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import (
+from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
+from eyas.drafters.trees.growth import (
     Expansion,
     IndependentExpansion,
     LevelCosts,
     StaticTree,
     ddtree_shape,
-    limits_of,
-    trees_of_cells,
 )
-from eyas.drafters.tree_rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
+from eyas.emulation.costs import PassKind
+from eyas.emulation.device import on_host
 from eyas.errors import ConfigError
-from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
-from eyas.models.cuda.graphs import Capture
-from eyas.models.emulation import on_host
+from eyas.kernels.arguments import RowKeys
+from eyas.models.backends.cpu import MAX_KERNEL_ROWS
+from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import take_rows
-from eyas.models.inputs import PackedInputs, RowKeys, Segment
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.sampler import Ranked
-from eyas.tensors import Bools, Ints, moved, runs_compiled, upload
-from eyas.tree import DraftTree
 
 # Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
 MAX_COMPILED_SESSIONS = 16
@@ -102,8 +101,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._tree_slots = first + np.arange(num_slots).reshape(-1, rows_of_tree or 1) if compiled else None
         if compiled:
-            from eyas.drafters import cpu_kernels as drafts
-            from eyas.models import cpu_kernels as passes
+            from eyas.kernels.cpu import drafting as drafts
+            from eyas.kernels.cpu import layers as passes
 
             passes.compile_kernels()
             drafts.compile_kernels()
@@ -301,102 +300,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
         attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
         return head.finish(attended, rows.residual[ends])
-
-
-class LevelGrowth:
-    """Trees that grow level by level on the CPU. As `TreeGrowth`, without nodes whose children cannot be chosen.
-
-    widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
-    """
-
-    def __init__(
-        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
-    ) -> None:
-        """draft_ids, words, has_noise: see CompiledGrowth. shape: most levels, and nodes expanded at each."""
-        from eyas.drafters import cpu_kernels
-        from eyas.sampling.cpu_kernels import shared_noise
-
-        self._draft_ids, self._words, self._noise = draft_ids.numpy(), words, cpu_kernels.NO_NOISE
-        self._limits, depths = limits_of(budgets)
-        self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
-        if has_noise:
-            self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
-            shared_noise(words, self._draft_ids, self._noise)
-        room = k + (shape.num_steps - 1) * k * k
-        self.tokens, self.parents = np.empty((2, sessions, room), np.int64)
-        self._scores, self._counts = np.empty((sessions, room), np.float32), np.zeros(sessions, np.int64)
-        self.firsts = self._counts.copy()  # of the candidates of the last level
-        self.widths, self.frontiers = np.ones(sessions, np.int64), np.zeros((sessions, k), np.int64)
-        self.num_levels = 0
-
-    def add(self, logits: Tensor) -> None:
-        """Record the children of all frontiers, float32 [R, D] session by session."""
-        from eyas.drafters.cpu_kernels import grow_level
-
-        self.firsts[:] = self._counts
-        grow_level(
-            logits.numpy(), self.num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
-            self.frontiers, self._counts, self._scores, self.tokens, self.parents,
-        )  # fmt: skip
-        self.num_levels += 1
-
-    def reach(self) -> list[float]:
-        """See TreeGrowth."""
-        spans, top_k = zip(self._scores, self.firsts.tolist(), self._counts.tolist(), strict=True), self.frontiers.shape[1]
-        return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
-
-    def trees(self, roots: Sequence[int]) -> list[DraftTree]:
-        """The trees below the roots, the target's ids."""
-        from eyas.drafters import cpu_kernels
-
-        most = int(self._limits.max())
-        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        cpu_kernels.select_trees(
-            self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
-        )
-        return trees_of_cells(roots, cells, scores)
-
-
-class CompiledRows:
-    """The rows of trees for the kernels of the CPU, level by level. A row sees the prefix, its ancestors and itself.
-
-    slots: for the keys and values of the newest rows [R]. keys: RowKeys of these.
-    """
-
-    def __init__(self, prefixes: Sequence[Slots], tree_slots: Ints, max_model_len: int) -> None:
-        """prefixes: slots of each session. tree_slots: for the rows of each tree."""
-        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
-        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
-        self._starts = np.arange(len(prefixes))  # of each session's newest rows
-        self._level = 0
-
-    def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
-        """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
-        sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
-        owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]
-        candidates = np.concatenate([growth.frontiers[s, : widths[s]] for s in sessions])
-        parents = (candidates - growth.firsts[owners]) // num_children if self._level else np.zeros_like(candidates)
-        ends, before = np.cumsum(widths), [self._seen[s].shape[1] for s in sessions]
-        sources = self._starts[owners] + parents
-        for s in sessions:
-            above = self._seen[s][parents[ends[s] - widths[s] : ends[s]]]
-            self._seen[s] = np.concatenate([above, np.eye(widths[s], dtype=np.bool_)], 1)
-        self._starts, self._level = ends - widths, self._level + 1
-        prefixes = [
-            np.concatenate([self._prefixes[s], self._tree_slots[s, :n]]) for s, n in zip(sessions, before, strict=True)
-        ]
-        self.slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
-        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._level - 1)
-        self.keys = RowKeys(
-            starts=self._starts[sessions],
-            ends=ends[sessions],
-            prefix=np.concatenate(prefixes),
-            prefix_ends=np.cumsum([len(own) for own in prefixes]),
-            num_masked=np.array(before),
-            visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
-            positions=np.minimum(positions, self._max_model_len - 1),
-        )
-        return sources, (owners, candidates)
 
 
 def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:

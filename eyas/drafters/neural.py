@@ -20,28 +20,16 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.config.device_costs import PassKind
-from eyas.draft_protocol import ResyncRequired
+from eyas.device.transfer import Bools, Ints, Reals, download, upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
-from eyas.drafters.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
-from eyas.drafters.scoring import (
-    MaskedExpansion,
-    MaskedScorer,
-    Ranking,
-    Scorer,
-    Scores,
-    biased_scorer,
-    chain_scorer,
-    chain_words,
-    filtered_probs_of,
-    make_scorer,
-)
+from eyas.drafters.emulated import EmulatedExpansion
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
-from eyas.drafters.tree_growth import (
+from eyas.drafters.trees.calibration import Ranking
+from eyas.drafters.trees.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
+from eyas.drafters.trees.growth import (
     Candidates,
     Expansion,
     LevelCosts,
-    Reals,
     StaticTree,
     TreeGrowth,
     chain_trees,
@@ -51,17 +39,28 @@ from eyas.drafters.tree_growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.tree_rows import PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
-from eyas.models.attention import attend
-from eyas.models.cuda.backend import tiling_on, why_no_kernel_for
-from eyas.models.cuda.graphs import Capture, padded_size
-from eyas.models.cuda.metadata import pack_with_metadata, tight_shape
-from eyas.models.emulation import EmulatedDevice, emulated_device, on_host
+from eyas.drafters.trees.rows import PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.scoring import (
+    MaskedExpansion,
+    MaskedScorer,
+    Scorer,
+    biased_scorer,
+    chain_scorer,
+    chain_words,
+    filtered_probs_of,
+    make_scorer,
+)
+from eyas.emulation.costs import PassKind
+from eyas.emulation.device import EmulatedDevice, emulated_device
+from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
+from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
+from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.layers import LayerSizes, LayerSlots, Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.layers.attention import attend
+from eyas.protocol.commit import ResyncRequired
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.sampler import MAX_SORTED, filtering, rank
-from eyas.tensors import Bools, Ints, download, upload
-from eyas.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
@@ -367,28 +366,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _max_expanded(self) -> int:
         """Most nodes that are expanded at a level."""
         return self._static_tree.max_expanded if self._static_tree else self.tree.top_k
-
-
-class EmulatedExpansion:
-    """Implements Expansion: one whose levels take the time of an emulated device. Reading their scores waits.
-
-    expansion: the one that computes them. num_cached: tokens that all its rows attend to.
-    """
-
-    def __init__(self, expansion: Expansion, device: EmulatedDevice, num_cached: int) -> None:
-        self.expansion = expansion
-        self._device, self._num_cached = device, num_cached
-
-    def first(self) -> Scores:
-        scores = self.expansion.first()
-        assert isinstance(scores, Tensor), "an emulated device has no kernels"
-        return self._device.on_device(scores)
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
-        inputs = level, on_host(parents), on_host(tokens)
-        scores = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
-        assert isinstance(scores, Tensor), "an emulated device has no kernels"
-        return self._device.on_device(scores)
 
 
 def _computing(expansion: Expansion) -> Expansion:

@@ -16,23 +16,26 @@ import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.drafting import METHOD_HEADS, NO_DRAFTS, check_method, check_quantization, split_method
-from eyas.datastore import HEADER as DATASTORE_HEADER
+from eyas.config.file_values import get_setting
+from eyas.device.host import report_phase
+from eyas.device.memory import explain_out_of_memory
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS
+from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.combined import CombinedDrafter
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.lookahead import LookaheadDrafter
-from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.prompt_lookup import prompt_lookup
-from eyas.drafters.rest import load_rest
-from eyas.drafters.suffix import SuffixDrafter
-from eyas.drafters.tree_growth import StaticTree
-from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS
-from eyas.drafters.trial import Trial
+from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
+from eyas.drafters.lookup.lookahead import LookaheadDrafter
+from eyas.drafters.lookup.prompt_lookup import prompt_lookup
+from eyas.drafters.lookup.rest import load_rest
+from eyas.drafters.lookup.suffix import SuffixDrafter
+from eyas.drafters.multi_head import MultiHeadDrafter
+from eyas.drafters.trees.growth import StaticTree
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting
+from eyas.models.backends.cuda_graphs import Capture, CudaCapture
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     WIRING_KEY,
@@ -44,18 +47,16 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, find_eagle_kind, trained_depth
+from eyas.models.heads.fusers import FeatureFuser, LinearFuser
 from eyas.models.heads.hydra import HydraHead, load_hydra
-from eyas.models.heads.layers import FeatureFuser, LinearFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
-from eyas.models.target import TargetModel, load_target
-from eyas.process import report_phase
-from eyas.tensors import explain_out_of_memory
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 
 log = logging.getLogger(__name__)
 

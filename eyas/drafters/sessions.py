@@ -19,9 +19,9 @@ import torch
 from eyas.cache.kv_cache import KVCache, bytes_per_slot
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftingConfig
-from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DraftContext
 from eyas.errors import ConfigError
+from eyas.protocol.commit import ResyncRequired
 
 DEFAULT_SLOTS = 65536
 MIB = 2**20

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
+from eyas.api.request import Chunk, Request
 from eyas.engine.engine import Engine, EngineLoad, StepReport
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
-from eyas.grammar import OutputMatchers
-from eyas.request import Chunk, Request
+from eyas.grammar.compiler import OutputMatchers
 
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024

@@ -21,8 +21,11 @@ import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
+from eyas.config.target_limits import check_quantization
+from eyas.device.host import report_phase
+from eyas.device.memory import explain_out_of_memory, to_huge_pages
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
+from eyas.emulation.device import Clock, EmulatedBackend, emulated_device
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
@@ -30,31 +33,24 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.attention import kv_sources
+from eyas.kernels.arguments import Draw
+from eyas.models.backends.base import BackendPlan, ForwardBackend
+from eyas.models.backends.cpu import share_layers
+from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
+from eyas.models.backends.pass_memory import reserved_bytes
 from eyas.models.checkpoint import context_length, read_config, resolve
-from eyas.models.cpu_decoder import share_layers
-from eyas.models.cuda.backend import (
-    BackendPlan,
-    ForwardBackend,
-    build_backend,
-    plan_backend,
-    release_backend,
-    reserved_bytes,
-)
-from eyas.models.emulation import Clock, EmulatedBackend, emulated_device
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment
-from eyas.models.rank_commands import InitKVCache
-from eyas.models.target import TargetModel, check_tensor_parallel, load_target
-from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import RankInfo, TargetWorkers, Worker, start_workers
-from eyas.process import report_phase
-from eyas.request import NoiseKey
+from eyas.models.layers.attention import kv_sources
+from eyas.models.loading import check_tensor_parallel, load_target
+from eyas.models.parallel.commands import InitKVCache
+from eyas.models.parallel.shards import Shard
+from eyas.models.parallel.workers import RankInfo, TargetWorkers, Worker, start_workers
+from eyas.models.target import TargetModel
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.packed_trees import kernels
-from eyas.sampling.sampler import Draw, warm_up
+from eyas.sampling.sampler import warm_up
 from eyas.sampling.verify import tokens_of
-from eyas.target_limits import check_quantization
-from eyas.tensors import explain_out_of_memory, to_huge_pages
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 # Seconds after which each further size is timed once, and those after which none is: the table then goes on along its slope.

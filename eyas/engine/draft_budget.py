@@ -33,8 +33,8 @@ from eyas.engine.draft_costs import (
     TreeSize,
 )
 from eyas.engine.sequence import ScheduledSequence
+from eyas.protocol.tree import DraftTree, cut_trees
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.tree import DraftTree, cut_trees
 
 log = logging.getLogger(__name__)
 

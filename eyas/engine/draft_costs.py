@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.engine.sequence import ScheduledSequence
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.packed_trees import PackedTrees, pack_trees
-from eyas.tree import DraftTree
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

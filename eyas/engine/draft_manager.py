@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.api.request import Request
 from eyas.config import AcceptanceRule
-from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TreeBudget, changed
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
-from eyas.request import NoiseKey, Request
-from eyas.sampling.noise import draft_seed
+from eyas.kernels.noise import draft_seed
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget, changed
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
-from eyas.tree import DraftTree
 
 # What contexts are copied from, see `changed`.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
+from eyas.api.request import Chunk, Request
+from eyas.api.validation import check_engine_request, check_request
 from eyas.config import EngineConfig
+from eyas.device.memory import out_of_memory_text
 from eyas.engine.draft_costs import DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of, tree_segments
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
-from eyas.grammar import GrammarCompiler, OutputMatchers
+from eyas.grammar.compiler import GrammarCompiler, OutputMatchers
+from eyas.kernels.arguments import Draws
 from eyas.models.target import TargetModel
-from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.packed_trees import kernels
-from eyas.sampling.sampler import Draws
 from eyas.sampling.verify import nothing, verify, verify_trees
-from eyas.tensors import out_of_memory_text
-from eyas.validation import check_engine_request, check_request
 
 FOR_STEP = (
     "lower engine.gpu_memory_utilization or engine.max_kv_tokens, or engine.max_num_seqs, engine.max_verify_tokens or "
@@ -276,7 +276,7 @@ class Engine:
         return self._runner.target.vocab_size
 
     def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
+        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.protocol.prefix_hash."""
         return self._scheduler.cache.cached_blocks(limit)
 
     def check(self) -> None:

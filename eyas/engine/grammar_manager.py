@@ -13,15 +13,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from eyas.bounded_calls import BoundedCalls, Call
+from eyas.api.request import Request
 from eyas.drafters.base import Path
 from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
-from eyas.grammar import Matcher, OutputMatchers, TokenBits, bits_of
-from eyas.request import Request
+from eyas.grammar.compiler import Matcher, OutputMatchers, TokenBits, bits_of
+from eyas.grammar.timed_calls import BoundedCalls, Call
+from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.logit_rules import NodeMask, TokenMasks, TreeMasks
-from eyas.tree import DraftTree, SampledProposal
 
 ResultT = TypeVar("ResultT")
 

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
+from eyas.device.host import has_numba
+from eyas.device.transfer import upload
+from eyas.emulation.device import EmulatedBackend
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError, Unavailable, install_command
-from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
-from eyas.models.cuda.backend import ForwardBackend
-from eyas.models.emulation import EmulatedBackend
-from eyas.models.fused import is_batch_invariant
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.backends.base import ForwardBackend
+from eyas.models.backends.cpu import MAX_KERNEL_ROWS
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment, TreeSegments, pack
-from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
+from eyas.models.layers.fused import is_batch_invariant
+from eyas.models.layers.numerics import batch_invariant_attend, fixed_size_blocks
+from eyas.models.parallel.shards import Exchanges
+from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
-from eyas.models.tensor_parallel import Exchanges
-from eyas.models.workers import TargetWorkers
-from eyas.process import has_numba
-from eyas.request import NoiseKey
+from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.verify import can_draw_in_parts
-from eyas.tensors import upload
 
 log = logging.getLogger(__name__)
 

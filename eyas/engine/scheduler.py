@@ -14,16 +14,16 @@ from functools import partial
 
 import numpy as np
 
+from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.engine.draft_costs import NO_TREE, TreeSize
 from eyas.engine.sequence import Chunks, DraftReply, Emission, QueueKey, ScheduledSequence, Sequence, kept_rows
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Chunk, FinishReason, Request, TokenLogprob
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree, Ints
 from eyas.sampling.acceptance import TreeOutputs, VerifyOutput
-from eyas.tree import DraftTree, Ints
 
 # Tokens that an admitted sequence should be able to grow by: with fewer it would be preempted at once.
 GROWTH = 16

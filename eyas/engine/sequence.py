@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
-from eyas.draft_protocol import changed
-from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
+from eyas.protocol.commit import changed
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import LogitRows, VerifyOutput
-from eyas.tree import DraftTree
 
 _CHUNK = Chunk("")
 

@@ -18,18 +18,18 @@ from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVScales
 from eyas.config import Dtype
-from eyas.errors import CheckpointError, ConfigError, EyasError
-from eyas.file_values import check_values, read_json, shown
-from eyas.target_limits import check_context, quantisation
-from eyas.tokenizer import check_source
+from eyas.config.file_values import check_source, check_values, read_json, shown
+from eyas.config.target_limits import check_context, quantisation
+from eyas.device.placement import DTYPES
+from eyas.errors import CheckpointError, EyasError
+from eyas.kernels.arguments import KVScales
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ DEPTH_KEY = "eyas_num_depths"
 MAX_NAMED = 6
 # Longest name that it shows whole.
 MAX_NAME_LENGTH = 200
-DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -557,13 +556,3 @@ def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]
         stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = stored if stored in DTYPES else "float32"
     return device, cast(Dtype, "float32" if dtype == "auto" else dtype)
-
-
-def check_device(dtype: str, device: str) -> None:
-    """Raises ConfigError for a dtype or device that torch does not have here. `auto` must have been resolved."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(DTYPES)}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error

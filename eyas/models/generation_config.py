@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eyas.api.validation import MAX_INT, MAX_TEMPERATURE
 from eyas.config import GenerationDefaults
-from eyas.file_values import TOKENS, FileValue, check_values, read_json, shown
+from eyas.config.file_values import TOKENS, FileValue, check_values, read_json, shown
 from eyas.models.checkpoint import resolve
-from eyas.validation import MAX_INT, MAX_TEMPERATURE
 
 # The keys that count, as in vLLM, which ignores do_sample. Those of sampling have the values that requests may have too.
 GENERATION_VALUES: Mapping[str, FileValue] = {

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from eyas.cache.prefix_cache import TableId
-from eyas.request import NoiseKey
+from eyas.device.transfer import Bools, Ints, upload
+from eyas.kernels.arguments import NO_SLOTS
+from eyas.protocol.commit import NoiseKey
+from eyas.protocol.tree import Int32s
 from eyas.sampling.packed_trees import PackedTrees
-from eyas.tensors import Bools, Floats, Ints, upload
-from eyas.tree import Int32s
-
-NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
 class Segment(NamedTuple):
@@ -156,9 +154,9 @@ def noise_keys_of(segments: Sequence[Segment]) -> Sequence[NoiseKey | None]:
 class PackedInputs:
     """The rows of all segments, one segment after the other, [R]; logits_indices: packed rows whose logits are computed.
 
-    groups: what the plain attention reads. metadata: what the attention kernel reads instead of groups; rows and
-    logits_indices may then be padded at the end. attend: replaces `eyas.models.attention.attend`. segments: what was packed,
-    for kernels of the CPU.
+    groups: what the plain attention reads. metadata: what the attention kernel reads instead of groups; rows
+    and logits_indices may then be padded at the end. attend: replaces `attention.attend`. segments: what was packed, for
+    kernels of the CPU.
     """
 
     tokens: Tensor
@@ -334,7 +332,7 @@ class MetadataShape:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention kernel reads, in the layout of eyas.models.cuda.metadata. All int32.
+    """What the attention kernel reads, in the layout of eyas.models.backends.attention_metadata. All int32.
 
     A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows. Masks
     lie in the words of the pass, and `words` is the same tensor unless a SlotMemory keeps the prefixes.
@@ -394,90 +392,3 @@ def _path_words(segment: Segment) -> Int32s:
     row, key = np.nonzero(segment.visible)
     paths[row, depths[key]] = key
     return paths
-
-
-class KeptStates(NamedTuple):
-    """Where a compiled pass keeps the residual stream before some layers.
-
-    layers: which. states: of each row of memory, one layer beside the other [., len(layers) * C]. rows: of these, for each
-    row of the pass [R].
-    """
-
-    layers: Ints
-    states: Floats
-    rows: Ints
-
-    def of(self, number: int) -> Floats:
-        """The states before one of the layers, by its place among them [., C]; a view."""
-        width = self.states.shape[1] // len(self.layers)
-        return self.states[:, number * width : (number + 1) * width]
-
-
-class StateHooks:
-    """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
-
-    layers: which, see TargetModel. states: what is collected [R, C], by layer.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._handles = model, list[RemovableHandle]()
-        self.layers: tuple[int, ...] = ()
-        self.states: dict[int, Tensor] = {}
-
-    def use(self, layers: tuple[int, ...]) -> None:
-        """Collect the states of these layers, and of no others, from now on."""
-        for handle in self._handles:
-            handle.remove()
-        self.layers, self._handles = layers, [self._collect(layer) for layer in dict.fromkeys(layers)]
-
-    def _collect(self, layer: int) -> RemovableHandle:
-        decoder: Any = self._model.get_decoder()
-
-        def keep(states: Tensor) -> None:
-            self.states[layer] = states[0]
-
-        if layer < 0:  # FINAL_NORM_OUTPUT
-            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
-        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
-        return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
-
-
-NOTHING_KEPT = KeptStates(np.zeros(0, np.int64), np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
-
-
-class RowKeys(NamedTuple):
-    """What the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
-
-    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
-    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
-    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
-    """
-
-    starts: Ints
-    ends: Ints
-    prefix: Ints
-    prefix_ends: Ints
-    num_masked: Ints
-    visible: Bools
-    positions: Ints
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
-        """The keys of those packed segments that have at most `max_rows` rows."""
-        ends = np.cumsum([len(s.tokens) for s in segments])
-        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
-        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
-        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
-        masks = [
-            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-            for segment, count in zip(segments, counts, strict=True)
-        ]
-        return cls(
-            starts=ends[chosen] - counts,
-            ends=ends[chosen],
-            prefix=np.concatenate([NO_SLOTS, *(part for s in segments for part in (s.prefix, s.others))]),
-            prefix_ends=np.cumsum([len(s.prefix) + len(s.others) for s in segments], dtype=np.int64),
-            num_masked=np.array([len(s.others) for s in segments], dtype=np.int64),
-            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
-            positions=np.concatenate(positions).astype(np.int64, copy=False),
-        )

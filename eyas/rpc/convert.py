@@ -16,23 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from eyas.draft_protocol import (
-    Commit,
-    KnownLogitBias,
-    Refusal,
-    RefusalReason,
-    ResyncRequired,
-    TensorBytes,
-    TreeBudget,
-)
-from eyas.errors import InvalidRequest
-from eyas.outputs import TextChunk, Totals
-from eyas.request import (
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import (
     DEFAULTED,
     Chunk,
     FinishReason,
     GenerationStats,
-    NoiseKey,
     ReasoningBudget,
     Request,
     SamplingParams,
@@ -41,6 +30,19 @@ from eyas.request import (
     VerifyStep,
     VerifyStepDetails,
 )
+from eyas.api.validation import MAX_CHOICES, MAX_INT, check_request_id
+from eyas.errors import InvalidRequest
+from eyas.protocol.commit import (
+    Commit,
+    KnownLogitBias,
+    NoiseKey,
+    Refusal,
+    RefusalReason,
+    ResyncRequired,
+    TensorBytes,
+    TreeBudget,
+)
+from eyas.protocol.tree import DraftProbs, DraftTree, PreparedTree, SampledProposal, TreeArrays
 from eyas.rpc.messages import (
     DraftClientStatus,
     DrafterInfo,
@@ -54,9 +56,7 @@ from eyas.rpc.messages import (
     SessionTree,
     TargetInfo,
 )
-from eyas.tree import DraftProbs, DraftTree, PreparedTree, SampledProposal, TreeArrays
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
-from eyas.validation import MAX_CHOICES, MAX_INT, check_request_id
 
 
 def _values(message: Message) -> dict[str, Any]:

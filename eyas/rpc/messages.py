@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
-from eyas.request import Request
-from eyas.tree import DraftTree, PreparedTree
+from eyas.api.request import Request
+from eyas.protocol.commit import Commit, Refusal, ResyncRequired, TensorBytes
+from eyas.protocol.tree import DraftTree, PreparedTree
 
 Role = Literal["verifier", "draft"]
 
@@ -141,7 +141,7 @@ class Lease:
         address: host:port.
         incarnation: id of one start of the process. Several workers of a process append a slash and their own names.
         zone: availability zone; may be empty.
-        prefix_hashes: hashes of the token blocks in the prefix cache, see eyas.block_hash.
+        prefix_hashes: hashes of the token blocks in the prefix cache, see eyas.protocol.prefix_hash.
         draft_clients: of a verifier, its connections to draft services.
     """
 

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eyas.request import Request, TokenLogprob
+from eyas.api.request import Request, TokenLogprob
+from eyas.protocol.tree import DraftTree, Ints
 from eyas.sampling.packed_trees import PackedTrees, accepted_rows
-from eyas.tree import DraftTree, Ints
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,13 +23,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.draft_protocol import KnownLogitBias
-from eyas.grammar import TokenBits
-from eyas.request import Request, SamplingParams
+from eyas.api.request import Request, SamplingParams
+from eyas.device.transfer import Bools, Ints, upload
+from eyas.grammar.compiler import TokenBits
+from eyas.protocol.commit import KnownLogitBias
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.sampling.reasoning_budget import NO_TOKEN, BudgetFollower
-from eyas.tensors import Bools, Ints, upload
-from eyas.tree import DraftTree
 
 NOTHING_LEFT = "structured_outputs, together with bad words, biases or min_tokens, leaves no token to draw; ask for less"
 # Levels of what applies for good.

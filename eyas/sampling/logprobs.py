@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.request import TokenLogprob
+from eyas.api.request import TokenLogprob
+from eyas.device.transfer import Ints, upload
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.sampler import rank
-from eyas.tensors import Ints, upload
-from eyas.tree import DraftTree
 
 # Rows that are ranked at once: a long prompt must not need its own size of temporary tensors.
 BLOCK = 64

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eyas.device.host import has_numba
 from eyas.errors import InvalidTree
-from eyas.process import has_numba
-from eyas.tree import Bools, DraftTree, Ints, TreeBatch
+from eyas.protocol.tree import Bools, DraftTree, Ints, TreeBatch
 
 TreeWords = npt.NDArray[np.uint64]
 
@@ -25,9 +25,9 @@ def kernels() -> Any:
     """The compiled kernels, which are loaded once; None where there is no numba."""
     if not has_numba():
         return None
-    from eyas.sampling import cpu_kernels
+    from eyas.kernels.cpu import sampling as cpu_kernels
 
-    cpu_kernels.compile_tree_kernels()
+    cpu_kernels.compile_kernels()
     return cpu_kernels
 
 
@@ -108,7 +108,7 @@ class NodeLayout(NamedTuple):
 
 
 class PlainKernels:
-    """What `eyas.sampling.cpu_kernels` compiles, in NumPy."""
+    """What `eyas.kernels.cpu.sampling` compiles, in NumPy."""
 
     @staticmethod
     def are_valid(counts: Ints, tokens: Ints, parents: Ints, bounds: Ints, vocab_size: int) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eyas.request import ReasoningBudget
-from eyas.tensors import Ints
-from eyas.tree import DraftTree
+from eyas.api.request import ReasoningBudget
+from eyas.device.transfer import Ints
+from eyas.protocol.tree import DraftTree
 
 NO_TOKEN = -1
 

@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.device.transfer import upload
+from eyas.kernels.arguments import Draw
+from eyas.kernels.noise import uniform_noise
+from eyas.protocol.tree import DraftProbs, DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows, walk
-from eyas.sampling.noise import uniform_noise
-from eyas.sampling.sampler import Draw, draw_tokens, target_probs
-from eyas.tensors import upload
-from eyas.tree import DraftProbs, DraftTree
+from eyas.sampling.sampler import draw_tokens, target_probs
 
 
 @dataclass(frozen=True)

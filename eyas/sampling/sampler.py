@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.request import NoiseKey
-from eyas.sampling.noise import exponential_noise, signed
-from eyas.tensors import Ints, runs_compiled, upload
+from eyas.device.placement import runs_compiled
+from eyas.device.transfer import upload
+from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
+from eyas.kernels.noise import exponential_noise, signed
+from eyas.protocol.commit import NoiseKey
 
-MIN_TEMPERATURE = 1e-6
 # Scores of a row up to which sorting is faster than torch.topk over packed integers.
 MAX_SORTED = 256
 # Candidates up to which the kernel, which finds one after the other, is faster than torch.topk.
@@ -28,50 +28,6 @@ MAX_KERNEL_K = 64
 MAX_BELOW = 80.0
 # Top-k up to which a draw from parts of the vocabulary takes the likeliest tokens of each.
 MAX_CANDIDATES = 256
-# A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
-MASS_BITS = 40
-
-
-class Draw(NamedTuple):
-    """What a row's draw depends on: the request's noise key and the absolute position of the token."""
-
-    key: NoiseKey
-    position: int
-
-
-class Draws(Sequence[Draw]):
-    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys."""
-
-    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int] | Ints, positions: Ints) -> None:
-        """keys: of each run of rows, [K]. counts: its rows, [K]. positions: of all rows, [N]."""
-        self.keys, self.positions = keys, positions
-        self._owners = np.repeat(np.arange(len(keys)), counts)
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw]) -> Draws:
-        """The same draws."""
-        if isinstance(draws, Draws):
-            return draws
-        return cls([key for key, _ in draws], [1] * len(draws), np.array([at for _, at in draws], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    @overload
-    def __getitem__(self, row: int) -> Draw: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> Draws: ...
-
-    def __getitem__(self, row: int | slice) -> Draw | Draws:
-        if isinstance(row, slice):
-            owners = self._owners[row].tolist()
-            return Draws([self.keys[owner] for owner in owners], [1] * len(owners), self.positions[row])
-        return Draw(self.keys[self._owners[row]], int(self.positions[row]))
-
-    def by_row(self, values: Sequence[float], dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """The value of each row's key [N], from one for each of `keys` [K]."""
-        return np.array(values, dtype)[self._owners]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -82,7 +38,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     a kernel draws those without filters.
     """
     if logits.device.type != "cpu" and draws and find_spec("triton") is not None:
-        from eyas.sampling.kernels import draw_rows
+        from eyas.kernels.cuda.sampling import draw_rows
 
         return draw_rows(logits.contiguous(), draws)
     if draws and is_readable(logits) and runs_compiled(logits.device):
@@ -101,7 +57,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def warm_up(vocab_size: int, device: torch.device) -> None:
     """Prepare what `sample` runs on a device, so that the first requests do not wait for it."""
     if device.type != "cpu" and find_spec("triton") is not None:
-        from eyas.sampling import kernels
+        from eyas.kernels.cuda import sampling as kernels
 
         kernels.warm_up(vocab_size, device)
     elif device.type == "cpu":
@@ -115,7 +71,7 @@ def is_readable(values: Tensor) -> bool:
 
 
 def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    from eyas.sampling.cpu_kernels import draw_rows
+    from eyas.kernels.cpu.sampling import draw_rows
 
     draws = Draws.of(draws)
     keys, tokens = draws.keys, torch.empty(len(draws), dtype=torch.int64)
@@ -138,7 +94,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
     where the part holds NaN. Scores are those of an exponential race relative to the part's largest logit, or -logit.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
-        from eyas.sampling import kernels
+        from eyas.kernels.cuda import sampling as kernels
 
         return kernels.race(logits.contiguous(), draws, first_id, vocab_size)
     top, scores = logits.amax(-1), -logits
@@ -164,7 +120,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
     probability of at most twice that: 6e-6 at g = 12.
     """
     if found.device.type != "cpu" and find_spec("triton") is not None:
-        from eyas.sampling import kernels
+        from eyas.kernels.cuda import sampling as kernels
 
         return kernels.best_of_races(found, draws, vocab_size)
     tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
@@ -263,11 +219,6 @@ def filters_of(keys: Sequence[NoiseKey], device: torch.device) -> Filters:
     return Filters(temperature.float(), top_k.long(), top_p.float(), min_p.float())
 
 
-def has_filters(key: NoiseKey) -> bool:
-    """Whether the key's draws leave tokens out."""
-    return key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
-
-
 def filtering(keys: Sequence[NoiseKey]) -> list[int]:
     """The rows that have top-k or top-p."""
     return [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
@@ -330,7 +281,7 @@ def rank(scores: Tensor, k: int) -> Ranked:
         ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
         return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
     if scores.device.type != "cpu" and k <= MAX_KERNEL_K and find_spec("triton") is not None:
-        from eyas.sampling.kernels import top_k
+        from eyas.kernels.cuda.sampling import top_k
 
         return Ranked(*top_k(scores, k))
     if _can_rank_compiled(scores, k) and not np.isnan(scores.numpy().sum()):  # NaN ranks first, not in `top_k`
@@ -353,7 +304,7 @@ def _can_rank_compiled(scores: Tensor, k: int) -> bool:
 
 
 def _rank_compiled(scores: Tensor, k: int) -> Ranked:
-    from eyas.sampling.cpu_kernels import top_k
+    from eyas.kernels.cpu.sampling import top_k
 
     shape = (*scores.shape[:-1], k)
     values, ids = torch.empty(shape), torch.empty(shape, dtype=torch.int64)

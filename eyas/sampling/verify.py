@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from eyas.device.transfer import Ints, download
+from eyas.kernels.arguments import Draw, Draws
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.packed_trees import PackedTrees
 from eyas.sampling.rejection import rejection_sample
-from eyas.sampling.sampler import MAX_CANDIDATES, Draw, Draws, sample
-from eyas.tensors import Ints, download
-from eyas.tree import DraftTree
+from eyas.sampling.sampler import MAX_CANDIDATES, sample
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from eyas.config.loader import above_zero, at_least, one_of, require
+from eyas.config.checks import above_zero, at_least, one_of, require
 from eyas.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -25,14 +25,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
-from eyas.config.loader import at_least, require
+from eyas.config.checks import at_least, require
+from eyas.config.file_values import read_json
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.file_values import read_json
 from eyas.models.checkpoint import read_target_config, resolve
-from eyas.text_rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.chat_template import ChatTemplate, load_template
+from eyas.text.rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 
 INFO_FILE, FREQUENCY_FILE = "prepared.json", "token_freq.safetensors"
 TRAIN, HELDOUT = "train", "heldout"
@@ -120,7 +120,7 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     from datasets import Dataset, disable_progress_bars
     from safetensors.torch import save_file
 
-    from eyas.file_values import get_setting
+    from eyas.config.file_values import get_setting
     from eyas.train.features import keeping_saved
 
     require(0 <= heldout < 1, f"heldout is {heldout}; it must be 0 or more and below 1, because the rest is trained on")

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_tensors, resolve
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
@@ -32,7 +32,9 @@ from eyas.models.heads.eagle_config import (
     read_head_config,
     tensor_shapes,
 )
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser, Projected
+from eyas.models.heads.fusers import LinearFuser
+from eyas.models.heads.layers import DraftLayer, Projected
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import BY_COVERAGE, Batch

@@ -15,20 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment
-from eyas.models.target import TargetModel, load_target
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from eyas.progress import Show, silent
-from eyas.request import GenerationStats, Request, SamplingParams
+from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
-from eyas.tree import DraftTree
 
 Prompt = tuple[int, ...]
 # Tokens that the target writes for a prompt at least: the root of the first tree and one that it may hold.

@@ -11,9 +11,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from eyas.config.file_values import get_setting
 from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,

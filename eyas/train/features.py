@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.attention import import_transformers
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
@@ -32,9 +31,12 @@ from eyas.models.checkpoint import (
     weight_map,
 )
 from eyas.models.heads.eagle_config import read_rotary
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
-from eyas.models.target import TargetModel, read_model_config, target_of
-from eyas.models.tensor_parallel import weightless_model
+from eyas.models.heads.layers import LayerSizes, read_layer_sizes
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
+from eyas.models.layers.attention import import_transformers
+from eyas.models.loading import read_model_config, target_of
+from eyas.models.parallel.shards import weightless_model
+from eyas.models.target import TargetModel
 from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eyas.device.placement import check_device, use_threads
 from eyas.errors import MissingPackage
-from eyas.models.attention import import_transformers
-from eyas.models.checkpoint import check_device, resolve_placement
+from eyas.models.checkpoint import resolve_placement
+from eyas.models.layers.attention import import_transformers
 from eyas.progress import Show, silent
-from eyas.tensors import use_threads
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_vocabulary
 from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.heads.medusa import MedusaHead, load_medusa
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics
 from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch

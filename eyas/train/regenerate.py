@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas.config.loader import at_least, require
+from eyas.api.request import Prompt, SamplingParams
+from eyas.config.checks import at_least, require
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
-from eyas.request import Prompt, SamplingParams
-from eyas.text_rows import BadRow, read_entries, text_of, token_ids_of
+from eyas.text.rows import BadRow, read_entries, text_of, token_ids_of
 from eyas.train.data import FAILED, SKIPPED, messages_of, prompt_of
 
 

@@ -23,7 +23,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import Discovery, Endpoint, EndpointSource, OnEndpoints, cancel_task, repeat
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 from functools import cache
 
 from eyas.config import DraftConfig, DraftedModel
+from eyas.config.file_values import get_setting
+from eyas.device.placement import use_threads
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, default_method, features_fingerprint
 from eyas.errors import RequestFailed
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.services.discovery.registry import lease_registry
+from eyas.services.discovery.redis_registry import lease_registry
 from eyas.services.draft.servicer import DraftServicer, check_distinct
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.draft.worker import DraftWorker
@@ -32,7 +33,6 @@ from eyas.services.lifecycle import (
     worker_server,
 )
 from eyas.telemetry.exporters import telemetry
-from eyas.tensors import use_threads
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name

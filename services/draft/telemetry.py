@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opentelemetry.trace import SpanKind
 
-from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext
+from eyas.protocol.commit import ResyncRequired
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import Load
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
 from eyas.telemetry.tracing import context_of
-from eyas.tree import DraftTree
 
 
 class DraftTelemetry:

@@ -20,16 +20,16 @@ from typing import Self
 
 from torch import Tensor
 
+from eyas.api.request import SamplingParams
+from eyas.api.validation import MAX_REQUEST_ID_LENGTH
 from eyas.config import DraftQueueConfig
-from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes
+from eyas.device.transfer import tensor_from_bytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
-from eyas.request import NoiseKey, SamplingParams
+from eyas.protocol.commit import Commit, NoiseKey, Refusal, RefusalReason, ResyncRequired, TensorBytes
+from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, SessionTree
 from eyas.services.draft.telemetry import DraftTelemetry
-from eyas.tensors import tensor_from_bytes
-from eyas.tree import DraftTree, PreparedTree
-from eyas.validation import MAX_REQUEST_ID_LENGTH
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from eyas.config.loader import above_zero, at_least, require
+from eyas.config.checks import above_zero, at_least, require
 from eyas.telemetry import metrics
 
 if TYPE_CHECKING:

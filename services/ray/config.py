@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, validated
-from eyas.config.loader import at_least, not_below, require
+from eyas.config.checks import at_least, not_below, require
 from eyas.errors import ConfigError
 from eyas.services.ray.autoscaling import ScalingConfig
 

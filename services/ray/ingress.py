@@ -16,16 +16,16 @@ from fastapi import FastAPI
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
+from eyas.api.outputs import TextChunk
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed
-from eyas.outputs import TextChunk
 from eyas.rpc.admission import Admission
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.status import error_trailers, status_of
 from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
-from eyas.services.router.auth import load_api_keys
+from eyas.services.router.auth.keys import load_api_keys
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 

@@ -8,26 +8,27 @@ from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 
-from eyas.chat_template import load_template
 from eyas.config import RouterConfig, TlsConfig
-from eyas.content_text import ContentText
 from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission, fit_descriptors
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.probing import build_discovery
-from eyas.services.discovery.registry import session_registry
+from eyas.services.discovery.redis_registry import session_registry
 from eyas.services.lifecycle import ProcessRunner, serve, service_app
-from eyas.services.router.auth import ApiKeys, load_api_keys
-from eyas.services.router.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.generation import GenerationService
+from eyas.services.router.auth.keys import ApiKeys, load_api_keys
+from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.app import build_app, build_operations_app
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.telemetry.exporters import telemetry
-from eyas.tokenizer import load_tokenizer
+from eyas.text.chat_template import load_template
+from eyas.text.content_text import ContentText
+from eyas.text.tokenizer import load_tokenizer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 

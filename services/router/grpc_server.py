@@ -11,19 +11,19 @@ from typing import Any
 
 import grpc
 
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Request, SamplingParams
+from eyas.api.validation import MAX_ENTRIES, check_prompt_length, check_request_id, check_sizes
 from eyas.config import TlsConfig
-from eyas.outputs import TextChunk
-from eyas.request import Request, SamplingParams
-from eyas.rpc import channel
+from eyas.rpc import identity
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
-from eyas.services.router.auth import ApiKeys
-from eyas.services.router.dispatcher import LARGE_NUM_LOGPROBS
-from eyas.services.router.generation import GenerationService
+from eyas.services.router.auth.keys import ApiKeys
+from eyas.services.router.dispatch.dispatcher import LARGE_NUM_LOGPROBS
+from eyas.services.router.dispatch.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
-from eyas.validation import MAX_ENTRIES, check_prompt_length, check_request_id, check_sizes
 
 
 class RouterServicer(GenerationServicer):
@@ -90,4 +90,4 @@ def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
     if not config.cert_file:
         return None
     names = "tls.cert_file and tls.key_file"
-    return channel.server_credentials(channel.Certificates(names, config.cert_file, config.key_file))
+    return identity.server_credentials(identity.Certificates(names, config.cert_file, config.key_file))

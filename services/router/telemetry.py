@@ -18,10 +18,10 @@ from opentelemetry.trace import Span, SpanKind
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eyas.outputs import TextChunk
+from eyas.api.outputs import TextChunk
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role
 from eyas.rpc.status import status_of
-from eyas.services.router.routing import Pair
+from eyas.services.router.dispatch.routing import Pair
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.logging import LogContext, request_log
@@ -104,7 +104,7 @@ class RequestSpan:
                 "gen_ai.usage.output_tokens": self.num_output_tokens,
                 "gen_ai.usage.cache_read.input_tokens": sum(total.num_cached_tokens for total in totals),
                 "gen_ai.response.finish_reasons": [str(last.chunk.finish_reason) for last in self.last_chunks],
-                "eyas.request.id": request.id,
+                "eyas.api.request.id": request.id,
                 "eyas.verify_steps": sum(stat.num_verify_steps for stat in stats),
                 "eyas.accepted_tokens": sum(stat.num_accepted for stat in stats),
             }

@@ -21,7 +21,7 @@ import torch
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
 from eyas.config.drafting import NO_DRAFTS
-from eyas.draft_protocol import Proposal
+from eyas.device.placement import runs_compiled, use_threads
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.registry import (
     build_drafter,
@@ -37,13 +37,14 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.generation_config import sampling_defaults
-from eyas.models.workers import RankInfo, TargetWorkers
+from eyas.models.parallel.workers import RankInfo, TargetWorkers
+from eyas.protocol.commit import Proposal
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
 from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.probing import build_discovery
-from eyas.services.discovery.registry import lease_registry
+from eyas.services.discovery.redis_registry import lease_registry
 from eyas.services.lifecycle import (
     WORKER_SERVICE,
     AnnouncedWorker,
@@ -59,7 +60,6 @@ from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
-from eyas.tensors import runs_compiled, use_threads
 from eyas.v1 import generation_pb2_grpc
 
 # When a rank is gone, rank 0 may hang in an all-reduce forever, as in a stuck step: the system ends the process after this.

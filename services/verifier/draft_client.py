@@ -20,15 +20,15 @@ import grpc
 import torch
 
 from eyas.config import DraftClientConfig
-from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
+from eyas.device.transfer import tensor_to_bytes, to_host
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.errors import ConfigError, InvalidTree
+from eyas.protocol.commit import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
+from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.tensors import tensor_to_bytes, to_host
-from eyas.tree import DraftTree, PreparedTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 CIRCUIT_STATES = ("closed", "half-open", "open")

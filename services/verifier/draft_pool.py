@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from eyas.api.request import VerifyStep
 from eyas.config import DraftClientConfig
-from eyas.draft_protocol import Proposal
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
-from eyas.request import VerifyStep
+from eyas.protocol.commit import Proposal
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, TargetInfo
 from eyas.services.verifier.draft_client import DraftTiming, PendingDrafts, RemoteDrafter

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from eyas.api.request import GenerationStats
 from eyas.engine.engine import EngineLoad, StepReport
-from eyas.request import GenerationStats
 
 INTERVAL_S = 10.0
 

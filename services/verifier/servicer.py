@@ -9,11 +9,11 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import Chunk, Request
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.engine import EngineLoad
 from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
-from eyas.outputs import TextChunk, Totals
-from eyas.request import Chunk, Request
 from eyas.rpc import convert
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, Load, ModelInfo
 from eyas.services.verifier.draft_pool import DraftPool

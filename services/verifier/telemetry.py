@@ -16,8 +16,8 @@ from dataclasses import replace
 import grpc
 from opentelemetry.trace import Span, SpanKind, Tracer
 
+from eyas.api.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.engine.engine import EngineLoad, StepReport
-from eyas.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.rpc.status import status_of
 from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
@@ -86,7 +86,7 @@ class VerifierTelemetry:
         request: with the id that the engine knows. trace: trace context of the caller.
         """
         tracer = self._telemetry.tracer
-        attributes = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
+        attributes = {"eyas.api.request.id": request.id, "gen_ai.request.model": self._model}
         span = tracer.start_span("serve", context_of(trace), SpanKind.SERVER, attributes)
         own = self._traces[request.id] = RequestTrace(tracer, span, self._telemetry.config.step_span_ratio)
         status = grpc.StatusCode.OK

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.sampling.noise import exponential_noise
+from eyas.kernels.noise import exponential_noise
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.sampling.sampler import filtered_probs, filtering, filters_of
-from eyas.tensors import upload
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 
 

@@ -17,24 +17,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scripts.host_work import keep_features
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
+from eyas.device.transfer import download
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.models.cuda.backend import KernelBackend
-from eyas.models.cuda.metadata import Tiling
+from eyas.kernels.arguments import Draws
+from eyas.models.backends.attention_metadata import Tiling
+from eyas.models.backends.cuda import KernelBackend
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.sampling import verify
 from eyas.sampling.acceptance import LogitRows, StepOutput, TreeOutputs, accept
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.rejection import SiblingVerdicts
-from eyas.sampling.sampler import Draws
-from eyas.tensors import download
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.device_syncs import Waits, unwatched, watched
 from tests.engine.drafters import RandomDrafter

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.request import NoiseKey
-from eyas.sampling import sampler, sharded_top_p
-from eyas.sampling.noise import exponential_noise, row_keys, signed
-from eyas.sampling.sampler import Draw, rank, sample
-from eyas.sampling.sharded_top_p import Kept, Scale, likely_logits
+from eyas.kernels.arguments import Draw, Kept, Scale
+from eyas.kernels.noise import exponential_noise, row_keys, signed
+from eyas.protocol.commit import NoiseKey
+from eyas.sampling import sampler
+from eyas.sampling import sharded as sharded_top_p
+from eyas.sampling.sampler import rank, sample
+from eyas.sampling.sharded import likely_logits
 from tests.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.sampling import kernels
-from eyas.sampling.kernels import BLOCK, draw_rows, top_k
+from eyas.kernels.cuda import sampling as kernels
+from eyas.kernels.cuda.sampling import BLOCK, draw_rows, top_k
 
 VOCAB = 2 * BLOCK + 700
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eyas.api.request import GenerationStats, Request, SamplingParams, StructuredOutputs
 from eyas.config import AcceptanceRule, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
-from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams, StructuredOutputs
-from eyas.tokenizer import load_tokenizer
-from eyas.tree import DraftProbs, SampledProposal
+from eyas.protocol.commit import NoiseKey
+from eyas.protocol.tree import DraftProbs, SampledProposal
+from eyas.text.tokenizer import load_tokenizer
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.sampling.acceptance import walk
 from eyas.sampling.rejection import Families, accept_probs
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.toy_probs import (
     CPU,
     Distribution,

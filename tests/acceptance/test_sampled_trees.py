@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.api.validation import MAX_SEED
 from eyas.errors import InvalidTree
-from eyas.sampling.noise import draft_seed, uniform_noise
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.validation import MAX_SEED
+from eyas.kernels.noise import draft_seed, uniform_noise
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 
 WHOLE = DraftProbs((4, 5, 6), (0.5, 0.3, 0.2))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.sampling.rejection import Families, SiblingProbs, accept_probs
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
 CPU = torch.device("cpu")
 

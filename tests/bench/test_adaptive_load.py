@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.scripts import adaptive_load
 from eyas.bench.settings import MethodSpec
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,9 @@ from benchmarks.gpu.steps import Step, cost_table, make_backends, make_target
 from eyas.bench import offline, timing
 from eyas.bench.widen import Shape
 from eyas.config import TreeConfig
-from eyas.config.device_costs import DeviceCosts
-from eyas.models.cuda.backend import BackendPlan, plan_backend
+from eyas.emulation.costs import DeviceCosts
+from eyas.models.backends.base import BackendPlan
+from eyas.models.backends.cuda import plan_backend
 from tests.gpu.waits import NOTICE, WAIT, recorded_waits, waits_noted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.scripts import lookup_rounds, rest_lookup
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.drafters.rest import load_rest
+from eyas.drafters.lookup.rest import load_rest
 
 
 def test_a_datastore_is_built_opened_and_searched(tmp_path: Path) -> None:

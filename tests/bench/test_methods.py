@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from eyas.api.request import GenerationStats
 from eyas.bench.methods import MethodScore, MethodsResults
 from eyas.bench.results import Run
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_prompts, load_tasks
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftWork
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.errors import ConfigError
@@ -23,8 +23,8 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
 from eyas.models.target import TargetModel
-from eyas.request import GenerationStats, NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.methods import Case
 
 

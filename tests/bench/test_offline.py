@@ -8,16 +8,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from eyas.api.request import Request, SamplingParams
 from eyas.bench import offline
 from eyas.bench.offline import build_caching_contenders, load
 from eyas.bench.results import SpeedComparison
 from eyas.bench.settings import OfflineSettings, groups, load_prompts, random_prompt
 from eyas.bench.timing import STAGES, EngineContender
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.progress import Progress
-from eyas.request import Request, SamplingParams
 
 SIZES = [
     "--max-tokens",

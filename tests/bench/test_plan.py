@@ -19,9 +19,9 @@ from eyas.bench.plan import (
     simulate,
 )
 from eyas.bench.settings import AcceptanceProfile, Arrival, load_profile, poisson, read_trace
-from eyas.cli import app
-from eyas.config.device_costs import DeviceCosts, PassCosts, flat
-from eyas.drafters import trees_ahead
+from eyas.cli.main import app
+from eyas.drafters.ahead import trees as trees_ahead
+from eyas.emulation.costs import DeviceCosts, PassCosts, flat
 from eyas.errors import ConfigError
 
 PROFILE = AcceptanceProfile(fresh=(1, 1, 1, 1, 1), hit=(0, 0, 0, 1), miss=(0, 1), hit_rate=1.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from eyas.api.request import GenerationStats
 from eyas.bench.report import Machine, Report, Spread, Table
 from eyas.bench.results import Agreement, Run, SpeedComparison, StageTimes
-from eyas.request import GenerationStats
 
 
 @dataclass(frozen=True)

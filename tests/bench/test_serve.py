@@ -18,7 +18,7 @@ from eyas.bench.serve import (
     read_goodput,
     run_load,
 )
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.errors import ConfigError, Unavailable
 from tests.openai_server import NUM_WORDS, openai_server
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from eyas.api.request import Request, SamplingParams
 from eyas.bench.timing import STAGES, TimedStep, summarise, timed_stages
 from eyas.config import TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.protocol.tree import DraftTree
 from tests.tiny import fixed_config
 
 DRAFTING, FORWARD = 7.0, 11.0

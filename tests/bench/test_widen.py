@@ -17,20 +17,20 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
 
 from eyas import LLM
+from eyas.api.request import SamplingParams
 from eyas.bench import sparse
 from eyas.bench.widen import SHAPES, Shape, widen_target
 from eyas.bench.widen_heads import widen
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
+from eyas.device.placement import DTYPES
 from eyas.drafters.registry import build_drafter, build_fuser, default_method
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import DTYPES
 from eyas.models.inputs import Segment
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 from eyas.progress import Progress
-from eyas.request import NoiseKey, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.tiny import fixed_config, write_eagle1_head, write_head, write_small, write_target
 from tests.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import config_of, tensors_of, tiny_heads
@@ -77,7 +77,7 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         found: Tensor = to(self, *(torch.float64 if arg is torch.float32 else arg for arg in args), **others)
         return found
 
-    monkeypatch.setattr("eyas.models.checkpoint.DTYPES", (*DTYPES, "float64"))
+    monkeypatch.setattr("eyas.device.placement.DTYPES", (*DTYPES, "float64"))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.Tensor, "to", to_float64)
 

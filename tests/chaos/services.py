@@ -24,10 +24,10 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401 - else each service would import it
 
 from eyas.config import DraftConfig
-from eyas.services.cluster import PR_SET_PDEATHSIG
 from eyas.services.draft import __main__ as draft
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.lifecycle import service_app
+from eyas.services.local.cluster import PR_SET_PDEATHSIG
 from eyas.services.router import __main__ as router
 from eyas.services.verifier import __main__ as verifier
 from eyas.v1 import draft_pb2

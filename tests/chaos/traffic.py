@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import httpx
 
-from eyas.request import Request
+from eyas.api.request import Request
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import METHODS, build_drafter, build_fuser, features_fingerprint, find_method
 from eyas.errors import CheckpointError, ConfigError

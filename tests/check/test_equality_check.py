@@ -4,18 +4,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from eyas.bench.equality import DivergenceExplainer, ReplayDrafter, compare
 from eyas.bench.offline import BenchParts, engine_contenders
 from eyas.bench.settings import OfflineSettings
-from eyas.cache.kv_cache import KVCache, KVScales
-from eyas.check.equality import DivergenceExplainer, ReplayDrafter, compare
-from eyas.cli import app
+from eyas.cache.kv_cache import KVCache
+from eyas.cli.main import app
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
+from eyas.kernels.arguments import Draw, KVScales
 from eyas.models.inputs import PackedInputs
-from eyas.models.target import TargetModel, TargetOutput, load_target
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
 from eyas.progress import Progress
-from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, sample
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.sampling.sampler import sample
 from tests.reference import load_reference
 
 SETTINGS = {

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas import __version__
-from eyas.cli import SUBCOMMANDS, app
+from eyas.cli.main import SUBCOMMANDS, app
 from eyas.errors import install_command
 
 HEAVY = {"torch", "transformers", "tokenizers", "numpy", "grpc", "google.protobuf", "pydantic", "yaml", "fastapi", "redis"}
 IMPORTED_BY = """
 import sys
 from pathlib import Path
-from eyas.cli import main
+from eyas.cli.main import main
 for arguments in sys.argv[1:]:
     sys.argv[1:] = arguments.split()
     try:
@@ -60,8 +60,8 @@ def test_an_unknown_subcommand_names_the_nearest() -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "eyas.services.serve", raising=False)
-    monkeypatch.delitem(sys.modules, "eyas.services.cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "eyas.services.local.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "eyas.services.local.cluster", raising=False)
     monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
     result = CliRunner().invoke(app, ["serve", "model"])
     assert result.exit_code == 1

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import SUBCOMMANDS, app, load_command
-from eyas.options import FILE_SETTINGS, LLM_ARGUMENTS, asked_settings, llm_arguments, read_options
+from eyas.cli.main import SUBCOMMANDS, app, load_command
+from eyas.cli.options import FILE_SETTINGS, LLM_ARGUMENTS, asked_settings, llm_arguments, read_options
 
 # Help of fewer words say nothing that the option's name does not.
 MIN_WORDS = 4

@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
 from tests.tiny import fixed_config
 
 TARGET = "models/demo/target"
@@ -33,7 +33,7 @@ MISTAKES = {
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 sys.modules["torch"] = None
-from eyas.cli import main
+from eyas.cli.main import main
 found = {}
 for command in sys.argv[1:]:
     sys.argv, sys.stdin, printed = ["eyas", *command.split()], io.StringIO("x\\n"), io.StringIO()

@@ -26,7 +26,7 @@ from urllib.error import URLError
 import typer
 
 from eyas import __version__
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(__file__).with_name("jobs")

@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.config import DraftClientConfig, TreeConfig
-from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.sessions import KVLedger, SessionLedger
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, Proposal, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
-from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import write_datastore
 from tests.methods import CASES, Case
 from tests.services.drafting.toy_drafting import eventually, serving

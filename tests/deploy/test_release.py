@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy.notes import notes
-from eyas.cli import SUBCOMMANDS
+from eyas.cli.main import SUBCOMMANDS
 from eyas.errors import REPOSITORY, MissingPackage, install_command
 from tests.repo.repository import ROOT, files, name
 

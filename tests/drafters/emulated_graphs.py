@@ -12,14 +12,14 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.medusa import MultiHeadDrafter
-from eyas.drafters.tree_growth import StaticTree
-from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.drafters.multi_head import MultiHeadDrafter
+from eyas.drafters.trees.growth import StaticTree
+from eyas.models.backends.cuda_graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 from tests.interpreter import run_again
 from tests.tiny import write_small
 from tests.tiny_block import tiny_block_head, tiny_peagle_head

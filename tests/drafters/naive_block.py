@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from eyas.config import TreeConfig
 from eyas.models.heads.block_config import BlockHeadConfig
-from eyas.request import NoiseKey
+from eyas.protocol.commit import NoiseKey
 from tests.drafters.naive_eagle import NaiveEagle, Node, linear, rms, split
 
 Pairs = list[tuple[torch.Tensor, int]]

@@ -6,12 +6,12 @@ import torch
 
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftingConfig
-from eyas.draft_protocol import ResyncRequired
-from eyas.drafters import trees_ahead
-from eyas.drafters.draft_ahead import DraftAheadDrafter
+from eyas.drafters.ahead import trees as trees_ahead
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trees import GrownTree
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.trees_ahead import GrownTree
 from eyas.models.heads.eagle import load_head
+from eyas.protocol.commit import ResyncRequired
 from tests.drafters.test_draft_ahead import AHEAD, SHAPE, going_on, last_of, likeliest, session, work
 
 

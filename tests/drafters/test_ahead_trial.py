@@ -14,20 +14,19 @@ from benchmarks.scripts.virtual_rates import Cell
 from benchmarks.scripts.virtual_split import Settings, VirtualSplit
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
-from eyas.config.device_costs import flat
-from eyas.draft_protocol import TreeBudget
-from eyas.drafters import trees_ahead
+from eyas.device.transfer import Ints, Reals
+from eyas.drafters.ahead import trees as trees_ahead
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trees import GrownTree
+from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import PreparedTrees
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import DrafterParts
-from eyas.drafters.tree_growth import Reals
-from eyas.drafters.tree_rows import GrownRows
-from eyas.drafters.trees_ahead import GrownTree
-from eyas.drafters.trial import Trial
-from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.tensors import Ints
-from eyas.tree import DraftTree
+from eyas.drafters.trees.rows import GrownRows
+from eyas.emulation.costs import flat
+from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.test_draft_ahead import (
     AHEAD,
     SHAPE,

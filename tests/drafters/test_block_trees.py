@@ -8,19 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eyas.api.request import SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
+from eyas.device.host import has_numba
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.block import BlockDrafter, CompiledGrowth
+from eyas.drafters.block import BlockDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.scoring import Ranking, noise_words
-from eyas.drafters.tree_growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.calibration import Ranking
+from eyas.drafters.trees.cpu_growth import CompiledGrowth
+from eyas.drafters.trees.growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.scoring import noise_words
 from eyas.errors import ConfigError
-from eyas.models.cpu import PackedProduct
+from eyas.models.backends.packed_weights import PackedProduct
 from eyas.models.heads.block import load_block_head, serve
-from eyas.process import has_numba
-from eyas.request import NoiseKey, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.commit import NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests import reference
 from tests.drafters.naive_block import NaiveBlock, NaivePEagle
 from tests.drafters.naive_eagle import NaiveEagle, best_tree

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters import neural
 from eyas.drafters.base import Draft, DraftContext
 from eyas.drafters.registry import build_drafter
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.tiny import DEMO
 
 TREE = TreeConfig(8, 3, 4)

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.scoring import chain_scorer, chain_words
-from eyas.drafters.tree_growth import draw_children
-from eyas.request import NoiseKey
+from eyas.drafters.trees.growth import draw_children
+from eyas.drafters.trees.scoring import chain_scorer, chain_words
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.sampler import filtered_probs_no_sync
 from tests.drafters.test_tree_kernels import FILTERS
 
-kernels = pytest.importorskip("eyas.drafters.tree_kernels", reason="triton is not installed")
+kernels = pytest.importorskip("eyas.kernels.cuda.drafting", reason="triton is not installed")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LEVELS = kernels.BLOCK + 500, 2

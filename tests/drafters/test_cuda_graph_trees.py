@@ -7,20 +7,21 @@ from typing import TypeVar
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters import cuda_graphs, scoring, tree_growth
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.cuda_graphs import TreeGraphs
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_fuser
-from eyas.drafters.scoring import ProbsFunction, Scorer, ScorerKind
+from eyas.drafters.trees import cuda_graphs, scoring
+from eyas.drafters.trees import growth as tree_growth
+from eyas.drafters.trees.cuda_graphs import TreeGraphs
+from eyas.drafters.trees.scoring import ProbsFunction, Scorer, ScorerKind
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import padded_size
+from eyas.models.backends.cuda_graphs import padded_size
 from eyas.models.heads.eagle import load_head
-from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, make
 from tests.drafters.test_eagle_trees import commit, session

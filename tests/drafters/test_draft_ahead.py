@@ -10,21 +10,20 @@ import torch
 
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
-from eyas.config.device_costs import flat
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS, GrownTree
+from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.trees_ahead import NUM_GROWN_SLOTS, GrownTree
-from eyas.drafters.trial import Trial
+from eyas.emulation.costs import flat
+from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.errors import ConfigError
-from eyas.models.emulation import EmulatedDevice, VirtualClock
 from eyas.models.heads.eagle import load_head
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.sampler import MAX_SORTED
-from eyas.tree import DraftTree
 from tests.tiny import write_head, write_target
 from tests.tiny_block import tiny_block_head
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.drafters.ahead.trees import GrownRows
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.scoring import ScorerKind
-from eyas.drafters.trees_ahead import GrownRows
+from eyas.drafters.trees.scoring import ScorerKind
 from eyas.models.heads.layers import quantise_head
 
 pytest.importorskip("triton", reason="triton is not installed")

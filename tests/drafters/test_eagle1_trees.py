@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.config import MC_SIM_7B_63, DraftConfig, DraftingConfig, Eagle1Config, MethodsConfig, load
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle1, Node, best_tree
 from tests.drafters.test_eagle_trees import NOISES, SHAPE, assert_same, commit, session
 from tests.tiny import write_eagle1_head, write_target

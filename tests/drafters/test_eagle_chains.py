@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.draft_protocol import TreeBudget
-from eyas.request import NoiseKey, SamplingParams
-from eyas.tree import DraftTree
+from eyas.api.request import SamplingParams
+from eyas.protocol.commit import NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests import reference
 from tests.drafters.naive_eagle import NaiveEagle, rms
 from tests.drafters.test_eagle_trees import commit, make, naive, session

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.scoring import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
-from eyas.drafters.tree_growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
+from eyas.drafters.trees.growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
@@ -78,7 +77,7 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     kind: Literal["eagle", "eagle3"], tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more sessions than grow at a time, with budgets and noise of their own, over several commits."""
-    kernels = pytest.importorskip("eyas.drafters.cpu_kernels", reason="numba is not installed")
+    kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
     head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
     sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftConfig, DraftingConfig, TreeConfig, load
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, LocalDrafter
 from eyas.drafters.eagle import MAX_COMPILED_SESSIONS
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from tests.tiny_block import tiny_block_head
 from tests.tiny_medusa_hydra import tiny_heads
 

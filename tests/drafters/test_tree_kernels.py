@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig
-from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.scoring import Ranking, UnrankedLogits, noise_words, perturbed_scorer, rank_children, without_nan
-from eyas.drafters.tree_growth import find_frontier
+from eyas.drafters.trees.calibration import Ranking
+from eyas.drafters.trees.growth import find_frontier
+from eyas.drafters.trees.scoring import UnrankedLogits, noise_words, perturbed_scorer, rank_children, without_nan
 from eyas.models.heads.layers import rms_norm, take_rows
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.sampler import filtered_probs_no_sync, rank
 
-kernels = pytest.importorskip("eyas.drafters.tree_kernels", reason="triton is not installed")
+kernels = pytest.importorskip("eyas.kernels.cuda.drafting", reason="triton is not installed")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LEVELS = kernels.BLOCK + 500, 2
@@ -116,7 +116,7 @@ def test_the_frontier_is_the_plain_one(has_parents: bool) -> None:
 
 @pytest.mark.parametrize("num_above", [1, 3])
 def test_pair_inputs_are_the_plain_ones(num_above: int) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers")
     generator = torch.Generator().manual_seed(3)
     states, embedding = torch.randn(2, num_above, 24, generator=generator), torch.randn(30, 24, generator=generator)
     norms = torch.rand(24, generator=generator), torch.rand(24, generator=generator)

@@ -13,17 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu.measuring import llama_head
 from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters import neural
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.medusa import MultiHeadDrafter
+from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.tree_growth import StaticTree
-from eyas.models.attention import ATTENTION_NAME, register_attention
-from eyas.models.cuda.metadata import Tiling
-from eyas.models.fused import fuse_layers
+from eyas.drafters.trees.growth import StaticTree
+from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.heads import block, block_layers
 from eyas.models.heads.block import BlockHead, serve
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -31,10 +28,13 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_shapes
 from eyas.models.heads.hydra import HydraHead, HydraMLP
 from eyas.models.heads.medusa import MedusaHead
-from eyas.models.numerics import use_float32_head
-from eyas.models.target import TargetModel, measure_kv_shapes
-from eyas.models.tensor_parallel import Shard, shard_model
-from eyas.request import NoiseKey
+from eyas.models.layers.attention import ATTENTION_NAME, register_attention
+from eyas.models.layers.fused import fuse_layers
+from eyas.models.layers.numerics import use_float32_head
+from eyas.models.parallel.shards import Shard, shard_model
+from eyas.models.supported import measure_kv_shapes
+from eyas.models.target import TargetModel
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from tests.launches import META
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_HEADS = 4096, 128256, 32000, 4

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from eyas.outputs import TextChunk
-from eyas.request import GenerationStats, Request, SamplingParams
+from eyas.api.outputs import TextChunk
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.forks import Popen
 
 # A drafter without a model, for tests of processes only.
@@ -29,7 +29,7 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """A process of `make demo`, or of `eyas serve --demo`."""
     own = ("--port", str(free_port()), "--grpc-port", str(free_port())) if arguments[0] == "serve" else ()
-    module = "eyas.cli" if arguments[0] == "serve" else "eyas.services.local"
+    module = "eyas.cli" if arguments[0] == "serve" else "eyas.services.local.compare"
     command = [sys.executable, "-m", module, *arguments, *own]
     environment = os.environ | {"TMPDIR": str(logs)}
     process = Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

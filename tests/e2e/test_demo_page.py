@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.e2e.browser import browser_page
 from tests.e2e.test_demo import LIGHT
 from tests.e2e.test_serve import ENVIRONMENT, READY

@@ -6,17 +6,17 @@ from contextlib import closing
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.engine import Engine
 from eyas.models.heads.eagle import load_fuser
-from eyas.request import Request, SamplingParams
+from eyas.protocol.commit import ResyncRequired
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import DEMO, build_engine, fixed_config
 

@@ -21,12 +21,12 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas import SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
+from eyas.cli.options import service_settings
 from eyas.errors import ConfigError, Unavailable
-from eyas.options import service_settings
-from eyas.services import cluster
-from eyas.services.cluster import assign, free_port
-from eyas.services.serve import plan, share_cores, with_keys
+from eyas.services.local import cluster
+from eyas.services.local.cluster import assign, free_port
+from eyas.services.local.serve import plan, share_cores, with_keys
 from tests.e2e.client import generate
 from tests.forks import Popen
 
@@ -40,7 +40,7 @@ SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
 SIGNALLED = """
 import os, signal, sys
 from rich.console import Console
-from eyas.services.serve import exit_on_error
+from eyas.services.local.serve import exit_on_error
 for ignored, sent in zip(sys.argv[1::2], sys.argv[2::2]):
     if not os.fork():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -51,7 +51,7 @@ for ignored, sent in zip(sys.argv[1::2], sys.argv[2::2]):
         sys.exit()
     os.wait()
 """
-WHERE = "from importlib.util import find_spec; print(find_spec('eyas.services.serve').origin)"
+WHERE = "from importlib.util import find_spec; print(find_spec('eyas.services.local.serve').origin)"
 BUILD = "from setuptools.build_meta import build_{kind} as build; build('..')"
 
 
@@ -132,10 +132,10 @@ def eyas(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
     install = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), *options, str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=60)
-    for source in ROOT.glob("eyas/*/cpu_*.py"):  # numba takes kernels for compiled that are of the same time
+    for source in ROOT.glob("eyas/kernels/cpu/*.py"):  # numba takes kernels for compiled that are of the same time
         times = source.stat()
         os.utime(packages / source.relative_to(ROOT), ns=(times.st_atime_ns, times.st_mtime_ns))
-    for kernel in ROOT.glob("eyas/*/__pycache__/cpu_*.nb?"):
+    for kernel in ROOT.glob("eyas/kernels/cpu/__pycache__/*.nb?"):
         shutil.copy2(kernel, packages / kernel.relative_to(ROOT))
     return venv / "bin" / "eyas"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eyas.api.request import VerifyStep, VerifyStepDetails
 from eyas.bench.settings import AcceptanceProfile, MethodSpec
 from eyas.bench.split import (
     Decoded,
@@ -23,12 +24,11 @@ from eyas.bench.split import (
     with_references,
 )
 from eyas.config import TreeConfig
-from eyas.config.device_costs import flat
+from eyas.emulation.costs import flat
+from eyas.emulation.device import PassRecord
 from eyas.errors import ConfigError
-from eyas.models.emulation import PassRecord
 from eyas.progress import Progress
-from eyas.request import VerifyStep, VerifyStepDetails
-from eyas.services.split import DelayingProxy, measure
+from eyas.services.local.split import DelayingProxy, measure
 from tests.forks import forked_services
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from eyas.api.request import SamplingParams
 from eyas.errors import Unavailable
-from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import free_port
-from eyas.services.demo import CONFIGS
+from eyas.services.local.cluster import free_port
+from eyas.services.local.demo import CONFIGS
 from tests.e2e.client import Generated, generate
 from tests.forks import Popen
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.tree import DraftTree
+from eyas.protocol.commit import ResyncRequired
+from eyas.protocol.tree import DraftTree
 
 
 class RandomDrafter(LocalDrafter):

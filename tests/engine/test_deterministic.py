@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
@@ -16,9 +17,9 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_fuser
-from eyas.models.target import TargetModel, load_target
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
+from eyas.protocol.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, VOCAB, config_of, write_model
 from tests.tiny import DEMO, fixed_config

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.api.request import Chunk, GenerationStats, Request, SamplingParams
 from eyas.config import DraftAheadConfig, TreeConfig
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import Drafter
-from eyas.drafters.draft_ahead import DraftAheadDrafter
-from eyas.drafters.trial import Trial
+from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.emulation import Clock
-from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter

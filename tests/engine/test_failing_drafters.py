@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from eyas.draft_protocol import Commit
+from eyas.api.request import Request
 from eyas.drafters.base import Draft, LocalDrafter
-from eyas.request import Request
+from eyas.protocol.commit import Commit
 from tests import reference
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 from tests.methods import CASES

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.request import Chunk, Request, SamplingParams, TokenLogprob
+from eyas.api.request import Chunk, Request, SamplingParams, TokenLogprob
 from tests import reference
 from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import make_drafter, make_engine, prompts, run, tokens_of

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.api.request import Request
 from eyas.cache import kv_cache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.cuda_graphs import capture_or_explain
 from eyas.drafters.registry import build_drafter
+from eyas.drafters.trees.cuda_graphs import capture_or_explain
 from eyas.engine import build
 from eyas.engine.engine import Engine
 from eyas.errors import EyasError, OutOfMemory
-from eyas.models.cuda.backend import KernelBackend
-from eyas.models.cuda.graphs import CaptureLimits, GraphBackend
-from eyas.models.cuda.metadata import Tiling
+from eyas.models.backends.attention_metadata import Tiling
+from eyas.models.backends.cuda import KernelBackend
+from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.inputs import Segment
-from eyas.request import Request
 from eyas.sampling.acceptance import StepOutput
 from tests import reference
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, shared_target, tokens_of

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from eyas.api.request import Chunk, GenerationStats, ReasoningBudget, Request, SamplingParams
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
-from eyas.request import Chunk, GenerationStats, ReasoningBudget, Request, SamplingParams
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.logit_rules import LogitRules
-from eyas.tree import DraftTree
 from tests import reference
 from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts, run, tokens_of

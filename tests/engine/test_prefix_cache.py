@@ -7,9 +7,9 @@ from itertools import cycle
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 from tests.tiny import token_without_numbers

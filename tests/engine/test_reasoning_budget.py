@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import pytest
 
-from eyas.request import ReasoningBudget, Request, SamplingParams, StructuredOutputs
-from eyas.tokenizer import load_tokenizer
+from eyas.api.request import ReasoningBudget, Request, SamplingParams, StructuredOutputs
+from eyas.text.tokenizer import load_tokenizer
 from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_structured_outputs import RECORD, case_engine, make_engine, run, target, text_of, tokens_of
 

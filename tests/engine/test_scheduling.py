@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 
-from eyas.request import Request
+from eyas.api.request import Request
 from tests import reference
 from tests.engine.test_equality import BATCHES, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 

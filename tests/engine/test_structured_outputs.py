@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import torch
 
-from eyas import grammar, grammar_trial
+from eyas.api.request import Chunk, Request, SamplingParams, StructuredOutputs
 from eyas.config import TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine import grammar_manager
@@ -25,10 +25,11 @@ from eyas.engine.engine import Engine
 from eyas.engine.grammar_manager import FollowedOutput, GrammarManager
 from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
-from eyas.grammar import OutputMatchers
-from eyas.request import Chunk, Request, SamplingParams, StructuredOutputs
-from eyas.tokenizer import load_tokenizer
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.grammar import compiler as grammar
+from eyas.grammar import trial as grammar_trial
+from eyas.grammar.compiler import OutputMatchers
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.text.tokenizer import load_tokenizer
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import RandomDrafter

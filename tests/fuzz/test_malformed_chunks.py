@@ -29,7 +29,7 @@ from eyas.rpc.messages import Load
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.__main__ import build_router
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth.keys import ApiKeys
 from eyas.v1.generation_pb2 import Finish, GenerateChunk, GenerateRequest, TokenLogprob, VerifyStep
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.fuzz.messages import malformed

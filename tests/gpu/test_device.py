@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner
-from eyas.models.attention import attend
-from eyas.models.cuda.backend import build_backend, plan_backend
-from eyas.models.cuda.graphs import GraphBackend
-from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.backends.cuda import build_backend, plan_backend
+from eyas.models.backends.cuda_graphs import GraphBackend
 from eyas.models.inputs import pack
-from eyas.models.target import TargetModel, load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.layers.attention import attend
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
 from tests.acceptance.test_device_syncs import ASKED

@@ -5,14 +5,14 @@ import torch
 
 from benchmarks.gpu.drafts import Session, make_head
 from benchmarks.gpu.measuring import llama_head
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.models.cuda.graphs import CudaCapture
+from eyas.drafters.trees.cuda_graphs import TreeGraphs
+from eyas.models.backends.cuda_graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import METHODS
 from tests.gpu.waits import recorded_waits

@@ -5,11 +5,12 @@ import multiprocessing
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
-from eyas.models.cuda.backend import BackendKind, plan_backend
-from eyas.models.workers import RankInfo
-from eyas.request import Request, SamplingParams
+from eyas.models.backends.base import BackendKind
+from eyas.models.backends.cuda import plan_backend
+from eyas.models.parallel.workers import RankInfo
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.tiny import fixed_config
@@ -28,7 +29,7 @@ REQUESTS = [
 def test_float32_over_ranks_equals_the_plain_cpu_loop(
     tiny_target: str, kind: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)
+    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     config = fixed_config(

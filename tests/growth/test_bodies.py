@@ -16,7 +16,7 @@ from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest, UnknownModel
 from eyas.rpc.admission import Admission, address_of, check_num_fields
 from eyas.rpc.fair_share import FairLimit
-from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.http.connection import READ_BYTES, HttpConnection
 from eyas.services.router.http.errors import error_bytes, error_response
 from eyas.services.router.http.turns import Turns

@@ -6,8 +6,8 @@ import pytest
 
 from eyas.config.drafting import split_method
 from eyas.config.router import RouterConfig, ServedModel
-from eyas.services.batch import read_requests
-from eyas.services.cluster import _message
+from eyas.services.local.batch import read_requests
+from eyas.services.local.cluster import _message
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -19,7 +19,7 @@ def ids(names: list[str]) -> list[str]:
 
 READERS = (
     Reader(
-        "eyas.services.batch.read_requests",
+        "eyas.services.local.batch.read_requests",
         lambda lines: list(read_requests(lines)),
         {
             "ids of their own": lambda n: ids([f"r{number}" for number in range(n)]),
@@ -37,7 +37,7 @@ READERS = (
         limit=2**17,
     ),
     Reader(
-        "eyas.services.cluster._message",
+        "eyas.services.local.cluster._message",
         _message,
         {"colons": lambda n: ": " * n, "braces": lambda n: "{" * n, "text": lambda n: "{" + '"a":1,' * n},
         limit=2**17,

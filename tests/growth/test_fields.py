@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from tokenizers import AddedToken
 
 from eyas.config import LimitsConfig
+from eyas.config.checks import MAX_WHITESPACE_PATTERN, is_whitespace_pattern
 from eyas.rpc.admission import LARGE_REQUEST_BYTES
-from eyas.services.router.http.bodies import MAX_FIELDS, MAX_OBJECTS, FieldPolicy, field_names, parse_body
+from eyas.services.router.http.bodies.base import MAX_FIELDS, MAX_OBJECTS, FieldPolicy, field_names, parse_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
+from eyas.services.router.http.bodies.other_servers import near_names, translated
 from eyas.services.router.http.fill_in_middle import FORMATS, middle_format, middle_prompt
 from eyas.services.router.http.missing_routes import instead_of
-from eyas.services.router.http.other_servers import near_names, translated
-from eyas.services.router.http.requests import ChatBody, CompletionBody, invalid_body
-from eyas.tokenizer import Tokenizer, load_tokenizer
-from eyas.validation import MAX_WHITESPACE_PATTERN, is_whitespace_pattern
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
 from tests.tiny import DEMO
 

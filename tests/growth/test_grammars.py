@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from eyas.chat_output import ChatFormat
-from eyas.json_schema import Definitions, alternatives, properties_of
-from eyas.request import StructuredOutputs
-from eyas.schema_keywords import known_schema
-from eyas.services.router.http.call_constraints import output_constraint
-from eyas.services.router.http.tools import ToolFields
-from eyas.structural_tag import structural_tag_to_lark
-from eyas.validation import MAX_CHOICES, MAX_REGEX_LENGTH, MAX_SCHEMA_LENGTH, check_structured_outputs
+from eyas.api.request import StructuredOutputs
+from eyas.api.validation import MAX_CHOICES, MAX_REGEX_LENGTH, MAX_SCHEMA_LENGTH, check_structured_outputs
+from eyas.grammar.structural_tags import structural_tag_to_lark
+from eyas.services.router.http.bodies.tools import ToolFields
+from eyas.services.router.http.tool_constraints import output_constraint
+from eyas.text.chat_parser import ChatFormat
+from eyas.text.json_schema import Definitions, alternatives, properties_of
+from eyas.text.schema_keywords import known_schema
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 # Patterns of n characters. What no part of them repeats is Unicode, or random to a regular expression.
@@ -208,17 +208,17 @@ DEEP: dict[str, Callable[[int], str]] = {
 }
 
 READERS = (
-    Reader("eyas.structural_tag.structural_tag_to_lark", translate, TAGS, MAX_SCHEMA_LENGTH),
-    Reader("eyas.json_schema.alternatives", find_alternatives, SCHEMAS, MAX_SCHEMA_LENGTH, on_loop=True),
-    Reader("eyas.json_schema.properties_of", find_properties, SCHEMAS, MAX_SCHEMA_LENGTH, on_loop=True),
-    Reader("eyas.schema_keywords.known_schema", translate_keywords, SCHEMAS, MAX_SCHEMA_LENGTH),
-    Reader("eyas.json_schema.Definitions.standalone", stand_alone, SCHEMAS, MAX_SCHEMA_LENGTH),
+    Reader("eyas.grammar.structural_tags.structural_tag_to_lark", translate, TAGS, MAX_SCHEMA_LENGTH),
+    Reader("eyas.text.json_schema.alternatives", find_alternatives, SCHEMAS, MAX_SCHEMA_LENGTH, on_loop=True),
+    Reader("eyas.text.json_schema.properties_of", find_properties, SCHEMAS, MAX_SCHEMA_LENGTH, on_loop=True),
+    Reader("eyas.text.schema_keywords.known_schema", translate_keywords, SCHEMAS, MAX_SCHEMA_LENGTH),
+    Reader("eyas.text.json_schema.Definitions.standalone", stand_alone, SCHEMAS, MAX_SCHEMA_LENGTH),
     *(
         Reader(f"call_constraints.output_constraint, {form}", constraint(form), SCHEMAS, 2 * MAX_SCHEMA_LENGTH)
         for form in ("hermes", "pythonic", "qwen3_xml")
     ),
     Reader(
-        "eyas.validation.check_structured_outputs, json",
+        "eyas.api.validation.check_structured_outputs, json",
         lambda text: check_structured_outputs(StructuredOutputs(json=text)),
         {
             **DEEP,
@@ -228,14 +228,14 @@ READERS = (
         on_loop=True,
     ),
     Reader(
-        "eyas.validation.check_structured_outputs, choice",
+        "eyas.api.validation.check_structured_outputs, choice",
         lambda texts: check_structured_outputs(StructuredOutputs(choice=texts)),
         {"equal": lambda n: ["a"] * n, "long": lambda n: ["a" * 128] * n},
         MAX_CHOICES,
         on_loop=True,
     ),
     Reader(
-        "eyas.validation.check_structured_outputs, regex",
+        "eyas.api.validation.check_structured_outputs, regex",
         lambda text: check_structured_outputs(StructuredOutputs(regex=text)),
         PATTERNS,
         MAX_REGEX_LENGTH,

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from eyas.block_hash import block_hashes
+from eyas.api.request import Request, SamplingParams, StructuredOutputs
+from eyas.api.validation import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SCHEMA_LENGTH, check_request
 from eyas.config import RoutingConfig
-from eyas.request import Request, SamplingParams, StructuredOutputs
+from eyas.protocol.prefix_hash import block_hashes
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto
 from eyas.rpc.messages import GenerateCall, Lease, Load, ModelInfo
-from eyas.services.router.poison import request_digest
-from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, pick
+from eyas.services.router.dispatch.poison import request_digest
+from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, pick
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import context_of, trace_pairs
 from eyas.v1.generation_pb2 import GenerateRequest
-from eyas.validation import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SCHEMA_LENGTH, check_request
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 MAX_VALUES, MAX_HEADER_BYTES, VOCAB_SIZE = 2**18, 2**15, 2**17

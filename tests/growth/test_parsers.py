@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyas.argument_values import cut_python_arguments, python_arguments, python_json
-from eyas.call_formats import MARKS
-from eyas.chat_message import ChatMessage, joined
-from eyas.chat_output import ChatFormat, ToolParserName
-from eyas.services.router.http.anthropic_messages import MessagesBody
-from eyas.services.router.http.bodies import parse_body
-from eyas.services.router.http.openai_responses import ResponsesBody
-from eyas.services.router.http.tools import whole_message
+from eyas.config.router import ToolParserName
+from eyas.services.router.http.bodies.anthropic import MessagesBody
+from eyas.services.router.http.bodies.base import parse_body
+from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.bodies.tools import whole_message
+from eyas.text.chat_message import ChatMessage, joined
+from eyas.text.chat_parser import ChatFormat
+from eyas.text.tool_call_arguments import cut_python_arguments, python_arguments, python_json
+from eyas.text.tool_call_formats import MARKS
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 MAX_OUTPUT = 2**14  # characters: the work of each token is the same
@@ -149,12 +150,12 @@ OF_RESPONSES = {
 
 READERS = (
     *(
-        Reader(f"eyas.chat_output.ChatParser.pieces, {name}", partial(read, form_of(name), TOKEN), shapes, MAX_OUTPUT)
+        Reader(f"eyas.text.chat_parser.ChatParser.pieces, {name}", partial(read, form_of(name), TOKEN), shapes, MAX_OUTPUT)
         for name, shapes in SHAPES.items()
     ),
     *(
         Reader(
-            f"eyas.chat_output.ChatParser.pieces, {name}, one",
+            f"eyas.text.chat_parser.ChatParser.pieces, {name}, one",
             partial(read, form_of(name), MAX_PIECE),
             {shape: shapes[shape] for shape in list(shapes)[-1:]},
             MAX_PIECE,
@@ -162,11 +163,11 @@ READERS = (
         )
         for name, shapes in SHAPES.items()
     ),
-    Reader("eyas.argument_values.python_json", python_json, VALUES, MAX_VALUES, on_loop=True),
-    Reader("eyas.argument_values.python_arguments", python_arguments, KEYWORDS, MAX_VALUES, on_loop=True),
-    Reader("eyas.argument_values.cut_python_arguments", cut_python_arguments, KEYWORDS, MAX_VALUES, on_loop=True),
-    Reader("eyas.services.router.http.anthropic_messages", partial(read_body, MessagesBody), OF_MESSAGES, MAX_BODY),
-    Reader("eyas.services.router.http.openai_responses", partial(read_body, ResponsesBody), OF_RESPONSES, MAX_BODY),
+    Reader("eyas.text.tool_call_arguments.python_json", python_json, VALUES, MAX_VALUES, on_loop=True),
+    Reader("eyas.text.tool_call_arguments.python_arguments", python_arguments, KEYWORDS, MAX_VALUES, on_loop=True),
+    Reader("eyas.text.tool_call_arguments.cut_python_arguments", cut_python_arguments, KEYWORDS, MAX_VALUES, on_loop=True),
+    Reader("eyas.services.router.http.bodies.anthropic", partial(read_body, MessagesBody), OF_MESSAGES, MAX_BODY),
+    Reader("eyas.services.router.http.bodies.responses", partial(read_body, ResponsesBody), OF_RESPONSES, MAX_BODY),
 )
 
 

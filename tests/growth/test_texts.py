@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from eyas.chat_template import ChatTemplate
 from eyas.config import LimitsConfig
-from eyas.content_text import ContentText
 from eyas.errors import InvalidRequest
-from eyas.services.router.http.bodies import MAX_OBJECTS, parse_body
-from eyas.services.router.http.requests import ChatBody, CompletionBody, invalid_body
-from eyas.tokenizer import TextStream, load_tokenizer
+from eyas.services.router.http.bodies.base import MAX_OBJECTS, parse_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
+from eyas.text.chat_template import ChatTemplate
+from eyas.text.content_text import ContentText
+from eyas.text.tokenizer import TextStream, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 LIMITS = LimitsConfig()

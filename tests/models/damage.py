@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.file_values import CONFIG_VALUES, TEXT, TOKENIZER_VALUES
+from eyas.config.file_values import CONFIG_VALUES, TEXT, TOKENIZER_VALUES
 
 LEFT_OUT = object()
 VALUES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from eyas.drafters.registry import detect_method
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 from tests.tiny import write_head, write_target
 
 

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.chat_template import load_template, special_tokens
 from eyas.config import DraftingConfig, ServedModel, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.errors import EyasError
 from eyas.models.inputs import Segment
-from eyas.models.target import load_target
-from eyas.request import NoiseKey
-from eyas.tokenizer import load_tokenizer
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
+from eyas.text.chat_template import load_template, special_tokens
+from eyas.text.tokenizer import load_tokenizer
 from tests.models.damage import Damage, damaged, damages
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target

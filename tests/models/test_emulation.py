@@ -10,9 +10,9 @@ import torch
 
 from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig
-from eyas.config.device_costs import DeviceCosts, PassCosts, flat
+from eyas.emulation.costs import DeviceCosts, PassCosts, flat
+from eyas.emulation.device import NUM_RECENT, EmulatedDevice, VirtualClock, emulated_device
 from eyas.errors import ConfigError
-from eyas.models.emulation import NUM_RECENT, EmulatedDevice, VirtualClock, emulated_device
 from tests.tiny import fixed_config
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)

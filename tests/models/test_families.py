@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.models.inputs import Segment
-from eyas.models.target import TargetModel, load_target
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
+from eyas.protocol.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment

@@ -8,7 +8,8 @@ import torch
 
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.target import load_target, measure_kv_shapes
+from eyas.models.loading import load_target
+from eyas.models.supported import measure_kv_shapes
 from tests.models.families import FAMILIES, LONG, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.tiny import write_head

@@ -16,16 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas import process
 from eyas.cache.kv_cache import bytes_per_slot
-from eyas.models import cpu_decoder, fused
-from eyas.models.attention import kv_sources
-from eyas.models.cpu import _has_fbgemm, in_blocks
-from eyas.models.cpu_decoder import MAX_KERNEL_ROWS, share_layers
-from eyas.models.fused import KINDS, HeadLayout, LayerKind, RMSNorm, unfuse_layers
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LayerSizes, layer_shapes, rms_norm
+from eyas.device import host as process
+from eyas.models.backends import cpu as cpu_decoder
+from eyas.models.backends.cpu import MAX_KERNEL_ROWS, share_layers
+from eyas.models.backends.packed_weights import _has_fbgemm, in_blocks
+from eyas.models.heads.layers import DraftLayer, LayerSizes, layer_shapes, rms_norm
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
-from eyas.models.target import TargetModel, TargetOutput, load_target
+from eyas.models.layers import fused
+from eyas.models.layers.attention import kv_sources
+from eyas.models.layers.fused import KINDS, LayerKind, unfuse_layers
+from eyas.models.layers.norms import HeadLayout, RMSNorm
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
 from tests.models.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
 from tests.tiny import write_target
 
@@ -78,7 +82,7 @@ def assert_equal_to_unfused(target: TargetModel, *others: TargetOutput) -> None:
 
 def test_fused_layers_equal_those_of_transformers(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels, with a prompt beside them, and without numba. Kernels are compiled when a target is loaded, not later."""
-    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
+    kernels = pytest.importorskip("eyas.kernels.cpu.layers", reason="numba is not installed")
     names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "top_k", "draw_rows", "run_layers", "multiply_weight")
     compiled = [getattr(kernels, name) for name in names]
     signatures = [list(kernel.signatures) for kernel in compiled]
@@ -152,9 +156,9 @@ def test_a_part_of_a_head_that_is_rotated_is_not_fused(tmp_path: Path) -> None:
 
 
 def test_processes_take_turns_to_compile_kernels() -> None:
-    kernels = pytest.importorskip("eyas.models.cpu_kernels", reason="numba is not installed")
+    kernels = pytest.importorskip("eyas.kernels.cpu.layers", reason="numba is not installed")
     fcntl = pytest.importorskip("fcntl")
-    from eyas.sampling.cpu_kernels import LOCK
+    from eyas.kernels.cpu.compiling import LOCK
 
     with open(Path(kernels.norm._cache.cache_path, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -179,7 +183,7 @@ def test_layers_in_one_kernel_equal_those_run_apart(
     kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
     has_fbgemm = itertools.cycle([weights == "half", weights != "float"])
-    monkeypatch.setattr("eyas.models.cpu._has_fbgemm", lambda: next(has_fbgemm))
+    monkeypatch.setattr("eyas.models.backends.packed_weights._has_fbgemm", lambda: next(has_fbgemm))
     target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     decoder = target.model.get_decoder().forward.__self__
     stack = decoder._stack
@@ -231,7 +235,7 @@ def test_threads_that_come_late_change_nothing() -> None:
 
 
 def test_threads_end_with_what_they_help() -> None:
-    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
     before = set(threading.enumerate())
     helpers = products.Helpers(2)
     mine = set(threading.enumerate()) - before
@@ -242,7 +246,7 @@ def test_threads_end_with_what_they_help() -> None:
 
 
 def test_a_helper_that_does_not_come_keeps_one_call() -> None:
-    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
     helpers, caller, arrays = products.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
     has_come, may_go = threading.Event(), threading.Event()
 
@@ -265,7 +269,7 @@ def test_a_helper_that_does_not_come_keeps_one_call() -> None:
 @pytest.mark.parametrize("fails_here", [False, True])
 def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
     """Both threads take a part, one fails with it, and the other one waits for both parts."""
-    products = pytest.importorskip("eyas.models.cpu_products", reason="numba is not installed")
+    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
     helpers, caller, both = products.Helpers(1), threading.current_thread(), threading.Barrier(2)
     passed, tickets = list[int](), np.zeros(2 * products.PHASE_SIZE, np.int64)
 
@@ -368,7 +372,7 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
 
 @pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2", *GEMMA_4])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     monkeypatch.setattr("eyas.models.target.optimize_for_cpu", lambda *_: None)  # weights stay plain, as on a GPU
     if name in GEMMA_4:
         target = gemma_4(name, tmp_path)
@@ -377,7 +381,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
         target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
     use_torch(target)
     monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
-    expert_kernels, by_kernels = import_module("eyas.models.cuda.expert_kernels"), list[Any]()
+    expert_kernels, by_kernels = import_module("eyas.kernels.cuda.experts"), list[Any]()
     route = expert_kernels.route
     monkeypatch.setattr(expert_kernels, "route", lambda *args: (by_kernels.append(args), route(*args))[1])
     assert_equal_to_unfused(target)
@@ -387,7 +391,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
 @pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize("width", [96, 2048])
 def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     generator = torch.Generator().manual_seed(0)
     hidden, delta = torch.randn(2, 1, 3, width, generator=generator)
     norm, inner = (RMSNorm(torch.randn(width, generator=generator), 1e-5, adds_one) for _ in range(2))
@@ -399,7 +403,7 @@ def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> 
 @pytest.mark.parametrize("name", ["llama-3", "rope-yarn", "gemma-3", "gemma-4-e2b"])
 def test_the_kernel_of_rotary_tables_equals_transformers(name: str, tmp_path: Path) -> None:
     """Also far from the start, with a factor, and where kinds of layers have tables of their own."""
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     kind, settings = FAMILIES[name]
     module = load_target(write_model(tmp_path, config_of(kind, **settings))).model.get_decoder().rotary_emb
     positions, x = torch.tensor([[0, 5, 5, 131_071]]), torch.zeros(1, 4, 32)
@@ -414,7 +418,7 @@ def test_the_kernel_of_rotary_tables_equals_transformers(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 80, generator=generator)
     heads = HeadLayout(4, 2, 80, RMSNorm(weight, 1e-5, False) if has_norm else None)
@@ -428,7 +432,7 @@ def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
 
 
 def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     sizes, generator = LayerSizes(32, 48, 4, 2, 8, 1e-5), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in layer_shapes(sizes, 64).items()}
     layer, inputs = DraftLayer(sizes, weights), torch.randn(3, 64, generator=generator)
@@ -445,7 +449,7 @@ def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_the_gate_kernel_equals_plain_operations(activation: str) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     gate_up = 3 * torch.randn(1, 2, 2 * 1500, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
         layer_kernels.gate(gate_up, activation), fused.gate(gate_up.clone(), activation), rtol=1e-5, atol=1e-5

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from eyas import LLM
+from eyas.api.request import SamplingParams
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.generation_config import sampling_defaults
-from eyas.request import SamplingParams
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 
 DEMO = "models/demo/target"
 

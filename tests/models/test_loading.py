@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from eyas.models.cpu import PackedEmbedding, PackedWeight, pack_weights
-from eyas.models.target import TargetModel, load_target
+from eyas.models.backends.packed_weights import PackedEmbedding, PackedWeight, pack_weights
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from tests.models.families import FAMILIES, config_of, write_model
 
 TOKENS = torch.tensor([[5, 0, 47, 5]])

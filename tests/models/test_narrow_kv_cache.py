@@ -7,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVScales, bytes_per_slot, load_rows, store_rows
+from eyas.api.request import Request, SamplingParams
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, bytes_per_slot, load_rows, store_rows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models import fused
-from eyas.models.attention import attend
-from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
-from eyas.models.fused import HeadLayout
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.kernels.arguments import KVScales
+from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.layers import fused
+from eyas.models.layers.attention import attend
+from eyas.models.layers.norms import HeadLayout
+from eyas.models.loading import load_target
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.random_passes import make_pass, num_slots
 from tests.tiny import shared_target, write_target
@@ -47,7 +48,7 @@ def test_a_token_takes_half_of_the_memory() -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     generator = torch.Generator().manual_seed(0)
     dtype, heads, scales = KV_CACHE_DTYPES[name], HeadLayout(4, 2, 16, None), KVScales(0.5, 2.0)
     segments = make_pass(sizes := [(True, 5, 40), (False, 3, 7)])

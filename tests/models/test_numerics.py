@@ -7,14 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eyas.models.numerics import (
-    Float32Head,
-    float32_linear,
-    keeps_logits,
-    logits_into,
-    use_float32_head,
-)
-from eyas.models.target import TargetModel, load_target
+from eyas.models.layers.numerics import Float32Head, float32_linear, keeps_logits, logits_into, use_float32_head
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import make_kv_cache, run, segment
 

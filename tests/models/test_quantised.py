@@ -13,18 +13,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from eyas import LLM
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.fused import is_batch_invariant
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.hydra import load_hydra
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, Float8Linear, linear, quantise_head
+from eyas.models.heads.layers import Float8Linear, linear, quantise_head
 from eyas.models.heads.medusa import load_medusa
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
+from eyas.models.layers.fused import is_batch_invariant
+from eyas.models.loading import load_target
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import config_of, write_model
 from tests.models.test_fused import assert_equal_to_unfused, is_fused, use_torch

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.models.cpu import _has_fbgemm
-from eyas.models.cpu_decoder import MAX_KERNEL_ROWS
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.backends.cpu import MAX_KERNEL_ROWS
+from eyas.models.backends.packed_weights import _has_fbgemm
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 from tests.models.families import FAMILIES, config_of, write_model
 
 FUSED = ("llama-3", "rope-yarn", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")

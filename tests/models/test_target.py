@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import KVCache
+from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
-from eyas.models.target import TargetModel, load_target
-from eyas.tensors import Ints
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
+from eyas.protocol.tree import DraftTree
 from tests.reference import load_reference
 from tests.strategies import trees
 

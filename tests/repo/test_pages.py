@@ -11,13 +11,13 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from eyas import validation
+from eyas.api import validation
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
+from eyas.config.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKENIZER_VALUES, FileValue
 from eyas.drafters.registry import METHODS
-from eyas.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKENIZER_VALUES, FileValue
-from eyas.models.cuda.backend import WORKSPACES, PassSizes, graph_bytes, launched_bytes
-from eyas.models.cuda.metadata import FIXED_PART, Tiling
+from eyas.models.backends.attention_metadata import FIXED_PART, Tiling
+from eyas.models.backends.pass_memory import WORKSPACES, PassSizes, graph_bytes, launched_bytes
 from tests.repo.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"

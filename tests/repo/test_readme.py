@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from eyas import LLM
-from eyas.cli import app
+from eyas.cli.main import app
 from tests.repo.repository import ROOT, files, name
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

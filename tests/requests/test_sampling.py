@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.request import NoiseKey, SamplingParams
-from eyas.sampling.noise import exponential_noise
-from eyas.sampling.sampler import Draw, Draws, Filters, filtered_probs, rank, sample, target_probs
-from eyas.validation import MAX_SEED
+from eyas.api.request import SamplingParams
+from eyas.api.validation import MAX_SEED
+from eyas.kernels.arguments import Draw, Draws
+from eyas.kernels.noise import exponential_noise
+from eyas.protocol.commit import NoiseKey
+from eyas.sampling.sampler import Filters, filtered_probs, rank, sample, target_probs
 from tests import reference
 from tests.device_syncs import Waits
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eyas.api.request import Request, SamplingParams, StructuredOutputs
+from eyas.api.validation import check_engine_request, check_request
 from eyas.errors import InvalidRequest
-from eyas.request import Request, SamplingParams, StructuredOutputs
-from eyas.validation import check_engine_request, check_request
 
 FINE = SamplingParams(
     max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop_token_ids=(4,), min_p=0.1, min_tokens=8,

@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.models.heads.eagle import load_fuser
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.loading import load_target
 from tests.tiny import fixed_config, write_head, write_target
 
 NUM_SLOTS, DRAFT_SLOTS = 400, 300

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from eyas.api.validation import MAX_INT
 from eyas.engine.waiting_queue import RESERVED_SHARE
 from eyas.errors import Overloaded
-from eyas.validation import MAX_INT
 from tests.scheduling.toy_engine import ToyEngine, generate
 
 ROOMY = {"max_kv_tokens": 400, "max_num_seqs": 4}

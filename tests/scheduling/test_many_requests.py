@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from eyas import LLM, SamplingParams
+from eyas.api.request import Request
 from eyas.engine.sequence import QueueKey, Sequence
 from eyas.engine.waiting_queue import SPARE_ENTRIES, WaitingQueue
-from eyas.request import Request
 from tests.tiny import DEMO
 
 FILES = ("llm.py", "scheduler.py", "waiting_queue.py", "engine.py", "sequence.py")

@@ -10,7 +10,7 @@ from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 8), (2, 8), (4, 16)]

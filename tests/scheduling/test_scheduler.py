@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.config import EngineConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, VerifyOutput
-from eyas.tree import DraftTree
 
 EOS = 1
 

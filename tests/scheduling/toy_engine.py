@@ -8,13 +8,13 @@ import random
 import zlib
 from collections.abc import Sequence as Seq
 
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.cache.prefix_cache import TableRows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, VerifyOutput, accept
-from eyas.tree import DraftTree
 
 VOCAB = 3
 TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.services.redis_server import running_redis
 
 

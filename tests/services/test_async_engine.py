@@ -16,18 +16,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import ServerConfig, TreeConfig, VerifierConfig
-from eyas.config.device_costs import flat
+from eyas.device.transfer import download
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
+from eyas.emulation.costs import flat
+from eyas.emulation.device import VirtualClock
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine, StepReport
 from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
-from eyas.models.emulation import VirtualClock
 from eyas.models.inputs import PackedInputs
-from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import LIVE, RpcServer
@@ -36,7 +38,6 @@ from eyas.services.discovery.base import cancel_task
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.servicer import announced_load
-from eyas.tensors import download
 from tests.tiny import fixed_config
 
 PROMPT = (0, 282, 659, 276)

@@ -10,9 +10,9 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.errors import Unavailable
-from eyas.services.batch import BatchFiles, answer_all, read_requests
+from eyas.services.local.batch import BatchFiles, answer_all, read_requests
 from tests.openai_server import openai_server
 
 
@@ -109,7 +109,7 @@ def test_the_reason_of_a_server_that_ended_ends_the_run(file: Path, monkeypatch:
     def tend() -> None:
         raise Unavailable("verifier was killed")
 
-    monkeypatch.setattr("eyas.services.batch.MAX_TRIES", 1)
+    monkeypatch.setattr("eyas.services.local.batch.MAX_TRIES", 1)
     files = BatchFiles.of(file, None, None)
     with openai_server(failures=(503,) * 9) as server, pytest.raises(Unavailable, match="verifier was killed"):
         asyncio.run(answer_all(files, files.read(False), server.url, "", 2, Console(stderr=True), tend))

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.target import load_target
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.models.loading import load_target
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.v1 import generation_pb2_grpc

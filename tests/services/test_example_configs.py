@@ -11,7 +11,7 @@ from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig,
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.http.server import HttpServer
 

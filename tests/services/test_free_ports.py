@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from eyas.services import cluster
-from eyas.services.cluster import free_port
+from eyas.services.local import cluster
+from eyas.services.local.cluster import free_port
 
 # Few enough that ports drawn without a memory would repeat.
 PORTS = (20_000, 20_064)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from eyas.process import trim_heaps
-from eyas.services.cluster import free_port, running_cluster
+from eyas.device.host import trim_heaps
+from eyas.services.local.cluster import free_port, running_cluster
 
 # Redis is the only process of a cluster without services.
 RUN = """
-from eyas.services.cluster import free_port, running_cluster
+from eyas.services.local.cluster import free_port, running_cluster
 with running_cluster([], free_port()) as cluster:
     print(cluster.children[0].log.parent, flush=True)
     input()

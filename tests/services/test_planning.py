@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from eyas.cli import load_command
+from eyas.cli.main import load_command
+from eyas.cli.options import SERVICE_KEYS, Setting, asked_settings, service_settings
 from eyas.errors import ConfigError
-from eyas.options import SERVICE_KEYS, Setting, asked_settings, service_settings
-from eyas.services.cluster import running_cluster
-from eyas.services.serve import plan
+from eyas.services.local.cluster import running_cluster
+from eyas.services.local.serve import plan
 
 # What each option is given, and what a file of options gives the same keys.
 VALUES: dict[str, tuple[Any, Any]] = {

@@ -14,10 +14,10 @@ from redis.exceptions import RedisError
 
 from eyas.config import PeersConfig, RegistryConfig
 from eyas.errors import ConfigError
-from eyas.rpc.channel import SharedToken
+from eyas.rpc.identity import SharedToken
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from eyas.services.cluster import free_port
-from eyas.services.discovery.registry import Placement, Registry
+from eyas.services.discovery.redis_registry import Placement, Registry
+from eyas.services.local.cluster import free_port
 from tests.services.redis_server import running_redis
 
 MODEL = ModelInfo("demo", "f1", 4096, 2048, "h1")
@@ -139,7 +139,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("eyas.services.discovery.registry.time", clock)
+    monkeypatch.setattr("eyas.services.discovery.redis_registry.time", clock)
     return clock
 
 

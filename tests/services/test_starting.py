@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import app
+from eyas.api.request import GenerationStats
+from eyas.cli.main import app
 from eyas.config import ServedModel, load
 from eyas.config.drafting import LOOKUPS, METHOD_HEADS
 from eyas.config.router import RouterConfig
 from eyas.config.serving import DraftConfig, VerifierConfig
+from eyas.device.host import PHASE_PREFIX
 from eyas.drafters.registry import METHODS
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import CheckpointError, ConfigError
-from eyas.process import PHASE_PREFIX
-from eyas.request import GenerationStats
-from eyas.services.cluster import OWN_PAGES, Child, ServiceSettings, _with_own_pages
-from eyas.services.preflight import check_settings
-from eyas.services.serve import _phase, plan
+from eyas.services.local.cluster import OWN_PAGES, Child, ServiceSettings, _with_own_pages
+from eyas.services.local.preflight import check_settings
+from eyas.services.local.serve import _phase, plan
 from eyas.services.verifier.load_log import LoadLog
 
 TARGET = "models/demo/target"
 IDLE = EngineLoad(0, 0, 100)
 LOGGED = """
-2026-11-28 12:00:00,000 INFO eyas.process: start: loading
+2026-11-28 12:00:00,000 INFO eyas.device.host: start: loading
   a line of a traceback
-{"timestamp": "2026", "level": "INFO", "logger": "eyas.process", "message": "start: compiling"}
+{"timestamp": "2026", "level": "INFO", "logger": "eyas.device.host", "message": "start: compiling"}
 """
 # Settings that are refused before a process starts, and what the error says.
 REFUSED = {
@@ -56,7 +56,7 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_settings_are_refused_before_processes_start(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("eyas.services.cluster.Child.start", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr("eyas.services.local.cluster.Child.start", lambda self: pytest.fail("a process was started"))
     result = CliRunner().invoke(app, ["serve", TARGET, "--port", "0", "--grpc-port", "31999", *words.split()])
     assert result.exit_code == 1
     assert REFUSED[words] in result.stderr

@@ -14,14 +14,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import EngineConfig, VerifierConfig
 from eyas.errors import ConfigError
-from eyas.models.workers import RankInfo
-from eyas.request import Request, SamplingParams
+from eyas.models.parallel.workers import RankInfo
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.services.cluster import free_port, is_serving
+from eyas.services.local.cluster import free_port, is_serving
 from eyas.services.verifier.__main__ import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests import reference

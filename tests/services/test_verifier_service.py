@@ -16,15 +16,15 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Request, SamplingParams
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig, VerifierConfig
 from eyas.errors import EyasError, Overloaded, Unavailable
-from eyas.outputs import TextChunk
-from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from eyas.services.verifier.__main__ import END_SECONDS, outputs_fingerprint, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.services.test_async_engine import join_engines

@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import exposition, serving_metrics, telemetry, to_otlp
 from eyas.telemetry.logging import configure_logging, request_log

@@ -7,18 +7,18 @@ import grpc
 import pytest
 import torch
 
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.config import TelemetryConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext
 from eyas.errors import InvalidRequest, Overloaded, Unavailable
-from eyas.outputs import TextChunk, Totals
-from eyas.request import Chunk, NoiseKey, Request, SamplingParams
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Load, ModelInfo
-from eyas.services.discovery.registry import Lease
+from eyas.services.discovery.redis_registry import Lease
 from eyas.services.draft.telemetry import DraftTelemetry
-from eyas.services.router.routing import Pair
+from eyas.services.router.dispatch.routing import Pair
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.tree import DraftTree
 from tests.telemetry.spans import TRACE, Spans
 
 FINISH_REASONS = "gen_ai.response.finish_reasons"

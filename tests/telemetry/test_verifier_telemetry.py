@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from eyas.api.request import Chunk, Request, SamplingParams, VerifyStep
 from eyas.config import TelemetryConfig
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import Overloaded
-from eyas.request import Chunk, Request, SamplingParams, VerifyStep
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from tests.telemetry.spans import TRACE, Spans
 

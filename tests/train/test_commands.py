@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from eyas import LLM, SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
+from eyas.cli.train import _peak_memory
 from eyas.models.heads.block import load_block_head
-from eyas.train.command import _peak_memory
 from eyas.train.data import draft_vocabulary, read_prepared, vocabulary_coverage
 from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target, write_ids

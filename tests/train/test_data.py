@@ -16,10 +16,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from eyas.chat_template import load_template
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError
-from eyas.tokenizer import load_tokenizer
+from eyas.text.chat_template import load_template
+from eyas.text.tokenizer import load_tokenizer
 from eyas.train import data
 from eyas.train.block import draw_anchors
 from eyas.train.data import (

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli import app
-from eyas.train.command import _conclude
+from eyas.cli.main import app
+from eyas.cli.train import _conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer

@@ -16,15 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.scoring import make_scorer
+from eyas.drafters.trees.scoring import make_scorer
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
+from eyas.protocol.commit import TreeBudget
 from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
@@ -228,7 +228,7 @@ def test_dpace_weights_are_sums_of_survivals() -> None:
 def test_a_dry_run_and_a_run_leave_a_head_card_and_plot(folder: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from eyas.cli import app
+    from eyas.cli.main import app
 
     out = tmp_path / "run"
     config = settings(folder, str(folder / "target"))

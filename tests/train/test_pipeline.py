@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.train.config import EvalConfig

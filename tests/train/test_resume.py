@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from eyas.config.loader import load
 from eyas.errors import ConfigError
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from eyas.train.config import TrainConfig
 from eyas.train.data import Windows
 from eyas.train.methods import build_trainer

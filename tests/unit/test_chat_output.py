@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.argument_values import MAX_PIECES, Tools, python_arguments, python_json
-from eyas.call_formats import MARKS
-from eyas.chat_message import ChatMessage, ToolCall
-from eyas.chat_output import ChatFormat, detect_format
+from eyas.text.chat_message import ChatMessage, ToolCall
+from eyas.text.chat_parser import ChatFormat, detect_format
+from eyas.text.tool_call_arguments import MAX_PIECES, Tools, python_arguments, python_json
+from eyas.text.tool_call_formats import MARKS
 
 PROPERTIES = {
     "city": {"type": "string"},

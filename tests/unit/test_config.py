@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
+from eyas.config.target_limits import check_ranks
 from eyas.errors import ConfigError
-from eyas.target_limits import check_ranks
 
 VERIFIER = "served_model_name: m\nmodel: t\n"
 ROUTER = "models: [{name: m, tokenizer: t}]\n"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from eyas.chat_template import ChatTemplate
-from eyas.content_text import ContentText, renamed
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.chat_template import ChatTemplate
+from eyas.text.content_text import ContentText, renamed
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.test_tokenizer import LIKE_LLAMA2
 
 DEMO = Path("models/demo/target")

@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TensorBytes, TreeBudget, changed
-from eyas.errors import InvalidRequest
-from eyas.outputs import TextChunk, Totals
-from eyas.request import (
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import (
     Chunk,
     GenerationStats,
-    NoiseKey,
     Request,
     SamplingParams,
     StructuredOutputs,
@@ -25,12 +22,14 @@ from eyas.request import (
     VerifyStep,
     VerifyStepDetails,
 )
+from eyas.api.validation import MAX_SEED
+from eyas.device.transfer import tensor_from_bytes, tensor_to_bytes
+from eyas.errors import InvalidRequest
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TensorBytes, TreeBudget, changed
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.rpc import convert
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, GenerateCall, ModelInfo, SessionTree, TargetInfo
-from eyas.tensors import tensor_from_bytes, tensor_to_bytes
-from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
-from eyas.validation import MAX_SEED
 from tests.strategies import unchecked
 
 counts = st.integers(0, 2**31 - 1)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from eyas import LLM, SamplingParams, compat
-from eyas.compat import EaModel
+from eyas import LLM, SamplingParams
+from eyas import ea_model as compat
+from eyas.ea_model import EaModel
 from eyas.errors import ConfigError, InvalidRequest
 
 BASE, HEAD = "models/demo/target", "models/demo/eagle3"
@@ -123,7 +124,7 @@ def test_what_eyas_does_not_have_is_refused(options: dict[str, Any], reason: str
 def test_a_script_of_the_eagle_repository_runs_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `python -m eyas.compat` runs it, in this process."""
+    """As `python -m eyas.ea_model` runs it, in this process."""
     script = tmp_path / "gen_answer.py"
     script.write_text(f"import neighbour\n{SCRIPT}")
     (tmp_path / "neighbour.py").touch()

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyas import grammar
-from eyas.bounded_calls import BoundedCalls
+from eyas.api.request import StructuredOutputs
 from eyas.errors import CheckpointError, InvalidRequest, Overloaded
-from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
-from eyas.grammar_trial import CostlyGrammar
-from eyas.request import StructuredOutputs
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.grammar import compiler as grammar
+from eyas.grammar.compiler import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
+from eyas.grammar.timed_calls import BoundedCalls
+from eyas.grammar.trial import CostlyGrammar
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
 
 TARGET = str(DEMO / "target")
@@ -325,9 +325,9 @@ def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler)
 
 EXIT = """
 from eyas import grammar
-from eyas.bounded_calls import BoundedCalls
+from eyas.grammar.timed_calls import BoundedCalls
 from eyas.errors import InvalidRequest
-from eyas.request import StructuredOutputs
+from eyas.api.request import StructuredOutputs
 
 compiler = grammar.GrammarCompiler({target!r}, 4096, frozenset({{1}}))
 compiler.compile(StructuredOutputs(regex="first"))

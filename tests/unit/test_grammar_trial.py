@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from eyas import grammar_trial
+from eyas.api.request import StructuredOutputs
+from eyas.api.validation import MAX_SCHEMA_LENGTH
 from eyas.errors import EyasError, InvalidRequest, Unavailable
-from eyas.grammar import GrammarCompiler
-from eyas.request import StructuredOutputs
-from eyas.validation import MAX_SCHEMA_LENGTH
+from eyas.grammar import trial as grammar_trial
+from eyas.grammar.compiler import GrammarCompiler
 from tests.tiny import DEMO
 
 
@@ -98,7 +98,7 @@ SLOW = StructuredOutputs(grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}*\n" fo
 
 
 def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.grammar.COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr("eyas.grammar.compiler.COMPILE_SECONDS", 0.3)
     compiler = new_compiler()
     refused = compiler.submit(SLOW)
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.3 s to compile; simplify it") as caught:

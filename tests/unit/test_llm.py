@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from eyas import LLM, EyasError, RequestOutput, SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import EngineConfig, TreeConfig
+from eyas.device.placement import use_threads
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.checkpoint import resolve_placement
-from eyas.models.target import load_target
-from eyas.tensors import use_threads
+from eyas.models.loading import load_target
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -252,8 +252,8 @@ def test_torch_takes_one_thread_where_kernels_can_run(
     monkeypatch.delenv("OMP_NUM_THREADS")
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("eyas.tensors.num_cores", lambda: cores)
-    monkeypatch.setattr("eyas.tensors.has_numba", lambda: True)
+    monkeypatch.setattr("eyas.device.transfer.num_cores", lambda: cores)
+    monkeypatch.setattr("eyas.device.transfer.has_numba", lambda: True)
     torch.set_num_threads(3)
     try:
         use_threads(threads, *placements)
@@ -279,8 +279,8 @@ def test_a_number_of_threads_below_0_is_refused() -> None:
 )
 def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("eyas.tensors.num_cores", lambda: 2)
-    monkeypatch.setattr("eyas.tensors.has_numba", lambda: True)
+    monkeypatch.setattr("eyas.device.transfer.num_cores", lambda: 2)
+    monkeypatch.setattr("eyas.device.transfer.has_numba", lambda: True)
     torch.set_num_threads(3)
     try:
         assert CliRunner().invoke(app, [*arguments, "--model", "nowhere", "--device", "cpu"]).exit_code

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from eyas.device.host import has_numba
 from eyas.errors import install_command
-from eyas.process import has_numba
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")

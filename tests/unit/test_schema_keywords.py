@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import AnyUrl, Base64Str, BaseModel, ByteSize, Field, Json, PastDate, SecretStr
 
+from eyas.api.request import StructuredOutputs
 from eyas.errors import InvalidRequest
-from eyas.grammar import GrammarCompiler, Matcher
-from eyas.request import StructuredOutputs
-from eyas.schema_keywords import known_schema
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.grammar.compiler import GrammarCompiler, Matcher
+from eyas.text.schema_keywords import known_schema
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
 
 TARGET = str(DEMO / "target")

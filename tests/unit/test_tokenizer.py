@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from eyas.api.outputs import TextDecoder
+from eyas.api.request import Chunk
 from eyas.errors import CheckpointError, InvalidRequest
-from eyas.outputs import TextDecoder
-from eyas.request import Chunk
-from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
+from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 DEMO = Path("models/demo/target")
 TEXT = "def naïve(x):  # 日本語 🦅\n    return x + 1\n"

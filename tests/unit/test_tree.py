@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
+from eyas.protocol.tree import DraftTree, TreeArrays
 from eyas.sampling.acceptance import accept
 from eyas.sampling.packed_trees import PlainKernels, TreeLimits, are_valid_trees, kernels, pack_trees
-from eyas.tree import DraftTree, TreeArrays
 from tests.strategies import trees
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from eyas.engine.draft_costs import SurvivalModel
 from eyas.errors import InvalidTree
-from eyas.tree import DraftTree, TreeBatch, cut_trees
+from eyas.protocol.tree import DraftTree, TreeBatch, cut_trees
 
 MOST = 20
 

@@ -3,7 +3,7 @@
 import pytest
 
 from eyas.config import EngineConfig, MethodsConfig, TreeConfig
-from eyas.config.vllm import engine_config, speculation
+from eyas.config.vllm_arguments import engine_config, speculation
 from eyas.errors import ConfigError
 
 

@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eyas.file_values import get_setting
+from eyas.config.file_values import get_setting
+from eyas.device.placement import check_device
+from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
-    check_device,
     check_tensors,
     read_target_config,
     read_tensor,
@@ -38,7 +39,6 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cpu import optimize_for_cpu
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
     Dialect,
@@ -49,17 +49,12 @@ from eyas.models.heads.block_config import (
     canonical_name,
     read_block_config,
 )
-from eyas.models.heads.block_layers import (
-    BlockLayer,
-    CandidateSelector,
-    CompiledBackbone,
-    ConfidenceHead,
-    MarkovHead,
-    empty_linear,
-)
+from eyas.models.heads.block_layers import BlockLayer, CandidateSelector, ConfidenceHead, MarkovHead, empty_linear
+from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.layers import LinearFuser, Projected, quantise_head, rms_norm
+from eyas.models.heads.fusers import LinearFuser
+from eyas.models.heads.layers import Projected, quantise_head, rms_norm
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import read_config, read_plain_config, weight_map
 from eyas.models.heads.eagle_config import (
     SUPPORTED_ACTIVATIONS,

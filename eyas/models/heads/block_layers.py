@@ -6,7 +6,7 @@ vocabulary, D draft vocabulary, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, PackedLinear, PackedProduct
-from eyas.models.cpu_decoder import CpuStack
-from eyas.models.fused import HeadLayout, RMSNorm, merged_product
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import Projected, layer_kernels_for, rms_norm, rotate
-from eyas.models.inputs import RowKeys, Segment
-from eyas.tensors import Floats, Ints
+from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 
 class BlockLayer(nn.Module):
@@ -146,71 +141,6 @@ class BlockConvolution(nn.Module):
         blocks = F.pad(rows.view(-1, self._block, rows.shape[1]), (0, 0, self._taps - 1, 0))
         shifted = blocks.unfold(1, self._taps, 1).flip(-1).flatten(0, 1)  # [R, H, taps], tap 0 first
         return (shifted * kernel.transpose(1, 2)).sum(-1)
-
-
-class CompiledBackbone:
-    """A head's layers by the kernels of the CPU. One product makes keys and values of context for all layers."""
-
-    def __init__(self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor) -> None:
-        """layers: packed, in float32, without convolutions and biases. norm: behind them. rotary: [length, 2, d]."""
-        self._config, self._num_kv = c, c.num_kv_heads
-        self._cos, self._sin = (rotary[:, i].contiguous().numpy() for i in range(2))
-        firsts = [self._norm(layer.input_layernorm.weight) for layer in layers]
-        self._first, nexts = firsts[0], [*firsts[1:], self._norm(norm.weight)]
-        self._layers = [
-            self._compiled(layer, window, behind) for layer, window, behind in zip(layers, c.windows, nexts, strict=True)
-        ]
-        self._stack = CpuStack.of(self._layers)
-        parts = [[getattr(layer.self_attn, name) for layer in layers] for name in ("k_proj", "v_proj")]
-        weight = torch.cat([part.weight for each in parts for part in each])
-        self._context = CpuProduct.of(PackedProduct(weight))
-        norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
-        self._context_norm = self._norm(torch.cat(norms))
-
-    def cache_context(self, features: Tensor, positions: Ints, slots: Ints, kv: KVCache) -> None:
-        """Write keys and values of context features [R, H], at positions [R], to slots [R] of every layer."""
-        from eyas.models import cpu_kernels
-
-        rows = self._context.multiply(features).view(len(features), -1, self._config.head_dim).numpy()
-        num_keys, norm, rotary = rows.shape[1] // 2, self._context_norm, self._rotary(positions)
-        cpu_kernels.rotate(rows, self._context.by, num_keys, *rotary, norm.factors, norm.eps)
-        for layer, pools in enumerate(kv.arrays):
-            cpu_kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
-
-    def run(self, embedded: Tensor, blocks: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see each other
-        and their prefixes."""
-        from eyas.models import cpu_kernels
-
-        whole = RowKeys.of(blocks, len(embedded))
-        rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
-        causal = whole
-        if self._config.causal_windows:
-            causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
-        rows.start(cpu_kernels, self._first)
-        if self._stack and causal is whole:
-            self._stack.run(rows, [rotary], kv)
-            return rows.normed
-        for number, layer in enumerate(self._layers):
-            rows.keys = whole if layer.window is None else causal
-            layer.run(cpu_kernels, rows, rotary, kv, number)
-        return rows.normed
-
-    def _compiled(self, layer: Any, window: int | None, behind: RMSNorm) -> CpuLayer:
-        c, attention, mlp = self._config, layer.self_attn, layer.mlp
-        weights = [attention.q_norm.weight.expand(c.num_heads, -1), attention.k_norm.weight.expand(c.num_kv_heads, -1)]
-        heads = HeadLayout(c.num_heads, c.num_kv_heads, c.head_dim, self._norm(torch.cat(weights)))
-        qkv = merged_product([attention.q_proj, attention.k_proj, attention.v_proj])
-        out, down = (x.product if isinstance(x, PackedLinear) else x for x in (attention.o_proj, mlp.down_proj))
-        products = CpuProducts.of(qkv, out, merged_product([mlp.gate_proj, mlp.up_proj]), down)
-        mlp_norm = self._norm(layer.post_attention_layernorm.weight)
-        return CpuLayer(products, heads, c.head_dim**-0.5, window, None, "silu", mlp_norm, behind)
-
-    def _norm(self, weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight, self._config.rms_norm_eps, adds_one=False)
-
-    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
-        return self._cos[positions], self._sin[positions]
 
 
 class MarkovHead(nn.Module):

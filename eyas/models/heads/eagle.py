@@ -6,26 +6,25 @@ Li et al. 2024 (EAGLE, EAGLE-2) and 2025 (EAGLE-3). Legend: R rows, H draft hidd
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
+from eyas.config.file_values import get_setting
+from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting
+from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
-    check_device,
     check_tensors,
     explained,
     read_target_config,
@@ -35,9 +34,7 @@ from eyas.models.checkpoint import (
     resolve,
     weight_map,
 )
-from eyas.models.cpu import CpuLayer, CpuProducts, CpuRows, PackedLinear, optimize_for_cpu
-from eyas.models.cpu_decoder import CpuStack
-from eyas.models.fused import HeadLayout, RMSNorm
+from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
@@ -49,11 +46,11 @@ from eyas.models.heads.eagle_config import (
     read_head_config,
     tensor_shapes,
 )
+from eyas.models.heads.fusers import LinearFuser
 from eyas.models.heads.layers import (
     BackboneSizes,
     DraftLayer,
     LayerSlots,
-    LinearFuser,
     Projected,
     backbone_json,
     default_rotary_table,
@@ -66,8 +63,6 @@ from eyas.models.heads.layers import (
     take_rows,
     under_prefix,
 )
-from eyas.models.inputs import RowKeys, Segment
-from eyas.tensors import Floats, Ints
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 Attention = Callable[[int, Projected], Tensor]
@@ -195,93 +190,6 @@ class EagleHead(nn.Module):
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps)
-
-
-class CompiledEagle:
-    """The layers of an EAGLE head by the kernels of the CPU; the order is that of `EagleHead.run`."""
-
-    def __init__(self, head: EagleHead) -> None:
-        """head: packed, in float32."""
-        self._head, self._embedding = head, head.embedding.detach().numpy()
-        self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
-        layers, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
-        final = torch.ones(head.config.hidden) if head.norm is None else head.norm
-        weights = [*(layer.input_norm for layer in layers[1:]), final]
-        norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
-        self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
-        self._stack = CpuStack.of(self._layers)
-
-    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
-
-        new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`. Returns the states [S, H] behind the last pairs.
-        """
-        from eyas.models import cpu_kernels
-
-        tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
-        keys = RowKeys.of(new, len(tokens))
-        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
-        deepest, ends = len(self._layers) - 1, keys.ends - 1
-        for number in range(deepest):
-            self._layers[number].run(cpu_kernels, rows, rotary, kv, number)
-        qkv = self._layers[deepest].project(cpu_kernels, rows, rotary, kv, deepest)
-        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
-        self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
-        return self._states(behind)
-
-    def level(
-        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        """Rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R, D].
-
-        tokens: the target's ids [R]. slots: for their keys and values [R]. keys: RowKeys of the rows.
-        """
-        from eyas.models import cpu_kernels
-
-        rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
-        if self._stack:
-            self._stack.run(rows, [rotary], kv)
-        else:
-            for number, layer in enumerate(self._layers):
-                layer.run(cpu_kernels, rows, rotary, kv, number)
-        is_bare = self._head.config.wiring.output == "bare"
-        return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
-
-    def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
-        """The inputs of the first layer."""
-        from eyas.models import cpu_kernels
-
-        head, first, width = self._head, self._head.layer(0), states.shape[1]
-        if head.fc is not None:
-            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
-            joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-            return CpuRows(joined, slots, keys, inputs=joined)
-        assert first.input_norm is not None
-        assert first.hidden_norm is not None
-        inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
-        weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
-        cpu_kernels.pair_inputs(
-            states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
-            residual.numpy(),
-        )  # fmt: skip
-        if head.config.wiring.norm_before_residual:
-            residual.copy_(inputs[:, width:])
-        return CpuRows(residual, slots, keys, inputs=inputs)
-
-    def _states(self, rows: CpuRows) -> Tensor:
-        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
-
-    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
-        return self._cos[positions], self._sin[positions]
-
-
-def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
-    """A layer for the kernels of the CPU. behind: the norm of what it returns."""
-    sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
-    products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
-    heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
-    norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
-    return CpuLayer(products, heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
 
 
 def head_rotary(config: BackboneSizes, length: int) -> Tensor:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eyas.config.file_values import get_setting, shown
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting, shown
 from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, read_plain_config, weight_map
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
+from eyas.models.heads.layers import BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 
 Settings = Mapping[str, Any]
 Kind = Literal["eagle", "eagle3", "peagle"]

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.file_values import get_setting
+from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
-    check_device,
     check_tensors,
     read_plain_config,
     read_target_config,
@@ -42,7 +42,7 @@ from eyas.models.heads.layers import (
     take_draft_ids,
     under_prefix,
 )
-from eyas.models.target import read_model_config
+from eyas.models.loading import read_model_config
 
 HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 ARCHITECTURES = ("mlp", "prefix-mlp")

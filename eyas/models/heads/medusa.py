@@ -13,16 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.file_values import get_setting
+from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
-from eyas.file_values import get_setting
-from eyas.models.checkpoint import (
-    check_device,
-    check_tensors,
-    read_plain_config,
-    read_target_config,
-    read_tensors,
-    resolve,
-)
+from eyas.models.checkpoint import check_tensors, read_plain_config, read_target_config, read_tensors, resolve
 from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -21,11 +21,13 @@ from eyas.models.checkpoint import resolve
 from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, FeatureFuser, Projected
+from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.heads.layers import Projected
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.sampling.sampler import rank
-from eyas.tokenizer import load_tokenizer
+from eyas.text.tokenizer import load_tokenizer
 
 WINDOW = 256
 MAX_WINDOWS = 6

@@ -5,17 +5,11 @@ To add a route, register it in `build_app` or in one of the `_add_*_routes` func
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -23,57 +17,36 @@ from prometheus_client import REGISTRY
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.chat_output import ChatFormat
-from eyas.chat_template import ChatTemplate
 from eyas.config import HttpConfig
-from eyas.content_text import ContentText
-from eyas.errors import EyasError, InvalidRequest, UnknownModel
-from eyas.outputs import TextChunk
-from eyas.request import Request as GenerationRequest
-from eyas.request import SamplingParams
+from eyas.errors import UnknownModel
 from eyas.rpc.admission import Admission
-from eyas.rpc.messages import GenerateCall, ModelInfo
-from eyas.services.router.auth import Access, ApiKeys, Authenticator
-from eyas.services.router.generation import GenerationService, completion_slots, merge
-from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
-from eyas.services.router.http.bodies import FieldPolicy, JsonRoute, field_names
-from eyas.services.router.http.call_constraints import ChatOutput
-from eyas.services.router.http.errors import add_error_handlers
-from eyas.services.router.http.fill_in_middle import end_tokens, middle_format, middle_prompt
-from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
-from eyas.services.router.http.playground import add_playground, cluster_state
-from eyas.services.router.http.requests import (
-    DEFAULT_COMPLETION_TOKENS,
+from eyas.services.router.auth.keys import Access, ApiKeys
+from eyas.services.router.auth.middleware import Authenticator
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.http.bodies.anthropic import MessagesBody
+from eyas.services.router.http.bodies.base import FieldPolicy, JsonRoute, field_names
+from eyas.services.router.http.bodies.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
-from eyas.services.router.http.response_json import json_blocks, num_values, run
-from eyas.services.router.http.responses import ResponseWriter, StreamWriter
-from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, HeadAsGet, cancel_on_disconnect
+from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.endpoints import MAX_QUOTED_NAME, GenerationEndpoints
+from eyas.services.router.http.errors import add_error_handlers
+from eyas.services.router.http.playground import add_playground, cluster_state
+from eyas.services.router.http.streaming import BodyLimit, HeadAsGet
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
-from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
-from eyas.telemetry.logging import escaped
-from eyas.telemetry.tracing import trace_pairs
-from eyas.tokenizer import Tokenizer
-from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
+from eyas.text.chat_template import ChatTemplate
 
-MAX_CHOICES = 1024
-MAX_QUOTED_NAME = 80
 ANY_PORT = ":*"
 ENDPOINT_FIELDS = frozenset[str]().union(
     *map(field_names, (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody))
 )
 DOCS_PAGE = Path(__file__).with_name("docs.html")
 RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
-# Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
-ID_AFFIX_LENGTH = 16
-
-ResultT = TypeVar("ResultT")
-
-log = logging.getLogger(__name__)
 
 
 def build_app(
@@ -231,309 +204,7 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor, api: FastA
         return Response(body, headers={"Content-Type": content_type})
 
 
-@dataclass(frozen=True)
-class GenerationEndpoints:
-    """The endpoints that generate or encode. templates: of every model, None if it has none.
-
-    keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
-    GenerationService, and ClientDisconnected.
-    """
-
-    service: GenerationService
-    templates: Mapping[str, ChatTemplate | None]
-    keepalive_interval_s: float
-
-    async def complete(self, body: CompletionBody, request: Request) -> Response:
-        """Respond to /v1/completions."""
-        received = _received_call("cmpl-", request, body.request_id)
-        with self.service.record_rejection(received):
-            _check(body)
-            info = await self._model(body.model, request)
-            for prompt in body.prompt:
-                if not isinstance(prompt, str):
-                    check_prompt_length(len(prompt), info.max_model_len)
-            with _field_names(body):
-                requested = _completion_calls(body, info)
-                if body.suffix:
-                    around = self._around(body, info, request, requested)
-                    requested = await cancel_on_disconnect(request.receive, around)
-            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(body, received, request.state.access, calls)
-            if body.scores_prompt_only:
-                chunks = _without_output(chunks)
-            tokenizer = self.service.tokenizer(info.name)
-            echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
-            prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
-            writer.hold = request.state.hold
-        return await self._respond(body.stream, request, writer, chunks)
-
-    async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Respond to /v1/chat/completions."""
-        return await self._chat("chatcmpl-", body, request, body.stream, lambda writer: writer)
-
-    async def responses(self, body: ResponsesBody, request: Request) -> Response:
-        """Respond to /v1/responses."""
-        with _field_names(body):
-            chat = await self._run(request, body.chat)
-            return await self._chat("resp_", chat, request, body.stream, partial(ResponsesWriter, body))
-
-    async def messages(self, body: MessagesBody, request: Request) -> Response:
-        """Respond to /v1/messages."""
-        chat = await self._run(request, body.chat)
-        return await self._chat("msg_", chat, request, body.stream, MessagesWriter)
-
-    async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, int]:
-        """Respond to /v1/messages/count_tokens."""
-        chat = await self._run(request, body.chat)
-        return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request), request))}
-
-    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
-        """Respond to /tokenize."""
-        info = await self._model(body.model, request)
-        if body.prompt is None:
-            token_ids = await self._encode_chat(await self._run(request, body.chat), info, request)
-        else:
-            is_rendered = body.add_special_tokens is False
-            token_ids = await self.service.encode(info, body.prompt, request.state.caller, is_rendered)
-        tokenizer = self.service.tokenizer(info.name)
-        return await self._run(request, lambda: _json(body.response(token_ids, info, tokenizer)))
-
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        """Respond to /detokenize."""
-        info = await self._model(body.model, request)
-        return await self._run(request, lambda: _json(body.response(info, self.service.tokenizer(info.name))))
-
-    async def _chat(
-        self,
-        prefix: str,
-        body: ChatBody,
-        request: Request,
-        stream: bool,
-        write: Callable[[ResponseWriter], StreamWriter],
-    ) -> Response:
-        """Respond to a chat. prefix: of the id. write: turns the writer of the chat into that of an API."""
-        received = _received_call(prefix, request, body.request_id)
-        with self.service.record_rejection(received, "chat"):
-            info = await self._model(body.model, request)
-            requested = [await self._chat_call(body, info, request)]
-            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(body, received, request.state.access, calls, "chat")
-            prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
-            writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
-            writer.hold = request.state.hold
-        return await self._respond(stream, request, write(writer), chunks)
-
-    async def _run(self, request: Request, function: Callable[..., ResultT], *args: Any) -> ResultT:
-        """Return what a function makes of a client's text, in one of its threads."""
-        work = self.service.threads.run(request.state.caller, function, *args)
-        return await cancel_on_disconnect(request.receive, work)
-
-    async def _model(self, name: str, request: Request) -> ModelInfo:
-        """Return the requested model; the client may have to wait for a verifier of it."""
-        return await cancel_on_disconnect(request.receive, self.service.model(name))
-
-    async def _respond(
-        self, stream: bool, request: Request, writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]
-    ) -> Response:
-        """Return one JSON response, or a stream of events.
-
-        The first event is awaited: an error before it has its own status.
-        """
-        headers = {"X-Request-Id": writer.id}
-        if not stream:
-            answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
-            return await run(num_values(answer), _json, answer, headers)
-        events = _events(writer, chunks)
-        first = await cancel_on_disconnect(request.receive, anext(events))
-        return EventStream(first, events, headers, self.keepalive_interval_s)
-
-    async def _encode_chat(self, body: ChatBody, info: ModelInfo, request: Request) -> tuple[int, ...]:
-        """Return the token ids of a chat's prompt."""
-        template = self.templates[info.name]
-        if template is None:
-            reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
-            raise InvalidRequest(reason, "messages")
-        with _field_names(body):
-            self.service.tokenizer(info.name).check_length(
-                sum(len(message.content) for message in body.messages), info.max_model_len
-            )
-            contents = self.service.contents.get(info.name)
-            text = await self._run(request, _render, template, body, contents)
-            if contents:
-                return await self._run(request, contents.encode, text, info.max_model_len, not body.add_special_tokens)
-            return await self.service.encode(info, text, request.state.caller, is_rendered=not body.add_special_tokens)
-
-    async def _chat_call(self, body: ChatBody, info: ModelInfo, request: Request) -> GenerateCall:
-        token_ids = await self._encode_chat(body, info, request)
-        defaults = info.defaults(max(info.max_model_len - len(token_ids), 1))
-        max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        with _field_names(body):
-            sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
-            output = self._chat_output(body, info, token_ids)
-            constraint = await self._run(request, output.constraint, sampling.structured_outputs)  # tools may be large
-            if constraint is not None:
-                constraint = replace(constraint, **body.whitespace)
-            budget = output.reasoning_budget(body.thinking_token_budget)
-            sampling = replace(sampling, structured_outputs=constraint, reasoning_budget=budget)
-        return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
-
-    async def _around(
-        self, body: CompletionBody, info: ModelInfo, request: Request, calls: Sequence[GenerateCall]
-    ) -> list[GenerateCall]:
-        """Return the calls with prompts that have the suffix after the output."""
-        tokenizer, caller = self.service.tokenizer(info.name), request.state.caller
-        format_ = middle_format(tokenizer, info.name)
-        suffix = await self.service.encode(info, body.suffix, caller, is_inside=True)
-        sampling, found = calls[0].request.sampling, list[GenerateCall]()  # of all prompts
-        ends = (*sampling.stop_token_ids, *end_tokens(format_, tokenizer))
-        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)))
-        for call in calls:
-            prefix = call.request.prompt_ids
-            if call.prompt_text:
-                prefix = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
-            prompt = middle_prompt(format_, tokenizer, prefix, suffix)
-            own = replace(call.request, prompt_ids=prompt, sampling=sampling)
-            found.append(replace(call, prompt_text=None, request=own))
-        return found
-
-    def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:
-        """Return how the output of a chat is constrained and read."""
-        template = self.templates[info.name]
-        form = template.format if template else ChatFormat()
-        return ChatOutput(body, info.name, form, self.service.tokenizer(info.name), prompt)
-
-    async def _prepare(
-        self, body: CompletionBody | ChatBody, received: GenerateCall, request: Request, calls: Sequence[GenerateCall]
-    ) -> list[GenerateCall]:
-        """Check all calls of a request; return them with their token ids."""
-        access: Access = request.state.access
-        prepared, caller = list[GenerateCall](), request.state.caller
-        with _field_names(body):
-            for number, call in enumerate(calls):
-                id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
-                own = replace(call.request, id=id_)
-                call = replace(call, request=own, trace=received.trace, arrived_at=received.arrived_at)
-                if call.prompt_text and not body.add_special_tokens:
-                    info = await self.service.model(call.model)
-                    token_ids = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
-                    call = replace(call, prompt_text=None, request=replace(call.request, prompt_ids=token_ids))
-                prepared.append(await self.service.prepare(access.authorize(call), caller))
-                await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
-        return prepared
-
-    def _chunks(
-        self,
-        body: CompletionBody | ChatBody,
-        received: GenerateCall,
-        access: Access,
-        prepared: Sequence[GenerateCall],
-        operation: str = "text_completion",
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Return the merged chunks of prepared calls; a chunk's index is that of its choice."""
-        slots = completion_slots()
-        streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
-        chunks = merge((_of_body(body, stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
-        return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
-
-
 def _any_port(origins: Sequence[str]) -> str | None:
     """Return a regular expression of the origins whose port may be any; None without such origins."""
     hosts = [re.escape(origin.removesuffix(ANY_PORT)) for origin in origins if origin.endswith(ANY_PORT)]
     return rf"(?:{'|'.join(hosts)})(?::[0-9]{{1,5}})?" if hosts else None
-
-
-def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return BlockResponse(json_blocks(answer), headers, "application/json")
-
-
-def _render(template: ChatTemplate, body: ChatBody, contents: ContentText | None) -> str:
-    """Return a chat as text. contents: marks names of special tokens in it."""
-    messages = [message.template_value for message in body.messages]
-    marked = contents.mark if contents else lambda value: value
-    return template.render(messages, body.template_variables, body.continue_final_message, marked)
-
-
-def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
-    """Return the request id, the client's or a new one, and the trace of the headers. own_id: the body's request_id.
-
-    The id is a header of the response too: only ASCII, and no space around it.
-    """
-    given = escaped(request.headers.get("x-request-id", "") or own_id).encode("ascii", "backslashreplace").decode()
-    given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
-    id_ = f"{prefix}{given or uuid.uuid4().hex}"
-    trace = trace_pairs(request.headers.items())
-    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace, arrived_at=request.state.arrived_at)
-
-
-def _check(body: CompletionBody) -> None:
-    if len(body.prompt) * body.n > MAX_CHOICES:
-        raise InvalidRequest(f"more than {MAX_CHOICES} completions in one request; send several requests", "n")
-    if body.echo and body.logprobs is not None:
-        if body.n > 1:
-            raise InvalidRequest("echo with logprobs scores the prompt once; ask for n = 1", "n")
-        if body.prompt_logprobs is not None:
-            reason = "echo with logprobs scores the prompt already; leave prompt_logprobs out"
-            raise InvalidRequest(reason, "prompt_logprobs")
-
-
-def _completion_calls(body: CompletionBody, info: ModelInfo) -> list[GenerateCall]:
-    """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
-    defaults = info.defaults(DEFAULT_COMPLETION_TOKENS)
-    max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
-    max_tokens = 1 if body.scores_prompt_only else max_tokens
-    sampling = body.sampling(defaults, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
-    return [body.call(prompt, sampling) for prompt in body.prompt]
-
-
-def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
-    return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
-
-
-@contextmanager
-def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[None]:
-    """Let errors name the fields of the body instead of the call's parameters."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise type(error)(str(error), body.name_of(error.param)) from error
-
-
-async def _of_body(
-    body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None], first: int
-) -> AsyncGenerator[TextChunk, None]:
-    """Chunks with the index of their choice; errors name the body's fields. first: index of the first choice."""
-    with _field_names(body):
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield replace(chunk, chunk=replace(chunk.chunk, index=chunk.chunk.index + first))
-
-
-async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
-    """Remove the output token that scoring a prompt costs."""
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            inner = chunk.chunk.first(0)
-            if inner.finish_reason == "stop":
-                inner = replace(inner, finish_reason="length")
-            totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
-            yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
-
-
-async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[list[bytes], None]:
-    """Yield the lines of each event of a stream. An error before the first event is raised, a later one is an event."""
-    has_started, failure = False, None
-    try:
-        async with aclosing(writer.events(chunks)) as events:
-            async for event in events:
-                has_started = True
-                yield await run(num_values(event), writer.frame, event)
-    except EyasError as error:
-        if not has_started:
-            raise
-        log.warning("request %s: %s", writer.id, error, extra={"rate_limited": True})
-        failure = error
-    for line in writer.last_frames(failure):
-        yield line

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from eyas.config import LimitsConfig
 from eyas.rpc.admission import address_of
-from eyas.services.router.generation import STOPPING
+from eyas.services.router.dispatch.generation import STOPPING
 from eyas.services.router.http.errors import error_bytes
 from eyas.services.router.http.turns import Turns
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from eyas.errors import InvalidRequest
-from eyas.tokenizer import Tokenizer
+from eyas.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

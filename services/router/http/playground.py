@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eyas.rpc.messages import DraftClientStatus, Lease
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.http.drafter_kill import add_kill_route, can_kill
-from eyas.services.router.workers import ReadinessMonitor
 
 MEDIA_TYPES = {
     "html": "text/html",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.deploy.charts import named, of_kind, rendered, settings, template, write_values
 from tests.telemetry.promql import ALERTS, MISSING, selectors, tool
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.deploy.images.dockerfile import Machine, command, of
 from tests.repo.repository import ROOT
 

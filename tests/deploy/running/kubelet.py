@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.deploy.charts import Object, matches, named, of_kind
 from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
 from tests.forks import Popen

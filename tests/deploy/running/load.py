@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from eyas.api.request import SamplingParams
 from eyas.errors import EyasError
-from eyas.request import SamplingParams
 from tests.e2e.client import Generated, generate
 
 NUM_CLIENTS = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.request import SamplingParams
+from eyas.api.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
 from tests.deploy.charts import CHART, named, run_helm, settings, template
 from tests.deploy.running.kubelet import Node, running

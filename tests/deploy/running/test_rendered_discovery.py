@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.request import SamplingParams
+from eyas.api.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
 from tests.deploy.charts import CHART, settings, template
 from tests.deploy.running.control_plane import control_plane

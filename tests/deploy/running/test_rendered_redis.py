@@ -18,8 +18,8 @@ from redis.retry import Retry
 
 from eyas.config import RegistryConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from eyas.services.cluster import free_port
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.local.cluster import free_port
 from tests.deploy.charts import containers, rendered
 from tests.deploy.running.substitutions import Local
 from tests.services.redis_server import answers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.config import TreeConfig
-from eyas.request import NoiseKey
+from eyas.protocol.commit import NoiseKey
 from tests import reference
 
 

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import AcceptanceRule, DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
-from eyas.request import GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.tiny import build_engine, fixed_config, write_target
 

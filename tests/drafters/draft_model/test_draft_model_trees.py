@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.errors import ConfigError
 from eyas.models.inputs import PackedInputs
-from eyas.models.target import TargetModel, load_target
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.draft_model import naive_draft_model
 from tests.drafters.emulated_graphs import checked_capture
 from tests.drafters.naive_eagle import best_tree

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from eyas.datastore import build_datastore, vocabulary_digest
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.datastore import build_datastore, vocabulary_digest
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 
 GREEDY = NoiseKey(0)
 BUDGET = TreeBudget(24, 5)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.draft_protocol import TreeBudget
-from eyas.tree import DraftTree
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.api.request import SamplingParams
 from eyas.config import (
     CombinedConfig,
     DraftingConfig,
@@ -19,18 +20,17 @@ from eyas.config import (
     SuffixConfig,
     TreeConfig,
 )
-from eyas.draft_protocol import KnownLogitBias, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.lookahead import LookaheadDrafter
-from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.lookup.lookahead import LookaheadDrafter
+from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.registry import DEFAULT_NUM_STEPS, build_drafter, build_fuser, features_fingerprint, resolve_tree
-from eyas.drafters.suffix import SuffixDrafter
 from eyas.errors import ConfigError
 from eyas.llm import LLM
-from eyas.request import SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.commit import KnownLogitBias, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.contract.test_drafter_contract import commit as fed_commit
 from tests.drafters.lookup.corpora import commit, grown
 from tests.drafters.lookup.naive_combined import naive_merge

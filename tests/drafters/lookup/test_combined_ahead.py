@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from eyas.config import CombinedConfig, PromptLookupConfig, SuffixConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext
 from eyas.drafters.combined import CombinedDrafter, _joined
-from eyas.drafters.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.suffix import SuffixDrafter
-from eyas.tree import DraftTree, PreparedTree, TreeArrays
+from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.lookup.suffix import SuffixDrafter
+from eyas.protocol.commit import ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
 from tests.drafters.lookup.corpora import commit
 
 TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=1)

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.config import CombinedConfig, LookaheadConfig, PromptLookupConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter
-from eyas.drafters.lookahead import LookaheadDrafter
-from eyas.drafters.prompt_lookup import PromptLookupDrafter
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.lookahead import LookaheadDrafter
+from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.lookup.corpora import commit, grown
 
 SHAPE, BUDGET = TreeConfig(24, 6), TreeBudget(24, 6)

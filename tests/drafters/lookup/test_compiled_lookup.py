@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.draft_protocol import KnownLogitBias, TreeBudget
 from eyas.drafters.base import Draft
-from eyas.drafters.lookup import PRIOR_TRIALS, tokens_to
-from eyas.drafters.prompt_lookup import NgramIndex, PromptLookupDrafter, prompt_lookup
-from eyas.tree import DraftTree, TreeBatch
+from eyas.drafters.lookup.base import PRIOR_TRIALS, tokens_to
+from eyas.drafters.lookup.prompt_lookup import NgramIndex, PromptLookupDrafter, prompt_lookup
+from eyas.protocol.commit import KnownLogitBias, TreeBudget
+from eyas.protocol.tree import DraftTree, TreeBatch
 from tests.drafters.lookup.corpora import commit, grown
 
-lookups = pytest.importorskip("eyas.drafters.cpu_lookups", reason="numba is not installed")
+lookups = pytest.importorskip("eyas.kernels.cpu.lookups", reason="numba is not installed")
 
 TOKENS = st.sampled_from([0, 1, 2, 9, 150_000])
 CONFIGS = st.builds(
@@ -96,7 +96,7 @@ def test_of_equal_leaves_the_first_eight_are_continued() -> None:
 
 def test_without_numba_the_plain_drafter_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(prompt_lookup(SHAPE, PromptLookupConfig()), lookups.CompiledPromptLookup)
-    monkeypatch.setattr("eyas.drafters.prompt_lookup.has_numba", lambda: False)
+    monkeypatch.setattr("eyas.drafters.lookup.prompt_lookup.has_numba", lambda: False)
     assert isinstance(prompt_lookup(SHAPE, PromptLookupConfig()), PromptLookupDrafter)
 
 

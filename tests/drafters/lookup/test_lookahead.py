@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from eyas.config import LookaheadConfig, TreeConfig
-from eyas.draft_protocol import KnownLogitBias, TreeBudget
-from eyas.drafters.lookahead import LookaheadDrafter, NgramPool
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.lookahead import LookaheadDrafter, NgramPool
+from eyas.protocol.commit import KnownLogitBias, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
 
 ROOMY = TreeConfig(64, 12)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.draft_protocol import TreeBudget
-from eyas.drafters.lookup import Matches, Trie, build_trie, trie_trees
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.base import Matches, Trie, build_trie, trie_trees
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 
 Path = tuple[int, ...]
 FOUND = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=4)), min_size=1, max_size=30)

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
-from eyas.tree import DraftTree
+from eyas.drafters.lookup.prompt_lookup import NgramIndex, PromptLookupDrafter
+from eyas.protocol.commit import ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
 
 

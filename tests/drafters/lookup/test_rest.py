@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import DraftingConfig, MethodsConfig, RestConfig, TreeConfig
-from eyas.datastore import build_datastore, corpus_files, open_datastore
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.lookup.datastore import build_datastore, corpus_files, open_datastore
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.lookup.corpora import GREEDY, commit, write_datastore, write_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=5)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.drafters.suffix import EMPTY_INDEX_TOKENS, SEPARATOR, SuffixDrafter, TenantOutputs, TextIndex
+from eyas.drafters.lookup.suffix import EMPTY_INDEX_TOKENS, SEPARATOR, SuffixDrafter, TenantOutputs, TextIndex
 from eyas.errors import ConfigError
-from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 
 OUTPUT = (5, 6, 7, 8, 9, 10, 11)
 

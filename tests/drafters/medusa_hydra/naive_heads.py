@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaModel
 
-from eyas.request import NoiseKey
+from eyas.protocol.commit import NoiseKey
 from tests import reference
 from tests.tiny_medusa_hydra import tensors_of
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.request import GenerationStats, Request, SamplingParams
 from tests.tiny import DEMO, build_engine, fixed_config
 
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, MedusaConfig, MethodsConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.medusa import MultiHeadDrafter, likely_paths
+from eyas.drafters.multi_head import MultiHeadDrafter, likely_paths
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.medusa_hydra.naive_heads import NaiveHeads
 from tests.drafters.test_eagle_trees import commit, session
 from tests.tiny_medusa_hydra import KINDS, tiny_heads

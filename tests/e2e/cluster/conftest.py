@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from eyas import SamplingParams
-from eyas.services.cluster import Cluster, free_port
-from eyas.services.demo import running_demo
+from eyas.services.local.cluster import Cluster, free_port
+from eyas.services.local.demo import running_demo
 from tests.e2e.client import generate
 from tests.forks import forked_services
 from tests.tiny import write_head

@@ -13,15 +13,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from eyas.api.request import SamplingParams, StructuredOutputs
 from eyas.config import RegistryConfig
 from eyas.errors import Unauthenticated
-from eyas.request import SamplingParams, StructuredOutputs
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.rpc.status import status_error
-from eyas.services.cluster import TOKEN_VARIABLE, Child, Cluster, free_port
-from eyas.services.demo import CONFIGS
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.local.cluster import TOKEN_VARIABLE, Child, Cluster, free_port
+from eyas.services.local.demo import CONFIGS
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.client import Generated, generate

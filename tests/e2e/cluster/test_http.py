@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from openai import OpenAI
 
-from eyas.request import SamplingParams
+from eyas.api.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import Cluster
-from eyas.services.demo import ROOT
+from eyas.services.local.cluster import Cluster
+from eyas.services.local.demo import ROOT
 from tests.e2e.client import generate
 
 PROMPT = "class Queue:\n    def __init__(self"

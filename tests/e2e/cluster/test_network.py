@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.api.request import SamplingParams, StructuredOutputs
 from eyas.errors import InvalidRequest
-from eyas.request import SamplingParams, StructuredOutputs
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import Cluster
+from eyas.services.local.cluster import Cluster
 from tests import reference
 from tests.e2e.client import Generated, generate, generate_staggered
 from tests.tiny import DEMO

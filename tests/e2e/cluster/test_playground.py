@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eyas.services.cluster import Cluster, free_port
+from eyas.services.local.cluster import Cluster, free_port
 from tests.e2e.browser import Page, browser_page
 
 DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
-from eyas.services.cluster import Cluster
+from eyas.services.local.cluster import Cluster
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from eyas.outputs import TextChunk
-from eyas.request import Request, SamplingParams
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
-from eyas.services.cluster import Cluster
+from eyas.services.local.cluster import Cluster
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
 PROMPT = "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"

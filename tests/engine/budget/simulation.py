@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, NextStep, StepTimes, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.request import Request, SamplingParams
+from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import Accepted, VerifyOutput
-from eyas.tree import DraftTree, SampledProposal
 
 NODES = 8
 CHAINS = TreeConfig(NODES, NODES - 1, 1)

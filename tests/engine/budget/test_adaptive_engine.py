@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
@@ -20,9 +21,9 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
+from eyas.protocol.tree import DraftTree
 from tests import reference
 from tests.engine.drafters import KnowingDrafter, RandomDrafter
 from tests.tiny import DEMO, shared_target

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 
 
 def test_a_table_is_interpolated_and_extrapolated() -> None:

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.emulation.costs import DeviceCosts
+from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.emulation import EmulatedDevice, VirtualClock
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.loading import load_target
 
 TREE = TreeConfig(24, 5, 8)
 H200 = "llama-3.1-8b@h200"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from eyas.config import EngineConfig, TreeConfig
-from eyas.config.device_costs import DeviceCosts
+from eyas.emulation.costs import DeviceCosts
+from eyas.emulation.device import VirtualClock
 from eyas.engine.build import TIME_LIMIT_S, _measure, assemble_engine
 from eyas.engine.draft_costs import CostModel
-from eyas.models.emulation import VirtualClock
-from eyas.models.target import load_target
+from eyas.models.loading import load_target
 from tests.engine.drafters import RandomDrafter
 from tests.engine.test_out_of_memory import no_memory
 

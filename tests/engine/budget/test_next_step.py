@@ -7,7 +7,7 @@ import pytest
 
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import CostModel, DraftCosts, NextStep, TreeSize
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation
 
 KNEE = 64.0  # rows up to which a pass of `roofline_budget` takes a second

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.api.request import Request
 from eyas.engine.draft_budget import AdaptiveDraftBudget, Credit, Plan
 from eyas.engine.draft_costs import CostModel, DraftCosts, StepTimes, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.request import Request
+from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.tree import DraftTree, SampledProposal
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.strategies import trees
 

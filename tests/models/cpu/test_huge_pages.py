@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.models.cpu import pack_weights
-from eyas.process import trim_heaps
-from eyas.tensors import HUGE_PAGE, MADV_COLLAPSE, to_huge_pages
+from eyas.device.host import trim_heaps
+from eyas.device.memory import HUGE_PAGE, MADV_COLLAPSE, to_huge_pages
+from eyas.models.backends.packed_weights import pack_weights
 
 # The kernel may find no free huge page once, and some a moment later. What never asks for them never gets them.
 ATTEMPTS = 5

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from eyas.models.inputs import RowKeys
-from eyas.tensors import Floats
+from eyas.device.transfer import Floats
+from eyas.kernels.arguments import RowKeys
 
 pytest.importorskip("numba")
 
@@ -16,7 +16,7 @@ SCALING = 0.2
 
 
 def test_a_kernel_runs_where_no_folder_can_be_written_to() -> None:
-    from eyas.sampling.cpu_kernels import kernel
+    from eyas.kernels.cpu.compiling import kernel
 
     names: dict[str, object] = {}
     exec("def double(x):\n    return 2 * x", names)  # numba finds no folder for a function without a file
@@ -52,7 +52,7 @@ def attended_plainly(arrays: Sequence[Floats], keys: RowKeys, window: int, softc
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_attention_in_tiles_is_that_of_plain_loops(window: int, softcap: float) -> None:
     """Zeros behind each head, so that its width is no multiple of a block's, change no bit."""
-    from eyas.models.cpu_kernels import attend
+    from eyas.kernels.cpu.layers import attend
 
     random, num_kv, group, width, num_slots = np.random.default_rng(0), 2, 3, 32, 400
     rows, lengths, masked = [1, 5, 17, 33], [0, 37, 300, 15], [0, 4, 0, 0]
@@ -85,7 +85,7 @@ def test_attention_in_tiles_is_that_of_plain_loops(window: int, softcap: float) 
 
 
 def test_the_highest_number_may_be_below_zero_or_infinite() -> None:
-    from eyas.sampling.cpu_kernels import highest_of
+    from eyas.kernels.cpu.sampling import highest_of
 
     random, inf = np.random.default_rng(0), np.inf
     cases = [random.standard_normal(n) - 5 for n in (1, 7, 16, 100)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu import (
+from eyas.device.host import has_numba
+from eyas.models.backends.packed_weights import (
     MergedLinearPart,
     PackedLinear,
     _converts_halves,
@@ -14,7 +15,6 @@ from eyas.models.cpu import (
     has_kernel,
     pack_weights,
 )
-from eyas.process import has_numba
 
 BLOCKS, HALVES = ("float32 blocks", "float16 blocks"), ("fbgemm", "float16 blocks")
 
@@ -30,9 +30,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         pytest.skip("this torch was built without FBGEMM")
     if request.param in BLOCKS and not (has_numba() and _converts_halves()):
         pytest.skip("kernels need numba, and a processor that converts float16")
-    monkeypatch.setattr("eyas.models.cpu._is_intel", lambda: request.param == "mkl")
+    monkeypatch.setattr("eyas.models.backends.packed_weights._is_intel", lambda: request.param == "mkl")
     if request.param not in BLOCKS:
-        monkeypatch.setattr("eyas.models.cpu._has_kernel", lambda dtype: False)
+        monkeypatch.setattr("eyas.models.backends.packed_weights._has_kernel", lambda dtype: False)
     reset = nn.Linear.reset_parameters
 
     def reset_and_round(layer: nn.Linear) -> None:
@@ -177,8 +177,8 @@ def test_several_threads_multiply_by_a_library(bias: bool, layout: str, monkeypa
     pack_weights(layer)
     with torch.inference_mode():
         expected = layer(rows)
-        monkeypatch.setattr("eyas.models.cpu.runs_compiled", lambda device: False)
-        monkeypatch.setattr("eyas.models.cpu_products.multiply_weight", None)
+        monkeypatch.setattr("eyas.models.backends.packed_weights.runs_compiled", lambda device: False)
+        monkeypatch.setattr("eyas.kernels.cpu.products.multiply_weight", None)
         torch.testing.assert_close(layer(rows), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eyas.models.inputs import Segment
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 
 
 @dataclass(frozen=True)

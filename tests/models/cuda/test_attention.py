@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import SlotMemory
-from eyas.models import attention
-from eyas.models.cuda import metadata
-from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
+from eyas.models.backends import attention_metadata as metadata
+from eyas.models.backends.attention_metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.layers import attention
 from tests.models.cuda.random_passes import (
     Heads,
     behind_others,
@@ -126,7 +126,7 @@ def test_keys_by_position_equal_the_definition(packing: Packing, window: int | N
 
 
 def test_long_prefixes_have_more_parts_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.models.cuda.kernel.LONG_PART", 64)
+    monkeypatch.setattr("eyas.kernels.cuda.attention.LONG_PART", 64)
     sizes, heads = [(True, 3, 300), (True, 3, 20), (False, 5, 70)], Heads(4, 2, 16)
     segments = make_pass(sizes)
 

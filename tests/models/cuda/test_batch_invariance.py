@@ -12,19 +12,20 @@ import torch
 
 from eyas.engine.runner import BatchInvariantRunner
 from eyas.errors import ConfigError
-from eyas.models import fused, target
-from eyas.models.cuda.backend import FixedProducts, KernelBackend, check_batch_invariance, check_kernels
-from eyas.models.cuda.graphs import CaptureLimits, GraphBackend
-from eyas.models.cuda.metadata import Tiling, bucket_shape, count_parts, has_room
+from eyas.models import target
+from eyas.models.backends.attention_metadata import Tiling, bucket_shape, count_parts, has_room
+from eyas.models.backends.cuda import FixedProducts, KernelBackend, check_batch_invariance, check_kernels
+from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.heads.layers import Float8Linear
 from eyas.models.inputs import Segment
+from eyas.models.layers import fused
 from eyas.models.target import TargetModel
 from tests.interpreter import fixed_products, run_again
 from tests.models.cuda.random_passes import make_pass
 from tests.tiny import write_target
 
-layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
-kernel = pytest.importorskip("eyas.models.cuda.kernel")
+layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+kernel = pytest.importorskip("eyas.kernels.cuda.attention")
 
 TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4, max_rows=16, longest=128, fixed_part=32)
 LENGTH = 44  # of the prompt: a part, and a block that the tree goes on with
@@ -41,7 +42,7 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "optimize_for_cpu", lambda *_: None)  # products are those of torch
         patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
-        patch.setattr("eyas.models.cuda.backend.CHECKED_PROMPT", 20)
+        patch.setattr("eyas.models.backends.cuda.CHECKED_PROMPT", 20)
         fixed_products(patch)
         yield target.load_target(str(folder))
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.api.request import Request, SamplingParams
 from eyas.engine.runner import segment_of, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.models.cuda.graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
-from eyas.models.cuda.metadata import Tiling, _words_of_all, bucket_shape, build_words, max_words, tight_shape
+from eyas.models.backends.attention_metadata import Tiling, _words_of_all, bucket_shape, build_words, max_words, tight_shape
+from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
 from eyas.models.inputs import Segment, TreeSegments, pack
-from eyas.request import Request, SamplingParams
-from eyas.tree import DraftTree
+from eyas.protocol.tree import DraftTree
 from tests.models.cuda.random_passes import make_pass, passes
 from tests.strategies import trees
 

@@ -14,11 +14,13 @@ from transformers import AutoConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from eyas.models.experts import RoutedExperts, Routing
+from eyas.kernels.arguments import Routing
+from eyas.models.layers.experts import RoutedExperts
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.models.cuda import expert_kernels, layer_kernels
+from eyas.kernels.cuda import experts as expert_kernels
+from eyas.kernels.cuda import layers as layer_kernels
 from tests.interpreter import fixed_products
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache, SlotMemory
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.draft_manager import DraftManager
@@ -17,13 +18,13 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
-from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend, without_collection
-from eyas.models.cuda.metadata import Tiling, build_words
+from eyas.models.backends.attention_metadata import Tiling, build_words
+from eyas.models.backends.cuda import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
+from eyas.models.backends.cuda_graphs import CaptureLimits, CudaCapture, GraphBackend, without_collection
 from eyas.models.inputs import Segment
-from eyas.models.numerics import Float32Head
-from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.layers.numerics import Float32Head
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.interpreter import run_again
@@ -161,7 +162,7 @@ def test_a_pass_that_cannot_be_uploaded_leaves_nothing_believed(
         raise torch.cuda.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("eyas.models.cuda.metadata.upload", fail)
+        patch.setattr("eyas.models.backends.attention_metadata.upload", fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             backend.pack(segments)
     backend.pack(segments)
@@ -240,7 +241,7 @@ def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend)
 def test_kernels_that_compute_something_else_are_refused(
     factor: float, target: TargetModel, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = pytest.importorskip("eyas.models.cuda.kernel", reason="triton is not installed")
+    kernel = pytest.importorskip("eyas.kernels.cuda.attention", reason="triton is not installed")
     launched, right = KernelBackend(target, TILING, kv_cache.scratch), kernel.attend
     check_kernels(launched)
     monkeypatch.setattr(kernel, "attend", lambda *args: factor * right(*args))

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.models import attention
-from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
-from eyas.request import NoiseKey
-from eyas.sampling.kernels import BLOCK, draw_rows, top_k
-from eyas.sampling.sampler import Draw
+from eyas.kernels.arguments import Draw
+from eyas.kernels.cuda.sampling import BLOCK, draw_rows, top_k
+from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.layers import attention
+from eyas.protocol.commit import NoiseKey
 from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, num_slots, scaling_of
 
 CPU = torch.device("cpu")

@@ -15,18 +15,18 @@ from transformers import AutoConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from eyas.cache.kv_cache import UNSCALED
-from eyas.drafters.tree_rows import RowLayout, SlotLevels, SlotRows
-from eyas.models.attention import attend
-from eyas.models.cuda.backend import KernelBackend, why_no_kernel
-from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
-from eyas.models.fused import fuse_layers
+from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
+from eyas.kernels.arguments import UNSCALED, Draw
+from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.inputs import Segment
+from eyas.models.layers.attention import attend
+from eyas.models.layers.fused import fuse_layers
+from eyas.models.parallel.shards import Shard
 from eyas.models.target import TargetModel
-from eyas.models.tensor_parallel import Shard
-from eyas.request import NoiseKey
-from eyas.sampling.sampler import Draw, best_of_races, race, sample
-from eyas.sampling.sharded_top_p import likely_logits
+from eyas.protocol.commit import NoiseKey
+from eyas.sampling.sampler import best_of_races, race, sample
+from eyas.sampling.sharded import likely_logits
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from eyas.cache.kv_cache import UNSCALED, num_slots_in
-from eyas.models.cuda.backend import KernelBackend, PassSizes, graph_bytes, launched_bytes, num_partials, output_bytes
-from eyas.models.cuda.graphs import row_buckets
-from eyas.models.cuda.metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+from eyas.cache.kv_cache import num_slots_in
+from eyas.kernels.arguments import UNSCALED
+from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+from eyas.models.backends.cuda import KernelBackend
+from eyas.models.backends.cuda_graphs import row_buckets
+from eyas.models.backends.pass_memory import PassSizes, graph_bytes, launched_bytes, num_partials, output_bytes
 from eyas.models.inputs import MetadataShape
 from eyas.models.target import TargetModel
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import SlotMemory
-from eyas.models.cuda import metadata
-from eyas.models.cuda.backend import KernelBackend
-from eyas.models.cuda.metadata import Tiling
-from eyas.tensors import upload
+from eyas.device.transfer import upload
+from eyas.models.backends import attention_metadata as metadata
+from eyas.models.backends.attention_metadata import Tiling
+from eyas.models.backends.cuda import KernelBackend
 from tests.growing_trees import counted, grown_steps
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from eyas.cache.kv_cache import UNSCALED
-from eyas.models.cuda.backend import KernelBackend
-from eyas.models.cuda.metadata import Tiling, bucket_shape, max_words, view
+from eyas.kernels.arguments import UNSCALED
+from eyas.models.backends.attention_metadata import Tiling, bucket_shape, max_words, view
+from eyas.models.backends.cuda import KernelBackend
 from tests.launches import META
 
 NUM_LAYERS = 2

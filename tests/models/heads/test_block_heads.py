@@ -236,7 +236,7 @@ def test_sliding_layers_see_the_block_as_their_authors_do(kind: str, causal: boo
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])
 def test_kernel_projections_are_the_plain_ones(kind: str, tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values of rows, and keys and values of context; without a GPU in Triton's interpreter."""
-    kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = serve(load_block_head(tiny_block_head(kind, tiny_target), tiny_target, "float32", device))
     rows = torch.randn(7, 32, generator=torch.Generator().manual_seed(4)).to(device)
@@ -256,7 +256,7 @@ def test_kernel_projections_are_the_plain_ones(kind: str, tiny_target: str, monk
 
 def test_the_kernel_of_convolutions_equals_plain_operations(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks, more taps than one block has rows, and more columns than a program has."""
-    layer_kernels = pytest.importorskip("eyas.models.cuda.layer_kernels", reason="triton is not installed")
+    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     monkeypatch.setattr(layer_kernels, "GATE_BLOCK", 32)
     config = replace(random_block_head("dflash2", target).config, hidden=48, block_size=3, conv_kernel=4, conv_group=8)
     generator = torch.Generator().manual_seed(0)

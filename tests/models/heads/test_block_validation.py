@@ -12,7 +12,8 @@ from eyas.errors import CheckpointError
 from eyas.models.heads.block import BlockHead, block_tensors, load_block_fuser, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.validation import observe
-from eyas.models.target import TargetModel, load_target
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
 from tests.models.heads.test_block_heads import written
 from tests.tiny import write_target
 from tests.tiny_block import DSPARK

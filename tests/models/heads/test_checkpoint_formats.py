@@ -9,14 +9,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.checkpoint import head_fingerprint, read_target_config
 from eyas.models.heads.eagle import load_fuser, load_head, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
 from eyas.models.heads.layers import default_rotary_table, rotary_table
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
 from tests.models.heads.checkpoint_formats import (
     CHECKPOINT_FORMATS,

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import VerifierConfig
 from eyas.drafters.registry import validate_draft_head
 from eyas.errors import CheckpointError
@@ -19,8 +19,9 @@ from eyas.models.checkpoint import head_fingerprint, read_config, read_target_co
 from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import Window, WiringReport, WiringScore, _compared, observe, validate_head
-from eyas.models.target import TargetModel, load_target
-from eyas.models.workers import TargetWorkers
+from eyas.models.loading import load_target
+from eyas.models.parallel.workers import TargetWorkers
+from eyas.models.target import TargetModel
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import TargetInfo
 from eyas.services.verifier.__main__ import load_engine

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import Kind
-from eyas.request import NoiseKey
-from eyas.tree import DraftTree
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.protocol.tree import DraftTree
 from tests.models.heads.checkpoint_formats import (
     TINY,
     TINY_EAGLE1,

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.cache.prefix_cache import TableId
-from eyas.models.cuda.backend import BackendKind, BackendPlan
-from eyas.models.cuda.graphs import CaptureLimits
+from eyas.models.backends.base import BackendKind, BackendPlan
+from eyas.models.backends.cuda_graphs import CaptureLimits
 from eyas.models.inputs import Segment, TreeSegments
-from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
-from eyas.models.tensor_parallel import Shard, SharedVocabulary
-from eyas.request import NoiseKey
+from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
+from eyas.models.parallel.shards import Shard, SharedVocabulary
+from eyas.protocol.commit import NoiseKey
 from tests.growing_trees import batch_of_trees, counted, grown_steps
 
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
@@ -27,16 +28,16 @@ from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
+from eyas.models.backends.base import BackendKind, BackendPlan
+from eyas.models.backends.cuda_graphs import CaptureLimits
 from eyas.models.checkpoint import WeightFiles
-from eyas.models.cuda.backend import BackendKind, BackendPlan
-from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.heads.eagle import load_fuser
-from eyas.models.heads.layers import FeatureFuser
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment, pack
-from eyas.models.target import TargetModel, load_target, read_model_config
-from eyas.models.tensor_parallel import Shard, load_shard, shard_model, weightless_model
-from eyas.models.workers import RankInfo, TargetWorkers
-from eyas.request import Request, SamplingParams
+from eyas.models.loading import load_target, read_model_config
+from eyas.models.parallel.shards import Shard, load_shard, shard_model, weightless_model
+from eyas.models.parallel.workers import RankInfo, TargetWorkers
+from eyas.models.target import TargetModel
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, config_of, write_model

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eyas.models import fused
-from eyas.models.attention import ATTENTION_NAME, register_attention
-from eyas.models.experts import RoutedExperts
-from eyas.models.fused import fuse_layers, unfuse_layers
 from eyas.models.inputs import Segment
-from eyas.models.target import TargetModel, load_target, measure_kv_shapes
-from eyas.models.tensor_parallel import Shard, shard_model
+from eyas.models.layers import fused
+from eyas.models.layers.attention import ATTENTION_NAME, register_attention
+from eyas.models.layers.experts import RoutedExperts
+from eyas.models.layers.fused import fuse_layers, unfuse_layers
+from eyas.models.loading import load_target
+from eyas.models.parallel.shards import Shard, shard_model
+from eyas.models.supported import measure_kv_shapes
+from eyas.models.target import TargetModel
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_fused import GEMMA_4
 from tests.rank_threads import RankThreads
@@ -39,7 +41,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Those of experts. Layers take kernels here, though attention does not."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from eyas.models.cuda import expert_kernels, layer_kernels
+    from eyas.kernels.cuda import experts as expert_kernels
+    from eyas.kernels.cuda import layers as layer_kernels
 
     lock, run = threading.Lock(), InterpretedFunction.run
 

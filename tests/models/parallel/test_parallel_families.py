@@ -24,9 +24,10 @@ from transformers import (
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
-from eyas.models.target import TargetModel, load_target
-from eyas.models.tensor_parallel import Shard, shard_model
-from eyas.models.workers import RankInfo, Worker, start_workers
+from eyas.models.loading import load_target
+from eyas.models.parallel.shards import Shard, shard_model
+from eyas.models.parallel.workers import RankInfo, Worker, start_workers
+from eyas.models.target import TargetModel
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

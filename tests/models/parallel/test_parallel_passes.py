@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine, run_worker
@@ -29,24 +30,17 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError, Unavailable
 from eyas.models import target as target_module
-from eyas.models.attention import attend
-from eyas.models.cuda.backend import (
-    BackendKind,
-    BackendPlan,
-    ForwardBackend,
-    KernelBackend,
-    build_backend,
-    plan_backend,
-    release_backend,
-)
-from eyas.models.cuda.graphs import CaptureLimits, Out
-from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
+from eyas.models.backends.cuda import KernelBackend, build_backend, plan_backend, release_backend
+from eyas.models.backends.cuda_graphs import CaptureLimits, Out
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.models.rank_commands import CommandDecoder, CommandEncoder, InitKVCache
-from eyas.models.target import TargetModel, TargetOutput, load_target
-from eyas.models.tensor_parallel import Exchanges, Shard, _weightless
-from eyas.models.workers import RankInfo, TargetWorkers, start_workers
-from eyas.request import Request, SamplingParams
+from eyas.models.layers.attention import attend
+from eyas.models.loading import load_target
+from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
+from eyas.models.parallel.shards import Exchanges, Shard, _weightless
+from eyas.models.parallel.workers import RankInfo, TargetWorkers, start_workers
+from eyas.models.target import TargetModel, TargetOutput
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.random_passes import Heads, make_kv_cache, passes, scaling_of
@@ -98,7 +92,7 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
 
 
 def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
+    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
     ranks = start_workers(
@@ -196,7 +190,7 @@ def be_a_short_rank(folder: str, info: RankInfo) -> None:
 def test_without_memory_on_a_rank_only_what_fails_alone_ends(
     short_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
+    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 100)
     folder = str(write_target(tmp_path / "target", layers=2))
     ranks = start_workers(RankInfo(0, 2, "cpu"), partial(be_a_short_rank if short_rank else run_worker_of, folder))
     (process,) = multiprocessing.active_children()

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.api.request import Request, SamplingParams
+from eyas.kernels.arguments import Draw
 from eyas.models.inputs import Segment
-from eyas.models.tensor_parallel import Shard, SharedVocabulary
-from eyas.request import NoiseKey, Request, SamplingParams
-from eyas.sampling.sampler import Draw, sample
-from eyas.sampling.sharded_top_p import likely_logits
+from eyas.models.parallel.shards import Shard, SharedVocabulary
+from eyas.protocol.commit import NoiseKey
+from eyas.sampling.sampler import sample
+from eyas.sampling.sharded import likely_logits
 from eyas.sampling.verify import can_draw_in_parts
 from tests.device_syncs import Waits
 from tests.rank_threads import RankThreads

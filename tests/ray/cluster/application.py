@@ -21,9 +21,9 @@ import httpx
 import yaml
 
 from eyas.config import RegistryConfig
-from eyas.services.cluster import free_port
-from eyas.services.demo import ROOT
-from eyas.services.discovery.registry import Lease, Registry
+from eyas.services.discovery.redis_registry import Lease, Registry
+from eyas.services.local.cluster import free_port
+from eyas.services.local.demo import ROOT
 from tests.services.redis_server import running_redis
 from tests.telemetry.cluster.collector import Collector, collecting
 from tests.tiny import write_head, write_spelling_tokenizer, write_target

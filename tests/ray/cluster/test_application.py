@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from eyas import SamplingParams
+from eyas.api.request import Request
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Request
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall

@@ -26,16 +26,16 @@ from eyas.config import (
 )
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Load
 from eyas.rpc.server import RpcServer
-from eyas.services.cluster import free_port
 from eyas.services.discovery.probing import build_discovery
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
-from eyas.services.router.workers import WorkerPool
+from eyas.services.local.cluster import free_port
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.verifier.draft_client import RemoteDrafter
-from eyas.tree import DraftTree
 from tests.services.connections.authority import Authority, peers
 from tests.services.connections.cuttable_proxy import CuttableProxy, registered_behind_proxy
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually

@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from eyas.config import DraftClientConfig, PeersConfig, ServerConfig
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
-from eyas.rpc.channel import Peers, SharedToken
+from eyas.rpc.channel import Peers
+from eyas.rpc.identity import SharedToken
 from eyas.rpc.server import RpcServer
 from eyas.services.lifecycle import worker_server
 from eyas.services.verifier.draft_client import RemoteDrafter

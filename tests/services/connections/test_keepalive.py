@@ -13,12 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DraftClientConfig, PeersConfig, RegistryConfig, RetryConfig, ServerConfig
 from eyas.drafters.base import DrafterNeeds
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.draft_client import RemoteDrafter
-from eyas.tree import DraftTree
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from tests.services.connections.cuttable_proxy import CuttableProxy, cuttable_proxy, registered_behind_proxy
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving

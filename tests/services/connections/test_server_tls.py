@@ -12,11 +12,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from eyas.cli import app
+from eyas.cli.main import app
 from eyas.config import HttpConfig, LimitsConfig, ServerConfig, TlsConfig
 from eyas.rpc.admission import Admission
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.grpc_server import server_credentials
 from eyas.services.router.http import server as http_server
 from eyas.services.router.http.server import HttpServer

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 
 NAMESPACE = "eyas"
 PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"

@@ -16,13 +16,14 @@ from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import Discovery
 from eyas.services.discovery.probing import build_discovery
-from eyas.services.router.auth import ApiKeys
-from eyas.services.router.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.generation import GenerationService
+from eyas.services.router.auth.keys import ApiKeys
+from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import ReadinessMonitor, WorkerPool
-from eyas.tokenizer import load_tokenizer
+from eyas.text.tokenizer import load_tokenizer
 from eyas.v1 import worker_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.block_hash import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
+from eyas.api.request import Request, SamplingParams
 from eyas.cache.prefix_cache import PrefixCache
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.loading import load_target
+from eyas.protocol.prefix_hash import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
 from eyas.rpc.messages import GenerateCall, Lease
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
 from tests.services.router.scripted_verifier import DEMO, MODEL, failure, until

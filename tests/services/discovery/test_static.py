@@ -12,8 +12,8 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
-from eyas.services.cluster import free_port
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.local.cluster import free_port
 from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings

@@ -6,14 +6,14 @@ from typing import Literal
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.draft_budget import Credit
-from eyas.request import Request, SamplingParams
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.tree import DraftTree
 from tests import reference
 from tests.services.drafting.test_prepared_trees import PatientVerifier, WatchedDrafter
 from tests.services.drafting.toy_drafting import eventually, serving

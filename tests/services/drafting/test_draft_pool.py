@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from eyas.config import DraftClientConfig
-from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DrafterNeeds
+from eyas.protocol.commit import ResyncRequired
+from eyas.protocol.tree import DraftTree
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)

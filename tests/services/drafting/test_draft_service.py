@@ -14,19 +14,19 @@ import grpc
 import pytest
 
 from eyas.config import DraftConfig, DraftQueueConfig, RegistryConfig, ServerConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
+from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
+from eyas.protocol.commit import Commit, ResyncRequired, TensorBytes
+from eyas.protocol.tree import DraftTree
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftRequest, DraftResponse, Load
-from eyas.services.cluster import free_port
 from eyas.services.draft import servicer as servicer_module
 from eyas.services.draft import worker as worker_module
 from eyas.services.draft.__main__ import serve_drafters
 from eyas.services.draft.worker import DraftWorker
-from eyas.tensors import tensor_to_bytes
-from eyas.tree import DraftTree
+from eyas.services.local.cluster import free_port
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import (
     DiscoveryConfig,
     DraftClientConfig,
@@ -28,16 +29,15 @@ from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
-from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.services.cluster import free_port
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.draft import servicer
 from eyas.services.draft.__main__ import describe, read_target, serve_drafters
 from eyas.services.draft.servicer import check_distinct
-from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, pick
+from eyas.services.local.cluster import free_port
+from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, pick
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests import reference

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from eyas.config import DraftAheadConfig, DraftingConfig
-from eyas.draft_protocol import Commit, TensorBytes
+from eyas.device.transfer import tensor_to_bytes
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import DraftContext
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.registry import build_drafter
+from eyas.protocol.commit import Commit, TensorBytes
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, ModelInfo
 from eyas.services.draft.worker import DraftWorker
-from eyas.tensors import tensor_to_bytes
 from tests.drafters.test_draft_ahead import SHAPE, going_on, outcome, session
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 

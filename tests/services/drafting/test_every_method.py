@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests import reference

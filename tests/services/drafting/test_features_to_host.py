@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas import tensors
-from eyas.draft_protocol import Commit, TreeBudget
-from eyas.request import NoiseKey
-from eyas.tensors import tensor_from_bytes, to_host
+from eyas.device import transfer as tensors
+from eyas.device.transfer import tensor_from_bytes, to_host
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from services.verifier import draft_client
 from services.verifier.draft_client import split_commits
 

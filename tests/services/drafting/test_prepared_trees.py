@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
-from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.request import Request, SamplingParams
+from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
-from eyas.tree import DraftTree, PreparedTree, TreeArrays
 from tests import reference
 from tests.services.drafting.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
 from tests.tiny import build_engine, fixed_config

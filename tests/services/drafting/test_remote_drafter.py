@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
-from eyas.draft_protocol import Refusal, ResyncRequired
 from eyas.drafters.base import DrafterNeeds
+from eyas.protocol.commit import Refusal, ResyncRequired
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse
 from eyas.services.draft.worker import DraftStream, DraftWorker
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, CircuitBreaker, RemoteDrafter
-from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)

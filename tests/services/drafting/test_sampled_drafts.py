@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
+from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
-from eyas.models.target import load_target
-from eyas.request import Request, SamplingParams
+from eyas.models.loading import load_target
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.draft.worker import admit
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.tensors import tensor_to_bytes
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 from tests.tiny import fixed_config
 

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from eyas.config import DraftQueueConfig, ServerConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.request import NoiseKey
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.lifecycle import worker_server
-from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2_grpc
 
 VOCAB = 100

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from eyas.chat_template import ChatTemplate
 from eyas.config import (
     HttpConfig,
     LimitsConfig,
@@ -26,15 +25,17 @@ from eyas.config.router import UnknownFields
 from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
-from eyas.services.router.auth import ApiKeys
-from eyas.services.router.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.generation import GenerationService
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.router.auth.keys import ApiKeys
+from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.http.app import build_app
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import ReadinessMonitor, WorkerPool
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.chat_template import ChatTemplate
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.services.router.scripted_verifier import DEMO, LEASE_S, PROMPT, REST, RETRY, TEXT, TOKENS, Script, until, worker
 
 TOKENIZER = load_tokenizer(DEMO)

@@ -9,8 +9,8 @@ from openai import AsyncOpenAI
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from eyas.services.router.http.bodies import NEUTRAL, UnusedFields
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.bodies.base import NEUTRAL, UnusedFields
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from tests.services.http.http_router import (
     ALL,
     CHAT,

@@ -16,23 +16,22 @@ import yaml
 
 from eyas.config import ApiKeysConfig
 from eyas.errors import ConfigError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
-from eyas.rpc.channel import Reloaded, open_channel
+from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
+from eyas.rpc.identity import Reloaded
 from eyas.rpc.messages import RETRY_KEY, GenerateCall
-from eyas.services.router.auth import (
+from eyas.services.router.auth.keys import (
     RELOAD_INTERVAL_S,
     ApiKey,
     ApiKeys,
-    Authenticator,
-    KeyLimits,
-    Quota,
-    TokenBucket,
     hash_of,
     load_api_keys,
     new_key,
     parse_keys,
     plain_keys,
 )
+from eyas.services.router.auth.middleware import Authenticator
+from eyas.services.router.auth.quota import KeyLimits, Quota, TokenBucket
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.http.http_router import ALL, TOKENS, Script, get, http_router, worker

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from tests.services.http.http_router import ALL, Script, get, http_router, post, worker
 from tests.services.router.scripted_verifier import TOKENS
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from eyas.call_formats import MARKS
-from eyas.chat_output import ChatFormat
+from eyas.api.request import ReasoningBudget, StructuredOutputs
 from eyas.errors import InvalidRequest
-from eyas.grammar import GrammarCompiler
-from eyas.request import ReasoningBudget, StructuredOutputs
-from eyas.services.router.http.call_constraints import ChatOutput
-from eyas.services.router.http.tools import ToolFields
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.grammar.compiler import GrammarCompiler
+from eyas.services.router.http.bodies.tools import ToolFields
+from eyas.services.router.http.tool_constraints import ChatOutput
+from eyas.text.chat_parser import ChatFormat
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.tool_call_formats import MARKS
 from tests.services.router.scripted_verifier import DEMO
 
 MARKERS = {

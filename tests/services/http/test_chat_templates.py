@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from eyas.call_formats import MARKS
-from eyas.chat_output import ChatFormat
-from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.text.chat_parser import ChatFormat
+from eyas.text.chat_template import ChatTemplate, load_template
+from eyas.text.tool_call_formats import MARKS
 from tests.services.router.scripted_verifier import DEMO
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -382,7 +382,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("shape", ENDLESS)
 def test_endless_templates_are_stopped(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.template_sandbox.MAX_RENDER_SECONDS", 0.1)
+    monkeypatch.setattr("eyas.text.template_sandbox.MAX_RENDER_SECONDS", 0.1)
     with pytest.raises(ConfigError, match="the chat template of m fails on a short chat"):
         ChatTemplate(ENDLESS[shape], SPECIAL, "m")
     later = ChatTemplate(f"{{% if messages | length > 4 %}}{ENDLESS[shape]}{{% endif %}}x", SPECIAL, "m")

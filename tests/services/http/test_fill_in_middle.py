@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from eyas.services.router.http.fill_in_middle import FORMATS, MiddleFormat
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.services.http.http_router import ALL, DEMO, Script, http_router, worker
 from tests.services.router.scripted_verifier import MODEL, TOKENS
 

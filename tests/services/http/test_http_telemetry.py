@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from eyas.config import LimitsConfig, RetryConfig
-from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.logging import configure_logging
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker

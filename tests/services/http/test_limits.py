@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import MemoryBudget
-from eyas.services.router.auth import ApiKeys, plain_keys
-from eyas.services.router.generation import MAX_CONCURRENT_COMPLETIONS
-from eyas.services.router.http.bodies import parse_body
-from eyas.services.router.http.requests import Body, ChatBody, CompletionBody
-from eyas.services.router.http.response_json import LARGE_NUM_VALUES, _pieces, json_blocks
-from eyas.services.router.http.responses import ResponseWriter
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
+from eyas.services.router.dispatch.generation import MAX_CONCURRENT_COMPLETIONS
+from eyas.services.router.http.bodies.base import parse_body
+from eyas.services.router.http.bodies.openai import Body, ChatBody, CompletionBody
 from eyas.services.router.http.server import HttpServer
+from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, _pieces, json_blocks
+from eyas.services.router.http.writers.openai import ResponseWriter
 from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, TOKENIZER, Script, get, http_router, post, until, worker
 from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 

@@ -10,14 +10,10 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
-from eyas.request import TokenLogprob
-from eyas.services.router.http.response_json import (
-    chat_logprobs,
-    completion_logprobs,
-    json_blocks,
-    text_offsets,
-)
-from eyas.tokenizer import Tokenizer
+from eyas.api.request import TokenLogprob
+from eyas.services.router.http.writers.json_blocks import json_blocks
+from eyas.services.router.http.writers.logprobs import chat_logprobs, completion_logprobs, text_offsets
+from eyas.text.tokenizer import Tokenizer
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, with_router
 from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
 

@@ -11,13 +11,13 @@ import pytest
 from httpx import AsyncClient
 from pydantic import ValidationError
 
+from eyas.api.request import StructuredOutputs
 from eyas.errors import InvalidRequest
-from eyas.request import StructuredOutputs
-from eyas.services.router.http.anthropic_messages import MessagesBody
-from eyas.services.router.http.bodies import FieldPolicy, parse_body
-from eyas.services.router.http.openai_responses import ResponsesBody
-from eyas.services.router.http.other_servers import IGNORED, RENAMED, RESHAPED, near_names
-from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, invalid_body
+from eyas.services.router.http.bodies.anthropic import MessagesBody
+from eyas.services.router.http.bodies.base import FieldPolicy, parse_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, invalid_body
+from eyas.services.router.http.bodies.other_servers import IGNORED, RENAMED, RESHAPED, near_names
+from eyas.services.router.http.bodies.responses import ResponsesBody
 from tests.services.http.http_router import CHAT, TOKENS, Script, http_router, worker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -185,7 +185,7 @@ async def statuses(url: str, unknown_fields: Any, bodies: list[dict[str, Any]]) 
 
 def test_unknown_fields_are_refused_or_ignored(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Near misses, and fields of other endpoints, are refused in either case."""
-    caplog.set_level(logging.INFO, "eyas.services.router.http.bodies")
+    caplog.set_level(logging.INFO, "eyas.services.router.http.bodies.base")
     made_up: list[dict[str, Any]] = [
         {"wholly_new": 1},
         {"wholly_new": 2},
@@ -214,7 +214,7 @@ def test_unknown_fields_are_refused_or_ignored(url: str, caplog: pytest.LogCaptu
 
 
 def test_names_that_clients_make_up_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "eyas.services.router.http.bodies")
+    caplog.set_level(logging.INFO, "eyas.services.router.http.bodies.base")
     policy = FieldPolicy("ignore")
     for number in range(1000):
         assert policy.ignored([f"field {number} of mine"], frozenset(["prompt"]))

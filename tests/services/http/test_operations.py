@@ -35,17 +35,17 @@ from eyas.errors import ConfigError, Unauthenticated
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
-from eyas.services.cluster import free_port
 from eyas.services.discovery.probing import build_discovery
-from eyas.services.discovery.registry import Registry
-from eyas.services.router.auth import ApiKeys, load_api_keys, plain_keys
-from eyas.services.router.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.generation import GenerationService
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.local.cluster import free_port
+from eyas.services.router.auth.keys import ApiKeys, load_api_keys, plain_keys
+from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.listener import listen
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker

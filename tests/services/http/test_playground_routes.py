@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from eyas.services.lifecycle import is_loopback
-from eyas.services.router.auth import ApiKey, ApiKeys, hash_of
+from eyas.services.router.auth.keys import ApiKey, ApiKeys, hash_of
 from eyas.services.router.http.drafter_kill import KILL_PATH, KILL_SIGNAL, SUPERVISOR_VARIABLE
 from tests.services.http.http_router import TOKENS, Script, get, http_router, worker
 

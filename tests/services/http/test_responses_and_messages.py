@@ -12,8 +12,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from eyas.services.router.auth import ApiKeys, plain_keys
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.services.http.http_router import (
     CHAT,
     PROMPT_TEXT,

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from eyas.request import StructuredOutputs
-from eyas.services.router.http.bodies import parse_body
-from eyas.services.router.http.requests import CompletionBody
+from eyas.api.request import StructuredOutputs
+from eyas.services.router.http.bodies.base import parse_body
+from eyas.services.router.http.bodies.openai import CompletionBody
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, with_router
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -17,7 +17,7 @@ from typing import Any
 
 from redis import Redis
 
-from eyas.request import Request, SamplingParams
+from eyas.api.request import Request, SamplingParams
 from eyas.rpc.convert import generate_call_from_proto
 from eyas.rpc.messages import GenerateCall
 from tests.services.router.scripted_verifier import TOKENS, Script, ScriptedVerifier, worker

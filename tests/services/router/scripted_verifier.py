@@ -14,23 +14,24 @@ from typing import Any
 import grpc
 import pytest
 
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.errors import UnknownDrafter
-from eyas.outputs import TextChunk
-from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
 from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
-from eyas.services.router.auth import ApiKeys
-from eyas.services.router.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.generation import GenerationService
+from eyas.services.router.auth.keys import ApiKeys
+from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import ReadinessMonitor, WorkerPool
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 
 DEMO = "models/demo/target"

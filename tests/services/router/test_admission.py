@@ -21,7 +21,7 @@ from eyas.rpc.admission import (
 )
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.v1.generation_pb2 import GenerateRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from eyas.v1.types_pb2 import LogitBias, SamplingParams, TokenIds

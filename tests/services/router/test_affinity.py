@@ -12,10 +12,10 @@ from benchmarks.scripts.sharding import Settings, Simulation, moves, moves_table
 from eyas.config import RoutingConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from eyas.services.discovery.registry import Placement
-from eyas.services.router.dispatcher import SessionMap
-from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick, prefix_match_ratio
-from eyas.services.router.workers import SentBlocks
+from eyas.services.discovery.redis_registry import Placement
+from eyas.services.router.dispatch.dispatcher import SessionMap
+from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick, prefix_match_ratio
+from eyas.services.router.dispatch.workers import SentBlocks
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 SMALL = Settings(20, 10, num_sessions=1500, num_running=324, num_open=300, cache_blocks=1024, lease_requests=20)

@@ -10,7 +10,7 @@ from grpc import StatusCode
 from eyas import RequestOutput, SamplingParams
 from eyas.client import AsyncClient, Client, RetryPolicy
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, TimedOut, Unavailable
-from eyas.services.cluster import free_port
+from eyas.services.local.cluster import free_port
 from tests.services.router.scripted_verifier import (
     MODEL,
     PROMPT,

@@ -15,8 +15,8 @@ import pytest
 from eyas.config import RouterConfig
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
-from eyas.services.router.routing import RoutingRequest
-from eyas.services.router.workers import WorkerPool
+from eyas.services.router.dispatch.routing import RoutingRequest
+from eyas.services.router.dispatch.workers import WorkerPool
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 NUM_WORKERS, BUSY, DURATION_S, HEARTBEAT_S, WARM_S, END_S = 8, 8.0, 2.0, 1.0, 4.0, 16.0

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.config import OutlierDetectionConfig
 from eyas.rpc.messages import Load
-from eyas.services.router.workers import OutlierDetector
+from eyas.services.router.dispatch.workers import OutlierDetector
 from tests.services.discovery.pods import pod_router, pod_worker, settings
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, failure, send, tokens_of, until
 

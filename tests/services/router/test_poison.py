@@ -15,8 +15,8 @@ import pytest
 from eyas.config import RegistryConfig
 from eyas.errors import PoisonRequest
 from eyas.rpc.messages import Lease, Load
-from eyas.services.discovery.registry import Registry
-from eyas.services.router.poison import REFUSAL_S, PoisonDetector
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.router.dispatch.poison import REFUSAL_S, PoisonDetector
 from tests.services.discovery.pods import pod_router, pod_worker, settings
 from tests.services.router.mortal_verifier import POISON, SLOW, call_of, mortal_verifiers, num_alive
 from tests.services.router.scripted_verifier import (

@@ -13,9 +13,9 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
-from eyas.cli import main
-from eyas.services.cluster import free_port
-from eyas.tokenizer import load_tokenizer
+from eyas.cli.main import main
+from eyas.services.local.cluster import free_port
+from eyas.text.tokenizer import load_tokenizer
 from tests.services.http.http_router import REST_TEXT, http_router
 from tests.services.router.scripted_verifier import (
     DEMO,
@@ -29,7 +29,7 @@ from tests.services.router.scripted_verifier import (
     worker,
 )
 
-BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli import main; main()"
+BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli.main import main; main()"
 GREEN, YELLOW = "\x1b[1;32m", "\x1b[33m"
 
 

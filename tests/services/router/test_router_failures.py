@@ -12,10 +12,10 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import Load
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
-from eyas.services.cluster import free_port
-from eyas.services.discovery.registry import Registry
+from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
-from eyas.services.router.dispatcher import _read
+from eyas.services.local.cluster import free_port
+from eyas.services.router.dispatch.dispatcher import _read
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import running_redis

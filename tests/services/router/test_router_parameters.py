@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from eyas.request import SamplingParams
-from eyas.tokenizer import load_tokenizer
+from eyas.api.request import SamplingParams
+from eyas.text.tokenizer import load_tokenizer
 from tests.services.router.scripted_verifier import (
     CALL,
     DEMO,

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from eyas.outputs import TextChunk
+from eyas.api.outputs import TextChunk
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests import strategies

@@ -6,8 +6,8 @@ import pytest
 
 from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
-from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, eligible_verifiers, pick
+from eyas.services.discovery.redis_registry import Placement
+from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, eligible_verifiers, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 REQUEST = RoutingRequest("demo", 100)

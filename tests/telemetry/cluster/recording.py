@@ -18,13 +18,13 @@ import grpc
 import pytest
 import yaml
 
-from eyas.outputs import TextChunk
-from eyas.request import Request, SamplingParams
+from eyas.api.outputs import TextChunk
+from eyas.api.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
-from eyas.services.cluster import Cluster, free_port
-from eyas.services.demo import running_demo
+from eyas.services.local.cluster import Cluster, free_port
+from eyas.services.local.demo import running_demo
 from eyas.v1 import generation_pb2_grpc
 from tests.forks import forked_services
 from tests.strategies import unchecked

@@ -1,0 +1,1 @@
+"""Requests, their limits, and outputs, as callers see them."""

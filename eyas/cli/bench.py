@@ -1,0 +1,338 @@
+"""`eyas bench`: measure decoding and write a dated report. Torch is imported when a benchmark starts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile, poisson, read_trace
+from eyas.cli import options
+from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.emulation.costs import DeviceCosts
+from eyas.errors import ConfigError
+from eyas.progress import Progress, progress
+
+if TYPE_CHECKING:
+    from eyas.bench.serve import RequestTimes
+
+# Tokens of each prompt in a quick run.
+QUICK_TOKENS = 48
+
+Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
+NumPrompts = Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks; 0 takes all.")]
+Temperatures = Annotated[list[float], typer.Option(help="Temperature of sampling, 0 for greedy; may be repeated.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
+NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")]
+TopK = Annotated[int, typer.Option(help="Nodes that each level of a draft tree expands.")]
+DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch, for all that is measured; 0 takes what `LLM` takes.")]
+Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+LocalTable = Annotated[str, typer.Option(help="Cost table of the drafter on a verifier's device; presets find their own.")]
+RESULTS = Path("benchmarks/results")
+
+bench = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure speed and acceptance length; write a dated report."""
+
+
+@bench.command()
+def offline(
+    model: Model,
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head; plain decoding only without it.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens by default.")
+    ] = None,
+    num_prompts: NumPrompts = 0,
+    batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1, 8],  # noqa: B006
+    temperature: Temperatures = [0.0],  # noqa: B006
+    max_tokens: MaxTokens = 96,
+    groups: Annotated[int, typer.Option(help="Fewest batches to measure; every prompt is used at least once.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first impression: the first --batch, 3 prompts, 48 tokens, 3 batches.")
+    ] = False,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Also time verify steps of this many rows, and drafting; may be repeated.")
+    ] = None,
+    first_token: Annotated[
+        bool, typer.Option("--first-token", help="Also time the first token of a long prompt, new and cached.")
+    ] = False,
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: NumSteps = TreeConfig.num_steps,
+    top_k: TopK = TreeConfig.top_k,
+    draft_budget: Annotated[
+        str, typer.Option(help="auto: trees as large as they pay, possibly none; fixed: always the largest.")
+    ] = "auto",
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = 0,
+    out: Out = RESULTS,
+) -> None:
+    """Compare plain decoding, speculative decoding and transformers' generate in this process."""
+    settings = OfflineSettings(
+        model=model,
+        draft_model=draft_model,
+        method=method,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        batches=tuple(batch),
+        temperatures=tuple(temperature),
+        max_tokens=max_tokens,
+        num_groups=groups,
+        rows=tuple(rows or ()),
+        first_token=first_token,
+        tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        draft_budget=cast(DraftBudgetPolicy, draft_budget),
+        dtype=cast(Dtype, dtype),
+        device=device,
+        threads=threads,
+    )
+    if quick:
+        few = min(max_tokens, QUICK_TOKENS)
+        settings = replace(settings, num_prompts=3, batches=settings.batches[:1], max_tokens=few, num_groups=1, max_groups=3)
+    _announce(model)
+    from eyas.bench.offline import measure
+
+    _report("offline", settings, measure, out)
+
+
+@bench.command("serve")
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of a server of OpenAI's API.")],
+    model: Annotated[str, typer.Option(help="Name of the model; by default the first that the server lists.")] = "",
+    endpoint: Annotated[str, typer.Option(help="Which API gets the prompts: completions or chat.")] = "completions",
+    num_prompts: Annotated[int, typer.Option(help="How many requests to send.")] = 100,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests a second, at random moments; 0 sends each as soon as --concurrency allows.")
+    ] = 0.0,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Most requests at once; 0 sets no limit. By default 16, or no limit with a rate.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines or a JSON list with prompt, text, turns, messages or conversations.")
+    ] = None,
+    dataset: Annotated[str, typer.Option(help="Data set of the hub with such rows, by its id.")] = "",
+    input_tokens: Annotated[int, typer.Option(help="About how many tokens a random prompt has.")] = 256,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="Randomness of sampling; 0 takes the likeliest token.")] = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for --max-tokens tokens, also past the end; not every server can.")
+    ] = False,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LATENCY:MS", help="What a good request keeps, such as ttft:200; also itl, tpot, e2e."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts and arrivals.")] = 0,
+    api_key: options.ApiKey = "",
+    out: Annotated[Path | None, typer.Option(help="Folder of a dated report in JSON; none is written by default.")] = None,
+) -> None:
+    """Put load on a server and measure latencies, throughput, goodput, and acceptance where the server gives it."""
+    from eyas.bench.serve import Endpoint, ServeSettings, read_goodput, run_load
+
+    settings = ServeSettings(
+        url=url,
+        model=model,
+        endpoint=cast(Endpoint, endpoint),
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        concurrency=concurrency,
+        prompts=prompts,
+        dataset=dataset,
+        input_tokens=input_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        goodput=read_goodput(goodput or ()),
+        seed=seed,
+    )
+    from eyas.bench.report import Report
+
+    with progress() as shown:
+        results = asyncio.run(run_load(settings, api_key, _shown_rate(shown, num_prompts)))
+    if out:
+        Report.here("serve", "eyas", "cpu", settings, results, results.tables()).publish(out)
+    else:
+        print("\n\n".join(table.markdown() for table in results.tables()))
+
+
+def _shown_rate(shown: Progress, num_requests: int) -> Callable[[RequestTimes], None]:
+    """Show how many requests are done and how fast; return what to call with each request that has ended."""
+    num_done, num_tokens, began = 0, 0, time.monotonic()
+    shown.show("requests", 0, num_requests)
+
+    def on_done(times: RequestTimes) -> None:
+        nonlocal num_done, num_tokens
+        num_done, num_tokens = num_done + 1, num_tokens + times.num_output_tokens
+        rate = num_tokens / max(time.monotonic() - began, 1e-9)
+        shown.show(f"{rate:.0f} output tokens/s, requests", num_done, num_requests)
+
+    return on_done
+
+
+@bench.command()
+def methods(
+    model: Model,
+    prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
+    method: Annotated[list[str], typer.Option(help="NAME or NAME=DRAFT_MODEL, such as eagle3=FOLDER; may be repeated.")],
+    num_prompts: Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks.")] = 20,
+    assistant: Annotated[
+        str, typer.Option(help="Small model for transformers' assisted generation, beside the methods.")
+    ] = "",
+    temperature: Temperatures = [0.0, 0.6, 1.0],  # noqa: B006
+    max_tokens: MaxTokens = 96,
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: NumSteps = TreeConfig.num_steps,
+    top_k: TopK = TreeConfig.top_k,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = 0,
+    out: Out = RESULTS,
+) -> None:
+    """Decode the same prompts with each method in turn; write a table and a bar chart."""
+    settings = MethodsSettings(
+        model=model,
+        methods=tuple(map(MethodSpec.parse, method)),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        assistant=assistant,
+        temperatures=tuple(temperature),
+        max_tokens=max_tokens,
+        tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        dtype=cast(Dtype, dtype),
+        device=device,
+        threads=threads,
+    )
+    _announce(model)
+    from eyas.bench.methods import draw, measure
+
+    results, page = _report("methods", settings, measure, out)
+    try:
+        draw(results.scores, page.with_suffix(".png"))
+    except ConfigError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"drawn as {page.with_suffix('.png')}")
+
+
+@bench.command()
+def widen(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a small target: Llama, Mistral, Qwen 2, 2.5 or 3.")],
+    out: Annotated[Path, typer.Option(help="Folder of the widened models; the target goes to its subfolder target.")],
+    shape: Annotated[str, typer.Option(help="The size to give it: 70b, 8b, 1b, 400m or 60m.")] = "8b",
+    draft_model: Annotated[list[str], typer.Option(help="Folder of a draft head or small model; may be repeated.")] = [],  # noqa: B006
+    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="Keep the vocabularies as they are.")] = False,
+    dtype: Annotated[str, typer.Option(help="Type of the written weights; auto takes the model's.")] = "auto",
+) -> None:
+    """Embed a small model and its heads in a large shape, where they compute the same function at the large one's cost."""
+    from eyas.bench.widen import SHAPES
+    from eyas.bench.widen_heads import widen as write
+
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    chosen = replace(SHAPES[shape], vocab_size=0) if keep_vocabulary else SHAPES[shape]
+    with progress() as shown:
+        folders = write(model, draft_model, chosen, out, dtype, shown)
+    print("\n".join(map(str, folders)))
+
+
+def plan(
+    profile: Annotated[Path, typer.Option(help="JSON report of `eyas bench split`, or a profile; see docs/split.md.")],
+    verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/emulation.md.")] = "llama-3.1-8b@h100",
+    drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
+    local: LocalTable = "",
+    temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,
+    host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
+    wire_ms: Annotated[float | None, typer.Option(help="Round trip without drafting; the profile's by default.")] = None,
+    verifiers: Annotated[int, typer.Option(help="How many verifiers the fleet has.")] = 1,
+    drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
+    delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="Sequences that each verifier always has, without arrivals.")] = 8,
+    rate: Annotated[float, typer.Option(help="Arrivals a second of the fleet, Poisson; 0 takes --concurrency.")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Arrivals as JSON Lines: at_s, prompt_tokens, output_tokens.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
+    seconds: Annotated[float, typer.Option(help="How long the simulated fleet runs.")] = 60.0,
+    verifier_price: Annotated[
+        float | None, typer.Option(help="Dollars an hour of a verifier; a preset has its own.")
+    ] = None,
+    drafter_price: Annotated[float | None, typer.Option(help="Dollars an hour of a drafter; a preset has its own.")] = None,
+    curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,
+) -> None:
+    """Simulate a fleet in each mode: plain, drafting on the verifier's device, apart, and apart in advance."""
+    from eyas.bench import plan as planning
+    from eyas.bench.report import Report
+
+    acceptance = load_profile(profile, temperature).with_host(host_scale, wire_ms)
+    if curves:
+        planning.draw_curves(acceptance, curves)
+    arrivals = read_trace(trace) if trace else None
+    if rate:
+        arrivals = poisson(rate, seconds, prompt_tokens, output_tokens)
+    verifying, drafting = DeviceCosts.read(verifier), DeviceCosts.read(drafter)
+    settings = planning.FleetSettings(
+        verifier=verifying,
+        drafter=drafting,
+        local=DeviceCosts.read(local or _on_same_gpu(verifier, drafter)),
+        profile=acceptance,
+        num_verifiers=verifiers,
+        num_drafters=max(drafters, 1),
+        concurrency=concurrency,
+        max_num_seqs=max(max_num_seqs, concurrency),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        delay_s=delay_ms / 1e3,
+        seconds=seconds,
+        verifier_price=verifying.dollars_h if verifier_price is None else verifier_price,
+        drafter_price=drafting.dollars_h if drafter_price is None else drafter_price,
+    )
+    if not drafters and not (settings.verifier_price and (settings.drafter_price or drafter_price is not None)):
+        raise ConfigError("the cheapest number of drafters needs prices; give --verifier-price and --drafter-price")
+    results = planning.every_mode(settings, arrivals, find_ratio=not drafters)
+    table = planning.table_of(results, settings)
+    if out:
+        Report.here("plan", "eyas", "cpu", settings, results, [table]).publish(out)
+    else:
+        print(table.markdown())
+
+
+def _on_same_gpu(verifier: str, drafter: str) -> str:
+    """The preset of the drafter's model on the verifier's GPU. Raises ConfigError unless both are presets."""
+    if any("@" not in name or name.endswith(".json") for name in (verifier, drafter)):
+        raise ConfigError(
+            f"what {drafter} costs on the device of {verifier} is unknown, as both are not presets; give it as --local"
+        )
+    return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}"
+
+
+def _announce(model: str) -> None:
+    """Say what comes, before the imports that take seconds."""
+    print(f"loading torch and {model}; results come as they are known, the whole report at the end", file=sys.stderr)
+
+
+def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
+    """Measure, write the report, print it; return the results and the report's page."""
+    from eyas.bench.report import Report
+    from eyas.models.checkpoint import resolve_placement
+
+    device, dtype = resolve_placement(settings.device, settings.dtype, settings.model)
+    settings = replace(settings, device=device, dtype=dtype)
+    with progress() as shown:
+        results = measure(settings, shown)
+    settings = replace(settings, threads=results.num_threads)
+    return results, Report.here(name, "eyas", device, settings, results, results.tables()).publish(out)

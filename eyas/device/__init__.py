@@ -1,0 +1,1 @@
+"""The machine: devices and threads, memory, copies between host and device."""

@@ -1,0 +1,49 @@
+"""Decides on which device and with how many threads PyTorch runs."""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+import torch
+
+from eyas.config import Dtype
+from eyas.device.host import has_numba, num_cores
+from eyas.errors import ConfigError
+
+# Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
+MOST_CORES = 2
+
+
+def runs_compiled(device: torch.device) -> bool:
+    """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
+    return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
+
+
+def use_threads(count: int, *placements: tuple[str, str]) -> None:
+    """Set the number of torch's threads for models at these placements (device, dtype).
+
+    It holds for the calling thread and for those that first use torch afterwards. 0 takes OMP_NUM_THREADS. Without that
+    variable it is one thread where compiled kernels can run and there are MOST_CORES at most, else torch's own number.
+
+    Raises ConfigError for a number below 0.
+    """
+    if count < 0:
+        raise ConfigError(f"threads is {count}; it must be at least 0")
+    if not count and "OMP_NUM_THREADS" not in os.environ and set(placements) == {("cpu", "float32")}:
+        count = int(num_cores() <= MOST_CORES and has_numba())
+    if count:
+        torch.set_num_threads(count)
+
+
+DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
+
+
+def check_device(dtype: str, device: str) -> None:
+    """Raises ConfigError for a dtype or device that torch does not have here. `auto` must have been resolved."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(DTYPES)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error

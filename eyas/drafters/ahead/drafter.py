@@ -1,0 +1,272 @@
+"""Drafting ahead: what an EAGLE drafter does while the target verifies, so that the next tree costs no pass of the network.
+
+A tree keeps growing: when the committed path and the token after it lie inside it, the subtree below is the answer, and it
+grows on from round to round. It is sent before the commit. Foreseen commits queue up and reach the drafter in one piece,
+when there is time or when a tree has to be grown on demand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from eyas.config import DraftAheadConfig
+from eyas.drafters.ahead.trees import AheadTrees
+from eyas.drafters.ahead.trial import Trial
+from eyas.drafters.base import (
+    BOOKKEEPING,
+    Draft,
+    DraftContext,
+    DrafterNeeds,
+    LocalDrafter,
+    Path,
+    within,
+)
+from eyas.drafters.eagle import EagleDrafter
+from eyas.errors import ConfigError
+from eyas.protocol.tree import DraftTree, PreparedTree
+
+
+@dataclass
+class _AheadSession:
+    """A session that the drafter follows, perhaps some commits behind.
+
+    last: its latest commit. asked: when that came, if a tree is the answer to it. block: of the trial, for the answer.
+    backlog: the commits that the drafter has not received. path: the tokens committed since a tree grows. is_prepared:
+    whether one does.
+    """
+
+    last: DraftContext
+    asked: float | None = None
+    block: int = 0
+    backlog: list[DraftContext] = field(default_factory=list)
+    path: tuple[int, ...] = ()
+    is_prepared: bool = False
+
+    def continues_with(self, context: DraftContext) -> bool:
+        """Whether the context starts where the latest commit ends."""
+        return (self.last.epoch, self.last.committed_length) == (context.epoch, context.start_position)
+
+
+class DraftAheadDrafter(LocalDrafter):
+    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called."""
+
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
+        """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
+
+        Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
+        """
+        if config.num_candidates > len(drafter.draft_ids):
+            if trial is None:
+                raise ConfigError(
+                    f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
+                    f"{len(drafter.draft_ids)} tokens; set at most these"
+                )
+            config = replace(config, num_candidates=len(drafter.draft_ids))
+        self._drafter = drafter
+        self._ahead = AheadTrees(drafter, config)
+        self._sessions: dict[str, _AheadSession] = {}
+        self._due: dict[str, None] = {}
+        self._trial = trial
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    @property
+    def can_sample(self) -> bool:
+        return self._drafter.can_sample
+
+    def warm_up(self) -> None:
+        self._drafter.warm_up()
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        began = self._now()
+        self._observe(contexts, began)
+        if self._is_ahead:
+            return self._propose_ahead(contexts, began)
+        whole = [self._with_backlog(context) for context in contexts]
+        whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
+        drafts = self._drafter.propose(whole)
+        self._drop_evicted()
+        self._note(contexts, drafts, began)
+        return drafts
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self._trial is None or self._trial.is_on
+
+    def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
+        """Take in what sessions have committed since their last answers."""
+        for context in contexts:
+            session = self._sessions.get(context.session)
+            if not session or session.asked is None or not session.continues_with(context):
+                continue
+            seconds, load = now - session.asked, len(self._sessions)
+            if self._trial and self._trial.observe(session.block, len(context.tokens), seconds, load):
+                self._stop()
+
+    def _stop(self) -> None:
+        """Forget what is prepared."""
+        self._due = {}
+        self._ahead.release(list(self._sessions))
+        for session in self._sessions.values():
+            session.path, session.is_prepared = (), False
+
+    def _propose_ahead(self, contexts: Sequence[DraftContext], began: float) -> list[Draft]:
+        drafts: list[Draft] = list(self._take_ahead(contexts))
+        missing = [i for i, draft in enumerate(drafts) if draft is None]
+        paths = {i: self._path(contexts[i]) for i in missing}
+        whole = {i: self._with_backlog(contexts[i]) for i in missing}
+        whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
+        sampled = [i for i in missing if contexts[i].proposal == "sampled"]
+        others = [i for i in missing if contexts[i].proposal != "sampled"]
+        made = self._ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
+        made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
+        for i, draft in zip((*others, *sampled), made, strict=True):
+            drafts[i] = draft
+        if missing:
+            self._drop_evicted()
+        self._due |= dict.fromkeys(self._note(contexts, drafts, began))
+        return drafts
+
+    def _note(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], began: float) -> list[str]:
+        """Note the answers that are trees, for the trial. Returns their sessions."""
+        noted = list[str]()
+        for context, draft in zip(contexts, drafts, strict=True):
+            if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
+                continue
+            if draft.num_drafted or context.has_tree:
+                session = self._sessions[context.session]
+                session.asked, session.block = began, self._trial.stamp(context.session) if self._trial else 0
+                noted.append(context.session)
+        return noted
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for key in sessions:
+            self._sessions.pop(key, None)
+            self._due.pop(key, None)
+        if self._trial:
+            self._trial.release(sessions)
+        self._ahead.release(sessions)
+        self._drafter.release(sessions)
+
+    @torch.inference_mode()
+    def draft_ahead(self) -> bool:
+        if not self._is_ahead:
+            return False
+        try:
+            return self._go_on()
+        except Exception:
+            if self._trial:
+                self._trial.fail()
+            raise
+
+    def _go_on(self) -> bool:
+        """Prepare more; see `draft_ahead`."""
+        device = self._drafter.device
+        with device.labelled("grow") if device else nullcontext():
+            self._ahead.collect()  # the pass of the call before, which the device has done by now
+            if self._due:
+                self._begin()
+            more = self._ahead.step()
+            if not self.busy_s:
+                self._ahead.collect()
+            return more
+
+    @property
+    def takes_prepared(self) -> bool:
+        return True
+
+    def take_prepared(self) -> list[PreparedTree]:
+        return self._ahead.take_prepared()
+
+    @property
+    def busy_s(self) -> float:
+        return self._drafter.busy_s
+
+    def _now(self) -> float:
+        return self._drafter.device.clock() if self._drafter.device else time.perf_counter()
+
+    def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
+        """The trees that are ready for the contexts' last tokens."""
+        found: list[DraftTree | None] = [None] * len(contexts)
+        places = []
+        for i, context in enumerate(contexts):
+            session, wants_tree = self._sessions.get(context.session), context.budget.wants_tree
+            if session is None or not session.is_prepared or not session.continues_with(context):
+                continue
+            if wants_tree and context.proposal == "deterministic":
+                places.append(i)
+            elif context.has_tree and not wants_tree:  # not waited for: it joins the next pass of commits
+                found[i] = DraftTree.root_only(context.tokens[-1])
+                session.path, session.last, session.asked = (*session.path, *context.tokens), context, None
+                session.backlog.append(context)
+        if not places:
+            return found
+        sessions, own = [self._sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
+        paths = [(*session.path, *context.tokens) for session, context in zip(sessions, own, strict=True)]
+        within_tree = [replace(context, budget=within(context.budget, self._drafter.tree)) for context in own]
+        for i, session, path, tree in zip(places, sessions, paths, self._ahead.trees(within_tree, paths), strict=True):
+            found[i] = tree
+            if tree is not None:
+                session.path, session.last, session.asked = path, contexts[i], None
+                session.backlog.append(contexts[i])
+        return found
+
+    def _path(self, context: DraftContext) -> Path:
+        """The tokens since the session's trees were prepared; empty if none were, or the context does not go on there."""
+        session = self._sessions.get(context.session)
+        is_known = session and session.is_prepared and session.continues_with(context)
+        return (*session.path, *context.tokens) if session and is_known else ()
+
+    def _with_backlog(self, context: DraftContext) -> DraftContext:
+        """The session's backlog and `context` as one commit for the drafter."""
+        session = self._sessions.get(context.session)
+        whole = _joined([*session.backlog, context]) if session and session.continues_with(context) else context
+        self._sessions[context.session] = _AheadSession(context)
+        return whole
+
+    def _drop_evicted(self) -> None:
+        """Forget what is prepared for sessions whose cached tokens the drafter has dropped: their trees cannot grow on."""
+        evicted = [k for k, session in self._sessions.items() if session.is_prepared and not self._drafter.is_cached(k)]
+        self._ahead.release(evicted)
+        for key in evicted:
+            self._due.pop(key, None)
+            self._sessions[key].path, self._sessions[key].is_prepared = (), False
+
+    def _begin(self) -> None:
+        """Commit all backlogs to the drafter, and prepare from where all due sessions are now."""
+        keys, self._due = [key for key in self._due if key in self._sessions], {}
+        behind = [key for key in keys if self._sessions[key].backlog]
+        if behind:
+            commits = [replace(_joined(self._sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
+            answers = self._ahead.commit(commits, [self._sessions[key].path for key in behind])
+            for key, answer in zip(behind, answers, strict=True):
+                if isinstance(answer, DraftTree):
+                    self._sessions[key].backlog.clear()
+                else:
+                    del self._sessions[key]
+                    self._ahead.release([key])
+            self._drop_evicted()
+        keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        if not keys:
+            return
+        sessions = [self._sessions[key] for key in keys]
+        self._ahead.begin([session.last for session in sessions])
+        for session in sessions:
+            session.path, session.is_prepared = (), True
+
+
+def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
+    """Successive commits of a session as one."""
+    first, last = contexts[0], contexts[-1]
+    features = [context.features for context in contexts if context.features is not None]
+    tokens = tuple(token for context in contexts for token in context.tokens)
+    return replace(
+        last, start_position=first.start_position, tokens=tokens, features=torch.cat(features) if features else None
+    )

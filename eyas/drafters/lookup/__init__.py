@@ -1,0 +1,1 @@
+"""Drafters without a network, which continue texts from what they have seen."""

@@ -1,0 +1,137 @@
+"""Prompt lookup decoding (Saxena 2023): what followed the last tokens where they stood before in the same session.
+
+`eyas.kernels.cpu.lookups` has the same drafter, compiled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from eyas.config import PromptLookupConfig, TreeConfig
+from eyas.device.host import has_numba
+from eyas.device.transfer import Ints
+from eyas.drafters.base import DraftContext, LocalDrafter, Path, within
+from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
+from eyas.drafters.sessions import MemoryLedger
+from eyas.protocol.tree import DraftTree
+
+# Weight of a match relative to the next better one.
+MATCH_DECAY = 0.8
+
+
+class NgramIndex:
+    """One session's tokens and all of their n-grams of `min_ngram` to `max_ngram` tokens.
+
+    A round costs in proportion to its new tokens, however long the context is.
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.tokens = array("q")
+        self._lengths = range(min_ngram, max_ngram + 1)
+        # For each length: the place behind the latest occurrence of an n-gram; and for each place, the place behind the
+        # previous occurrence of the n-gram that ends there, 0 if there is none.
+        self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
+        self._previous = [array("q") for _ in self._lengths]
+        self.rates = HitRates(self._lengths)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, context: DraftContext) -> None:
+        """Append the context's tokens, and count for each whether the longest match before it predicted it."""
+        for token in context.tokens:
+            self._count_hit(token)
+            self.tokens.append(token)
+            place = len(self.tokens)
+            last = tuple(self.tokens[-self._lengths[-1] :])
+            for n, latest, previous in zip(self._lengths, self._latest, self._previous, strict=True):
+                if n > place:
+                    previous.append(0)
+                    continue
+                ngram = last[-n:]
+                previous.append(latest.get(ngram, 0))
+                latest[ngram] = place
+
+    def occurrences(self, max_matches: int, path: Path = ()) -> dict[int, int]:
+        """Places behind earlier occurrences of the last tokens of context and `path`, and how many tokens match there.
+
+        Longer matches come first, then later places.
+        """
+        ending = (*self.tokens[-self._lengths[-1] :], *path)
+        found: dict[int, int] = {}
+        for n, latest, previous in zip(*map(reversed, (self._lengths, self._latest, self._previous)), strict=True):
+            place = latest.get(ending[-n:], 0) if len(ending) >= n else 0
+            while place and len(found) < max_matches:
+                if place < len(self.tokens):
+                    found.setdefault(place, n)
+                place = previous[place - 1]
+        return found
+
+    def behind(self, places: Ints, depth: int) -> tuple[Ints, Ints]:
+        """The tokens from each place on [M, depth], and how many of them the text has [M]. What is beyond its end is of no
+        use."""
+        text = np.frombuffer(self.tokens, np.int64)  # a view: tokens can be appended once it is gone
+        tokens: Ints = text[np.minimum(places[:, None] + np.arange(depth), len(text) - 1)]
+        return tokens, np.minimum(len(text) - places, depth)
+
+    def _count_hit(self, token: int) -> None:
+        for i in range(len(self._previous) - 1, -1, -1):
+            previous = self._previous[i]
+            if previous and previous[-1]:
+                self.rates.count(self._lengths[i], self.tokens[previous[-1]] == token)
+                return
+
+
+class PromptLookupDrafter(LookupDrafter[NgramIndex]):
+    """Matches in the context, the longest first, merged into a tree.
+
+    A node's score is the hit rate of matches of its length in this session, times its share among the continuations.
+    """
+
+    def __init__(self, tree: TreeConfig, config: PromptLookupConfig) -> None:
+        new_index = partial(NgramIndex, config.min_ngram, config.max_ngram)
+        super().__init__(MemoryLedger(new_index, config.max_cached_tokens))
+        self._tree = tree
+        self._config = config
+
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
+    ) -> list[DraftTree]:
+        roots = [context.tokens[-1] for context in contexts]
+        budgets = [within(context.budget, self._tree) for context in contexts]
+        depth = max(budget.max_depth for budget in budgets)
+        found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
+        sessions = np.repeat(np.arange(len(found)), [len(each) for each in found])
+        if not len(sessions) or depth < 1:
+            return [DraftTree.root_only(root) for root in roots]
+        places = np.fromiter(chain.from_iterable(found), np.int64, len(sessions))
+        tokens, lengths = np.empty((len(sessions), depth), np.int64), np.empty(len(sessions), np.int64)
+        owners, distinct = np.array([id(index) for index in memories])[sessions], {id(index): index for index in memories}
+        for owner, index in distinct.items():
+            rows = slice(None) if len(distinct) == 1 else owners == owner
+            tokens[rows], lengths[rows] = index.behind(places[rows], depth)
+        ranks = np.concatenate([np.arange(len(each)) for each in found])
+        matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
+        if not matches.lengths.any():
+            return [DraftTree.root_only(root) for root in roots]
+        length_indices = np.array([length - self._config.min_ngram for each in found for length in each.values()])
+        rates = {owner: index.rates.logs() for owner, index in distinct.items()}
+        log_rates = np.stack([rates[id(index)] for index in memories])
+        trie = build_trie(matches)
+        steps = match_steps(trie, length_indices, log_rates)
+        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
+
+
+def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LocalDrafter:
+    """The drafter, compiled if numba is installed."""
+    if not has_numba():
+        return PromptLookupDrafter(tree, config)
+    from eyas.drafters.lookup.compiled import CompiledPromptLookup
+
+    return CompiledPromptLookup(tree, config)

@@ -1,0 +1,1 @@
+"""Growing draft trees from scores of their nodes."""

@@ -1,0 +1,153 @@
+"""Grows trees of EAGLE and one-pass heads by compiled kernels of the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from eyas.cache.prefix_cache import Slots
+from eyas.config import TreeConfig
+from eyas.device.transfer import Bools, Ints
+from eyas.drafters.trees.growth import (
+    limits_of,
+    trees_of_cells,
+)
+from eyas.kernels.arguments import RowKeys
+from eyas.models.backends.packed_weights import PackedProduct
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
+
+
+class LevelGrowth:
+    """Trees that grow level by level on the CPU. As `TreeGrowth`, without nodes whose children cannot be chosen.
+
+    widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
+    """
+
+    def __init__(
+        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
+    ) -> None:
+        """draft_ids, words, has_noise: see CompiledGrowth. shape: most levels, and nodes expanded at each."""
+        from eyas.kernels.cpu import drafting as cpu_kernels
+        from eyas.kernels.cpu.sampling import shared_noise
+
+        self._draft_ids, self._words, self._noise = draft_ids.numpy(), words, cpu_kernels.NO_NOISE
+        self._limits, depths = limits_of(budgets)
+        self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
+        if has_noise:
+            self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
+            shared_noise(words, self._draft_ids, self._noise)
+        room = k + (shape.num_steps - 1) * k * k
+        self.tokens, self.parents = np.empty((2, sessions, room), np.int64)
+        self._scores, self._counts = np.empty((sessions, room), np.float32), np.zeros(sessions, np.int64)
+        self.firsts = self._counts.copy()  # of the candidates of the last level
+        self.widths, self.frontiers = np.ones(sessions, np.int64), np.zeros((sessions, k), np.int64)
+        self.num_levels = 0
+
+    def add(self, logits: Tensor) -> None:
+        """Record the children of all frontiers, float32 [R, D] session by session."""
+        from eyas.kernels.cpu.drafting import grow_level
+
+        self.firsts[:] = self._counts
+        grow_level(
+            logits.numpy(), self.num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
+            self.frontiers, self._counts, self._scores, self.tokens, self.parents,
+        )  # fmt: skip
+        self.num_levels += 1
+
+    def reach(self) -> list[float]:
+        """See TreeGrowth."""
+        spans, top_k = zip(self._scores, self.firsts.tolist(), self._counts.tolist(), strict=True), self.frontiers.shape[1]
+        return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
+
+    def trees(self, roots: Sequence[int]) -> list[DraftTree]:
+        """The trees below the roots, the target's ids."""
+        from eyas.kernels.cpu import drafting as cpu_kernels
+
+        most = int(self._limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        cpu_kernels.select_trees(
+            self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
+        )
+        return trees_of_cells(roots, cells, scores)
+
+
+class CompiledRows:
+    """The rows of trees for the kernels of the CPU, level by level. A row sees the prefix, its ancestors and itself.
+
+    slots: for the keys and values of the newest rows [R]. keys: RowKeys of these.
+    """
+
+    def __init__(self, prefixes: Sequence[Slots], tree_slots: Ints, max_model_len: int) -> None:
+        """prefixes: slots of each session. tree_slots: for the rows of each tree."""
+        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
+        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
+        self._starts = np.arange(len(prefixes))  # of each session's newest rows
+        self._level = 0
+
+    def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
+        """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
+        sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
+        owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]
+        candidates = np.concatenate([growth.frontiers[s, : widths[s]] for s in sessions])
+        parents = (candidates - growth.firsts[owners]) // num_children if self._level else np.zeros_like(candidates)
+        ends, before = np.cumsum(widths), [self._seen[s].shape[1] for s in sessions]
+        sources = self._starts[owners] + parents
+        for s in sessions:
+            above = self._seen[s][parents[ends[s] - widths[s] : ends[s]]]
+            self._seen[s] = np.concatenate([above, np.eye(widths[s], dtype=np.bool_)], 1)
+        self._starts, self._level = ends - widths, self._level + 1
+        prefixes = [
+            np.concatenate([self._prefixes[s], self._tree_slots[s, :n]]) for s, n in zip(sessions, before, strict=True)
+        ]
+        self.slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
+        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._level - 1)
+        self.keys = RowKeys(
+            starts=self._starts[sessions],
+            ends=ends[sessions],
+            prefix=np.concatenate(prefixes),
+            prefix_ends=np.cumsum([len(own) for own in prefixes]),
+            num_masked=np.array(before),
+            visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
+            positions=np.minimum(positions, self._max_model_len - 1),
+        )
+        return sources, (owners, candidates)
+
+
+class CompiledGrowth:
+    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
+
+    def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
+        """draft_ids: the target's ids, int64 [D]. embedding [V, r] and product, to [D], are of the Markov head."""
+        from eyas.kernels.cpu import drafting as cpu_kernels
+
+        cpu_kernels.compile_kernels()
+        self._kernels, self._draft_ids = cpu_kernels, draft_ids.numpy()
+        self._product, self._markov = product, cpu_kernels.MarkovBias()  # the former owns the weight
+        if embedding is not None and product is not None:
+            rows, weight = embedding.detach().contiguous().numpy(), product.weight
+            self._markov = cpu_kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
+
+    def trees(
+        self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
+    ) -> list[DraftTree]:
+        """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.trees.growth`.
+
+        logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `scoring.noise_words`.
+        has_noise: whether a session shares its noise.
+        """
+        values, kernels = logits.contiguous().numpy(), self._kernels
+        noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE
+        if has_noise:
+            kernels.shared_noise(words, self._draft_ids, noise)
+        limits, depths = limits_of(budgets)
+        depths, most = np.minimum(depths, values.shape[1]), int(limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        kernels.grow_trees(
+            values, self._markov, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
+            cells, scores,
+        )  # fmt: skip
+        return trees_of_cells(roots, cells, scores)

@@ -1,0 +1,476 @@
+"""Grows draft trees for many sessions at once, dynamic, of a fixed shape or sampled, and selects their best nodes.
+
+Dynamic trees are those of EAGLE-2 (Li et al. 2024, section 4); fixed shapes those of EAGLE (Li et al. 2024) and Medusa
+(Cai et al. 2024). Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32
+log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes selected,
+K nodes of all sessions together.
+
+    top_k 2, num_steps 2:         root                 tokens   [a  b  c  d  e  f]
+                                 /    \\                parents  [0  0  1  1  2  2]
+                               a=1    b=2              ends     (2, 6)
+                              /  \\    /  \\
+                            c=3 d=4 e=5 f=6
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import accumulate, pairwise, takewhile
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eyas.config import TreeChoices, TreeConfig
+from eyas.device.transfer import Ints, Reals, upload
+from eyas.drafters.base import DraftContext
+from eyas.drafters.trees.scoring import Scorer, Scores, draws_by_kernels, rank_children
+from eyas.kernels.arguments import Frontier
+from eyas.kernels.noise import exponential_noise_at
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal, TreeBatch
+from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
+
+
+class Expansion(Protocol):
+    """A draft model in the middle of growing trees."""
+
+    def first(self) -> Scores:
+        """Scores float32 [S, 1, D] of the root's children."""
+        ...
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+        """Run the frontier of `level` (from 1) and score its children.
+
+        Args:
+            parents: row of each node's parent within the frontier before it, [S, W].
+            tokens: draft vocabulary ids, [S, W].
+
+        Returns:
+            Float32 [S, W, D]; or [S, 1, D] if the scores are the same below all of the frontier.
+        """
+        ...
+
+
+class IndependentExpansion:
+    """Implements Expansion where a level's scores do not depend on the path: Medusa, DFlash, P-EAGLE.
+
+    All levels were computed at once, and one row of scores serves all nodes of a level.
+    """
+
+    def __init__(self, logits: Tensor, scorer: Scorer) -> None:
+        """logits: float32 [S, L, D], one row for the children of each level."""
+        self._logits, self._scorer = logits, scorer
+
+    def first(self) -> Scores:
+        return self._score(0)
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+        return self._score(level)
+
+    def _score(self, level: int) -> Scores:
+        return self._scorer(self._logits[:, level : level + 1], level)
+
+
+def ddtree_shape(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
+    """The shape in which growing by levels finds the best tree of independent levels (DDTree, 2604.12989).
+
+    As wide as the tree has nodes: a level costs no pass, and no node outside these can be among the best.
+    """
+    return replace(tree, top_k=max(1, min(tree.num_draft_tokens - 1, draft_vocab_size)))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Every child of every expanded node. tokens: draft vocabulary ids; parents: candidate numbers; all [S, P].
+
+    ends[i] is the number of candidates up to and including level i + 1.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    ends: tuple[int, ...]
+
+
+def best_places(scores: Reals, count: int) -> Ints:
+    """Places of the `count` best finite scores, the best first; of equal ones the first."""
+    places = np.flatnonzero(scores > -np.inf)
+    if len(places) > count:
+        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
+    return places[np.argsort(-scores[places], kind="stable")[:count]]
+
+
+def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
+    """The `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier before.
+
+    before: candidates of the levels above. has_parents: whether there is a frontier before, and not only the root.
+    """
+    best = rank(scores, top_k)
+    rows = best.ids // num_children if has_parents else torch.zeros_like(best.ids)
+    parents = (before + 1 + best.ids).repeat_interleave(num_children, dim=1)
+    return Frontier(best.scores, tokens.gather(1, best.ids), rows, parents)
+
+
+def _frontier_kernel() -> Callable[[Tensor, Tensor, int, int, int, bool], Frontier]:
+    """The same as a kernel, if Triton is installed."""
+    if find_spec("triton") is None:
+        return find_frontier
+    from eyas.kernels.cuda import drafting as tree_kernels
+
+    return tree_kernels.find_frontier
+
+
+class TreeGrowth:
+    """Dynamic trees that grow level by level.
+
+    The `top_k` best nodes of a level are expanded, and `num_candidates` children of each are recorded.
+    """
+
+    def __init__(self, expansion: Expansion, top_k: int, num_candidates: int) -> None:
+        self.expansion = expansion
+        self._top_k = top_k
+        self._num_candidates = num_candidates
+        best = Ranked(*(column[:, 0] for column in rank_children(expansion.first(), num_candidates)))
+        self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
+        self._ends = [num_candidates]
+
+    @property
+    def num_levels(self) -> int:
+        """Levels recorded so far."""
+        return len(self._ends)
+
+    def step(self) -> None:
+        """Expand the last level."""
+        scores, before = self._scores[-1], self._ends[-1] - self._scores[-1].shape[1]
+        find = _frontier_kernel() if scores.device.type != "cpu" and self._top_k <= MAX_KERNEL_K else find_frontier
+        frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
+        children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
+        best = rank_children(children, self._num_candidates, frontier.scores)
+        self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))
+        self._scores.append(best.scores.flatten(1))
+        self._parents.append(frontier.parents)
+        self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
+
+    def stepped(self) -> TreeGrowth:
+        """The growth with one level more. This one stays as it is, but for memory in which both keep rows."""
+        grown = copy(self)
+        grown.expansion = copy(self.expansion)
+        grown._tokens, grown._scores, grown._parents = list(self._tokens), list(self._scores), list(self._parents)
+        grown._ends = list(self._ends)
+        grown.step()
+        return grown
+
+    def reach(self) -> list[float]:
+        """Of each session, the chance that the accepted path reaches the last level's best nodes. Waits for the device."""
+        chances: list[float] = rank(self._scores[-1], self._top_k).scores.exp().sum(1).tolist()
+        return chances
+
+    @property
+    def candidates(self) -> Candidates:
+        """What is recorded so far."""
+        tokens, parents, scores = (torch.cat(x, 1) for x in (self._tokens, self._parents, self._scores))
+        return Candidates(tokens, parents, scores, tuple(self._ends))
+
+
+def grow_dynamic(expansion: Expansion, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None) -> Candidates:
+    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each.
+
+    pays: whether another level is worth its time; all levels are, if it is None.
+    """
+    growth = TreeGrowth(expansion, shape.top_k, shape.top_k)
+    while growth.num_levels < shape.num_steps and (pays is None or pays(growth)):
+        growth.step()
+    return growth.candidates
+
+
+class Growing(Protocol):
+    """Trees that grow level by level."""
+
+    def reach(self) -> list[float]:
+        """Of each session, the chance that the accepted path reaches the last level's best nodes."""
+        ...
+
+
+class LevelCosts:
+    """Seconds of a level by number of sessions, measured while trees grow; and whether one more level pays.
+
+    Scores say how likely the accepted path reaches a level. The next level is expected to lose as large a share of that as
+    the last one did, and to yield what is left in tokens. It pays if the verifier yields fewer tokens in a level's time.
+    Each stop lowers the estimate a little: it must not rest on measurements of long ago.
+    """
+
+    RATE = 0.1  # weight of a new measurement
+    MAX_SURPRISE = 3.0  # a measurement counts as this multiple of the estimate at most
+    DECAY = 0.99  # of the estimate at a stop
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[int, float] = {}
+
+    def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[Growing], bool] | None:
+        """For `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
+        if not all(budget.tokens_per_s for budget in budgets):
+            return None
+        tokens_per_s, before, began = math.fsum(b.tokens_per_s for b in budgets), [1.0] * len(budgets), 0.0
+
+        def pays(growth: Growing) -> bool:
+            nonlocal before, began
+            above, before, now = before, growth.reach(), self._clock()
+            if began:
+                self._observe(len(budgets), now - began)
+            began = now
+            gain = math.fsum(here * here / max(there, here) for there, here in zip(above, before, strict=True) if here)
+            is_worth = gain >= tokens_per_s * self._seconds.get(len(budgets), 0.0)
+            if not is_worth:
+                self._seconds[len(budgets)] *= self.DECAY
+            return is_worth
+
+        return pays
+
+    def _observe(self, num_sessions: int, seconds: float) -> None:
+        known = self._seconds.get(num_sessions, seconds)
+        self._seconds[num_sessions] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of a level of a static tree, in order. All tensors are int64.
+
+    max_children: most children of a node above.
+    rows: row of each node's parent among the expanded nodes of the level above. ranks: its rank among the parent's children.
+    parents: candidate number of the parent. expanded: candidate numbers of the nodes that have children; expanded_rows: the
+    rows of those nodes' parents.
+    """
+
+    max_children: int
+    rows: Tensor
+    ranks: Tensor
+    parents: Tensor
+    expanded: Tensor
+    expanded_rows: Tensor
+
+
+class StaticTree:
+    """A fixed shape. A node is named by its path: the ranks by score of the nodes on the way to it, among their siblings.
+
+    paths: of all nodes but the root, in any order; every prefix of a path must be among them.
+    """
+
+    def __init__(self, paths: TreeChoices, device: torch.device) -> None:
+        numbers = {path: number for number, path in enumerate(sorted({(), *paths}, key=lambda path: (len(path), path)))}
+        inner = {path[:-1] for path in numbers if path}
+        num_steps, top_k = max(map(len, numbers)), 1 + max(path[-1] for path in numbers if path)
+        self.shape = TreeConfig(len(numbers), num_steps, top_k)
+        self.levels: list[_Level] = []
+        above: dict[tuple[int, ...], int] = {(): 0}
+        for depth in range(1, num_steps + 1):
+            nodes = [path for path in numbers if len(path) == depth]
+            expanded = [path for path in nodes if path in inner]
+            columns = (
+                [above[path[:-1]] for path in nodes],
+                [path[-1] for path in nodes],
+                [numbers[path[:-1]] for path in nodes],
+                [numbers[path] for path in expanded],
+                [above[path[:-1]] for path in expanded],
+            )
+            max_children = 1 + max(path[-1] for path in nodes)
+            self.levels.append(_Level(max_children, *(upload(column, device) for column in columns)))
+            above = {path: row for row, path in enumerate(expanded)}
+
+    @property
+    def max_expanded(self) -> int:
+        """Most expanded nodes of a level below the root, at least 1."""
+        return max(1, *(len(level.expanded) for level in self.levels))
+
+
+def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
+    """The first `num_steps` levels of `tree`: its nodes are the candidates."""
+    scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
+    best = rank_children(scored, levels[0].max_children)
+    sessions, device = len(best.ids), best.ids.device
+    tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
+    scores = torch.zeros(sessions, 1, device=device)
+    for i, level in enumerate(levels):
+        if i:
+            above = levels[i - 1]
+            num_rows = len(above.expanded)
+            scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
+            best = rank_children(scored, level.max_children)
+        best = Ranked(*(column.expand(-1, num_rows, -1) for column in best))
+        tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
+        scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
+    parents = torch.cat([level.parents for level in levels]).expand(sessions, -1)
+    return Candidates(tokens[:, 1:], parents, scores[:, 1:], tuple(accumulate(len(level.parents) for level in levels)))
+
+
+def select_nodes(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
+    """`select_columns` within one budget per session. target_ids maps draft vocabulary ids to the target's."""
+    max_drafted = max(budget.max_nodes for budget in budgets) - 1
+    limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
+    return select_columns(candidates, limits, depths, max_drafted, target_ids)
+
+
+def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_drafted: int, target_ids: Tensor) -> Tensor:
+    """Select each session's best `limits` candidates within `depths` levels, both int64 [S].
+
+    Ties go to the lower candidate number, hence to the shallower node. As scores never grow along a path, a selected node's
+    parent is selected too. The output's size depends on nothing that a tensor holds.
+
+    Returns:
+        Float64 [5, S, N], N at most `max_drafted`, see `trees_from_columns`: whether a cell is filled, its token, the node
+        number of its parent, whether that parent is selected, its score.
+    """
+    parents, num_cells = candidates.parents, min(max_drafted, candidates.scores.shape[1])
+    level = _levels(candidates.ends, parents.device)
+    scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
+    order = rank(scores, num_cells)
+    dropped = (torch.arange(num_cells, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
+    chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
+    cells = chosen.clamp(max=scores.shape[1] - 1)
+    kept = parents.gather(1, cells)
+    places = torch.where(kept > 0, torch.searchsorted(chosen, kept - 1) + 1, 0)
+    found = chosen.gather(1, (places - 1).clamp(0, num_cells - 1)) + 1
+    closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
+    columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
+    return torch.stack([column.double() for column in (*columns, scores.gather(1, cells))])
+
+
+def _levels(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """The level of each candidate, from 0, int64 [P]."""
+    sizes = [end - start for start, end in pairwise(ends)]
+    if len(set(sizes)) == 1:  # dynamic trees, whose levels are equal but for the first
+        return (torch.arange(ends[-1], device=device) + (sizes[0] - ends[0])) // sizes[0]
+    spans = enumerate(pairwise((0, *ends)))
+    return torch.cat([torch.full((end - start,), i, dtype=torch.int64, device=device) for i, (start, end) in spans])
+
+
+def trees_from_columns(columns: Reals, roots: Sequence[int]) -> list[DraftTree]:
+    """The trees behind the output of `select_columns`, copied to the host."""
+    is_filled, tokens, parents, is_closed, scores = columns
+    assert is_closed.all(), "a node was selected without its parent"
+    return TreeBatch.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64)).trees()
+
+
+def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
+    """The trees that a kernel of `cpu_kernels` wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
+    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
+    return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
+
+
+def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
+    """Most drafted nodes and levels of each session."""
+    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
+    return limits, depths
+
+
+def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
+    """Draw one chain of L levels per session, for verification by rejection sampling.
+
+    The expansion scores by `chain_scorer`. Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k`
+    or the draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that
+    the target never uses. words: the output of `chain_words` on the device. target_ids maps draft vocabulary ids to the
+    target's.
+
+    Returns:
+        Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
+    """
+    scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
+    drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
+    draw = _draw_kernel() if draws_by_kernels(words.device) else draw_children
+    root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
+    for level in range(num_steps):
+        assert isinstance(scores, Tensor), "chains are not ranked by a kernel of trees"
+        tokens = draw(scores, words, level, count, target_ids, drawn)
+        if level + 1 < num_steps:
+            scores = expansion.next(level + 1, root, tokens)
+    return drawn
+
+
+def draw_children(scores: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
+    """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
+
+    scores: probabilities [S, 1, D].
+    """
+    kept = rank(scores[:, 0], k)
+    ids = draft_ids[kept.ids]
+    noise = exponential_noise_at(words[0], words[1] + level, ids)
+    place = exponential_race(noise, kept.scores).clamp_(max=k - 1)[:, None]
+    drawn[:, level] = torch.cat([ids.double(), kept.scores.double(), place.double()], 1)
+    return kept.ids.gather(1, place)
+
+
+def _draw_kernel() -> Callable[[Tensor, Tensor, int, int, Tensor, Tensor], Tensor]:
+    from eyas.kernels.cuda import drafting as tree_kernels
+
+    return tree_kernels.draw_children
+
+
+def chain_trees(
+    drawn: Sequence[Sequence[Sequence[float]]], contexts: Sequence[DraftContext], num_draft_tokens: int
+) -> list[DraftTree]:
+    """The output of `draw_chains` on the host as trees, cut to the contexts' budgets and to `num_draft_tokens` nodes."""
+    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, num_draft_tokens) - 1) for c in contexts]
+    return [_chain(c.tokens[-1], rows[:length]) for c, rows, length in zip(contexts, drawn, lengths, strict=True)]
+
+
+def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
+    """The chain down to the first level without probabilities, where the logits were no numbers."""
+    size = len(rows[0]) // 2 if rows else 0
+    rows = list(takewhile(lambda row: row[size + int(row[-1])] > 0, rows))
+    if not rows:
+        return DraftTree.root_only(root)
+    levels = [_draft_probs(row[:size], row[size:-1]) for row in rows]
+    tokens = [int(row[int(row[-1])]) for row in rows]
+    probs = [row[size + int(row[-1])] / math.fsum(level.probs) for row, level in zip(rows, levels, strict=True)]
+    log_probs = accumulate((math.log(prob) for prob in probs), initial=0.0)
+    chain = DraftTree.chain([root, *tokens])
+    return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=SampledProposal(dict(enumerate(levels))))
+
+
+def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
+    possible = [(int(token), prob) for token, prob in zip(ids, probs, strict=True) if prob > 0]
+    return DraftProbs(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))
+
+
+def forest_trees(
+    sessions: Ints, parents: Ints, tokens: Ints, scores: Reals, chosen: npt.NDArray[np.bool_], roots: Sequence[int]
+) -> list[DraftTree]:
+    """For each of the S sessions, the tree of its chosen nodes below its root.
+
+    Args:
+        sessions, tokens: of each node, all sessions together; in each session parents come before children; all [K].
+        parents: places in these arrays, below 0 for the session's root [K].
+        scores: cumulative [K].
+        chosen: which nodes to take, all with their parents [K].
+        roots: token of each session's root.
+    """
+    places = np.flatnonzero(chosen)
+    places = places[np.argsort(sessions[places], kind="stable")]
+    of_places = sessions[places]
+    ends = np.searchsorted(of_places, np.arange(len(roots) + 1))
+    numbers = np.zeros(len(chosen) + 1, np.int64)
+    numbers[places] = np.arange(len(places)) - ends[of_places] + 1
+    above = np.maximum(parents[places], -1)
+    assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
+    nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
+    nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
+    return TreeBatch.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends)).trees()
+
+
+def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
+    """Places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
+
+    Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].
+    """
+    order = np.lexsort((*keys, groups))
+    grouped = groups[order]
+    found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
+    return found

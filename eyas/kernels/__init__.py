@@ -1,0 +1,1 @@
+"""Compiled kernels: numbers and tensors in, numbers and tensors out."""

@@ -1,0 +1,204 @@
+"""Arguments and results of kernels, in the form that the plain paths share. Nothing here needs numba or Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from eyas.device.transfer import Bools, Floats, Ints
+from eyas.protocol.commit import NoiseKey
+
+if TYPE_CHECKING:
+    from eyas.models.inputs import Segment
+
+MIN_TEMPERATURE = 1e-6
+# A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
+MASS_BITS = 40
+
+
+class Draw(NamedTuple):
+    """What a row's draw depends on: the request's noise key and the absolute position of the token."""
+
+    key: NoiseKey
+    position: int
+
+
+class Draws(Sequence[Draw]):
+    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys."""
+
+    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int] | Ints, positions: Ints) -> None:
+        """keys: of each run of rows, [K]. counts: its rows, [K]. positions: of all rows, [N]."""
+        self.keys, self.positions = keys, positions
+        self._owners = np.repeat(np.arange(len(keys)), counts)
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> Draws:
+        """The same draws."""
+        if isinstance(draws, Draws):
+            return draws
+        return cls([key for key, _ in draws], [1] * len(draws), np.array([at for _, at in draws], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, row: int) -> Draw: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Draws: ...
+
+    def __getitem__(self, row: int | slice) -> Draw | Draws:
+        if isinstance(row, slice):
+            owners = self._owners[row].tolist()
+            return Draws([self.keys[owner] for owner in owners], [1] * len(owners), self.positions[row])
+        return Draw(self.keys[self._owners[row]], int(self.positions[row]))
+
+    def by_row(self, values: Sequence[float], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """The value of each row's key [N], from one for each of `keys` [K]."""
+        return np.array(values, dtype)[self._owners]
+
+
+def has_filters(key: NoiseKey) -> bool:
+    """Whether the key's draws leave tokens out."""
+    return key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
+
+
+class Scale(NamedTuple):
+    """What a token's mass depends on besides its logit: it is 2**MASS_BITS * exp((logit - largest) / temperature).
+
+    largest: float32 [N], over the whole vocabulary; infinity where the row holds NaN or infinity, so that no token has mass.
+    temperature: float32 [N], above 0.
+    """
+
+    largest: Tensor
+    temperature: Tensor
+
+
+class Kept(NamedTuple):
+    """Which tokens of a part are kept, [N] each.
+
+    last: int64, bits of the last kept logit, see `ordered_bits`; all tokens above it are kept. before: int64, mass of all
+    tokens before the part's first one at that logit. wanted: int64; a token at that logit is kept if the mass before it is
+    lower. min_p: float32, share of the likeliest token's mass that a token must have.
+    """
+
+    last: Tensor
+    before: Tensor
+    wanted: Tensor
+    min_p: Tensor
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level that are expanded.
+
+    scores, tokens: [S, W]. rows: of each one's parent within the frontier before, [S, W]. parents: candidate number of each
+    one, once for each of its children, [S, W * children].
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    rows: Tensor
+    parents: Tensor
+
+
+# Filters of draft probabilities at lower temperatures would leave one token.
+MIN_FILTER_TEMPERATURE = 0.1
+
+
+class KVScales(NamedTuple):
+    """What the keys and values of a layer are divided by before they are rounded to 8 bits."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
+# Keys from which on a tile is cut into more parts than filling the device takes: others would wait for one long prefix.
+LONG_PART = 2048
+
+
+NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+
+
+class KeptStates(NamedTuple):
+    """Where a compiled pass keeps the residual stream before some layers.
+
+    layers: which. states: of each row of memory, one layer beside the other [., len(layers) * C]. rows: of these, for each
+    row of the pass [R].
+    """
+
+    layers: Ints
+    states: Floats
+    rows: Ints
+
+    def of(self, number: int) -> Floats:
+        """The states before one of the layers, by its place among them [., C]; a view."""
+        width = self.states.shape[1] // len(self.layers)
+        return self.states[:, number * width : (number + 1) * width]
+
+
+NOTHING_KEPT = KeptStates(np.zeros(0, np.int64), np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
+
+
+class RowKeys(NamedTuple):
+    """What the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
+
+    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
+    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
+    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
+    """
+
+    starts: Ints
+    ends: Ints
+    prefix: Ints
+    prefix_ends: Ints
+    num_masked: Ints
+    visible: Bools
+    positions: Ints
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
+        """The keys of those packed segments that have at most `max_rows` rows."""
+        ends = np.cumsum([len(s.tokens) for s in segments])
+        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
+        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
+        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
+        masks = [
+            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+            for segment, count in zip(segments, counts, strict=True)
+        ]
+        return cls(
+            starts=ends[chosen] - counts,
+            ends=ends[chosen],
+            prefix=np.concatenate([NO_SLOTS, *(part for s in segments for part in (s.prefix, s.others))]),
+            prefix_ends=np.cumsum([len(s.prefix) + len(s.others) for s in segments], dtype=np.int64),
+            num_masked=np.array([len(s.others) for s in segments], dtype=np.int64),
+            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
+            positions=np.concatenate(positions).astype(np.int64, copy=False),
+        )
+
+
+# Outputs in a block of a float16 layout.
+BLOCK_OUTPUTS = 16
+
+
+# Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.
+SCALED_TILE = 64
+
+
+class Routing(NamedTuple):
+    """Which experts rows chose. shares: of the K experts of each row, likeliest first, [R, K].
+
+    pairs: of each expert the rows that chose it, [E, R] int32, as row * K + k for the k-th expert of a row. counts: how many
+    these are, [E] int32; what is behind them has no meaning.
+    """
+
+    shares: Tensor
+    pairs: Tensor
+    counts: Tensor

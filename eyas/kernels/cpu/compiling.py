@@ -1,0 +1,53 @@
+"""Compiles the kernels of the CPU with numba, once for each processor (docs/decisions/0038-compiled-cpu.md)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+# File that a process locks while it compiles, in the folder of the results.
+LOCK = ".kernels.lock"
+
+log = logging.getLogger(__name__)
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles a function with these options of numba.
+
+    The result is kept for later processes, unless numba finds no folder that it may write to: an installation that is read
+    only, for a user without a home.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, **options)(function)
+
+    return compiled
+
+
+def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
+    """Compile kernels for arguments of these types, or load what an earlier process compiled.
+
+    Processes that start together take turns, so that one compiles and the others load.
+    """
+    first = next(iter(kernels))
+    folder = first._cache.cache_path  # None where numba finds no folder that it may write to
+    name = first.py_func.__module__.rpartition(".")[2]
+    with ExitStack() as stack:
+        if folder:
+            lock = stack.enter_context(Path(folder, LOCK).open("w"))
+            with suppress(ImportError):  # of what Windows does not have
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder or not any(Path(folder).glob(f"{name}.*.nbi")):
+            log.info("compiling kernels for this processor, about half a minute")
+        for kernel, types in kernels.items():
+            kernel.compile(types)

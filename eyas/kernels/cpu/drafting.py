@@ -1,0 +1,287 @@
+"""The growth of draft trees on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md).
+
+`grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. Those of
+`GrownTree` choose among candidates. Each stands beside a plain path with the same result. Arrays are contiguous.
+Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates, N nodes; E
+expanded nodes and C candidates of each in a `GrownTree`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import boolean, float32, float64, int64, types
+
+from eyas.kernels.arguments import BLOCK_OUTPUTS
+from eyas.kernels.cpu.compiling import compile_all, kernel
+from eyas.kernels.cpu.products import multiply_weight, num_blocks_of
+from eyas.kernels.cpu.sampling import BLOCK, best_of, real_word, shared_noise, shifted_scores
+
+NO_NOISE, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
+
+
+class MarkovBias(NamedTuple):
+    """What a vanilla Markov head adds to a level's logits: a weight times an embedding of the token before.
+
+    embedding: [V, r], or [0, 0] without a head. address, is_half: of the weight [D, r], see `multiply_weight`. unscale: what
+    its products are multiplied by.
+    """
+
+    embedding: npt.NDArray[np.float32] = NO_EMBEDDING
+    address: int = 0
+    is_half: bool = False
+    unscale: float = 1.0
+
+
+@kernel(error_model="numpy")
+def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
+    """The nodes of the last level to expand, best first, to `frontier` [k]; returns how many.
+
+    A node whose score is not above that of `limit` candidates has no child among the best.
+    """
+    least = -np.float32(np.inf)
+    if count >= limit:
+        best_of(scores[:count], maxima, best[:limit], places[:limit])
+        least = best[limit - 1]
+    num = min(len(frontier), count - first)
+    best_of(scores[first:count], maxima, best[:num], frontier[:num])
+    width = 0
+    while width < num and best[width] > least:
+        frontier[width] += first
+        width += 1
+    return width
+
+
+@kernel(error_model="numpy")
+def _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents):
+    """Record children [k] of a node with the score `above` as candidates. Returns how many candidates there are now."""
+    for c in range(len(child_scores)):
+        scores[count + c], tokens[count + c] = child_scores[c] - log_sum + above, child_tokens[c]
+        parents[count + c] = parent
+    return count + len(child_scores)
+
+
+@kernel(error_model="numpy")
+def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
+    """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
+    size, rank = logits.shape[1], markov.embedding.shape[1]
+    filled = num_blocks_of(size) * BLOCK_OUTPUTS
+    row, weights = np.empty(size, np.float32), np.empty(size, np.float32)
+    maxima = np.empty((max(size, len(scores)) + BLOCK - 1) // BLOCK, np.float32)
+    best, places = np.empty(max(limit, k), np.float32), np.empty(max(limit, k), np.int64)
+    latents, biased = np.empty((k, rank), np.float32), np.empty((k, filled if rank else 0), np.float32)
+    child_scores, child_tokens, log_sum = np.empty(k, np.float32), np.empty(k, np.int64), np.float32(0.0)
+    count, first, width, frontier = 0, 0, 1, np.zeros(k, np.int64)  # first: of the last level's candidates
+    for level in range(depth):
+        if level:
+            width = _find_expanded(scores, first, count, limit, maxima, best, places, frontier)
+        if rank and width:
+            for w in range(width):
+                latents[w] = markov.embedding[draft_ids[tokens[frontier[w]]] if level else root]
+            multiply_weight(latents[:width], markov.address, markov.is_half, biased[:width])
+            for w in range(width):
+                for i in range(size):
+                    biased[w, i] = biased[w, i] * np.float32(markov.unscale) + logits[level, i]
+        first, own = count, noise[level] if len(noise) else weights[:0]
+        for w in range(width):
+            if rank or w == 0:  # without a Markov head the scores are the same below all nodes
+                log_sum = shifted_scores(biased[w][:size] if rank else logits[level], own, by, row, weights)
+                best_of(row, maxima, child_scores, child_tokens)
+            above, parent = (scores[frontier[w]], frontier[w] + 1) if level else (np.float32(0.0), 0)
+            count = _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents)
+        if not width:
+            break
+    return count
+
+
+@kernel(error_model="numpy")
+def _select(limit, count, draft_ids, scores, tokens, parents, out_tokens, out_parents, out_scores):
+    """The best `limit` of a session's first `count` candidates [P], in their order. Outputs [N]: see `grow_trees`."""
+    num, node, numbers = min(limit, count), 0, np.zeros(count + 1, np.int64)
+    best, places = np.empty(num, np.float32), np.empty(num, np.int64)
+    best_of(scores[:count], np.empty((count + BLOCK - 1) // BLOCK, np.float32), best, places)
+    for n in range(num):
+        numbers[places[n] + 1] = 0 if np.isinf(best[n]) else 1
+    for c in range(count):
+        if numbers[c + 1]:
+            out_scores[node], out_tokens[node] = scores[c], draft_ids[tokens[c]]
+            out_parents[node] = numbers[parents[c]]
+            node += 1
+            numbers[c + 1] = node
+    out_tokens[-1] = node
+
+
+@kernel(error_model="numpy")
+def grow_level(logits, level, noise, words, limits, depths, widths, frontiers, counts, scores, tokens, parents):
+    """Record the children of all frontiers, and find the frontiers of the next level.
+
+    Args:
+        logits: of the nodes in the frontiers, session by session, float32 [R, D].
+        noise, words, limits, depths: see `grow_trees`.
+        widths, frontiers: of each session the number of its nodes, and these as candidates [S], [S, k]; of a level below the
+            root. Replaced by those of the next one.
+        counts: candidates of each session so far [S].
+        scores, tokens, parents: of all candidates [S, P], parents by number from 1.
+    """
+    size, k, room, row = logits.shape[1], frontiers.shape[1], scores.shape[1], 0
+    values, weights = np.empty(size, np.float32), np.empty(size, np.float32)
+    maxima = np.empty((max(size, room) + BLOCK - 1) // BLOCK, np.float32)
+    best, places = np.empty(max(room, k), np.float32), np.empty(max(room, k), np.int64)
+    child_scores, child_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
+    for s in range(len(widths)):
+        first, own, by = counts[s], noise[s, level] if len(noise) else weights[:0], np.float32(1.0) / real_word(words, 5, s)
+        for w in range(widths[s]):
+            above, parent = (scores[s, frontiers[s, w]], frontiers[s, w] + 1) if level else (np.float32(0.0), 0)
+            log_sum = shifted_scores(logits[row], own, by, values, weights)
+            best_of(values, maxima, child_scores, child_tokens)
+            counts[s] = _add_children(
+                child_scores, child_tokens, log_sum, above, parent, counts[s], scores[s], tokens[s], parents[s]
+            )  # fmt: skip
+            row += 1
+        is_last = level + 1 >= depths[s] or not limits[s] or not widths[s]
+        limit = min(limits[s], room)
+        widths[s] = 0 if is_last else _find_expanded(scores[s], first, counts[s], limit, maxima, best, places, frontiers[s])
+
+
+@kernel(error_model="numpy")
+def select_trees(limits, counts, draft_ids, all_scores, all_tokens, all_parents, cells, scores):
+    """The best candidates of each session, see `grow_level`; the outputs are those of `grow_trees`."""
+    for s in range(len(limits)):
+        own = all_scores[s], all_tokens[s], all_parents[s]
+        _select(limits[s], counts[s], draft_ids, *own, cells[0, s], cells[1, s], scores[s])
+
+
+@kernel(error_model="numpy")
+def grow_trees(logits, markov, roots, draft_ids, noise, words, limits, depths, k, cells, scores):
+    """Grow dynamic trees and select their best nodes, as `grow_dynamic` and `select_nodes` of
+    `eyas.drafters.trees.growth` do.
+
+    Args:
+        logits: of all levels, without biases, float32 [S, L, D].
+        markov: a MarkovBias; without a head the default.
+        roots: the target's ids, int64 [S].
+        draft_ids: the target's ids, int64 [D].
+        noise, words: see `shared_noise`; noise is empty for none.
+        limits, depths: most drafted nodes and levels, int64 [S].
+        k: nodes that are expanded at a level, and children of a node.
+        cells: to these go the target's ids and the parents of the drafted nodes, int64 [2, S, N], and their number [S] to
+            cells[0, :, N - 1].
+        scores: to these go their scores, float32 [S, N - 1].
+    """
+    room = k + max(logits.shape[1] - 1, 0) * k * k
+    all_scores, all_tokens = np.empty(room, np.float32), np.empty(room, np.int64)
+    all_parents = np.empty(room, np.int64)
+    for s in range(len(roots)):
+        own, by = noise[s] if len(noise) else NO_NOISE_ROWS, np.float32(1.0) / real_word(words, 5, s)
+        count = _grow_tree(
+            logits[s], markov, roots[s], draft_ids, own, by, limits[s], depths[s], k,
+            all_scores, all_tokens, all_parents,
+        )  # fmt: skip
+        found = all_scores, all_tokens, all_parents
+        _select(limits[s], count, draft_ids, *found, cells[0, s], cells[1, s], scores[s])
+
+
+NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
+
+
+@kernel(error_model="numpy")
+def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
+    """Where the nodes of a tree stand among the candidates of their parents, see `GrownTree`.
+
+    tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
+    candidate; to expanded [E * C] the number of each candidate's node, else 0.
+    """
+    width = candidates.shape[1]
+    cumulative[0] = 0.0
+    expanded[:] = 0
+    for node in range(1, len(tokens)):
+        above = parents[node]
+        cumulative[node] = -np.inf
+        for place in range(width):
+            if candidates[above, place] == tokens[node]:
+                cumulative[node] = scores[above, place] + cumulative[above]
+                expanded[above * width + place] = node
+                break
+
+
+@kernel(error_model="numpy")
+def _sift(worths, places, num):
+    """Move the first entry of a heap down to where it belongs. On top is the least worth, of equal ones the last place."""
+    worth, place, hole = worths[0], places[0], 0
+    while 2 * hole + 1 < num:
+        child = 2 * hole + 1
+        if child + 1 < num:
+            left, right = worths[child], worths[child + 1]
+            child += right < left or (right == left and places[child + 1] > places[child])
+        if worth < worths[child] or (worth == worths[child] and place > places[child]):
+            break
+        worths[hole], places[hole] = worths[child], places[child]
+        hole = child
+    worths[hole], places[hole] = worth, place
+
+
+@kernel(error_model="numpy")
+def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, repair, places, worths):
+    """The most useful candidates of a tree, see `GrownTree.useful`: to places and worths [R], the best first.
+
+    least: new nodes must have more. repair: added to the worth of nodes that are outdated. Returns how many there are.
+    """
+    width, room, num = scores.shape[1], len(places), 0
+    for node in range(len(depths)):
+        has_room = depths[node] < max_depth - 1
+        for place in range(width):
+            number, worth = expanded[node * width + place], cumulative[node] + scores[node, place]
+            if number:
+                if is_exact[number] or not is_exact[node]:
+                    continue
+                worth += repair
+            elif not has_room or not worth > least:
+                continue
+            if not worth > -np.inf or (num == room and worth <= worths[0]):
+                continue
+            if num == room:  # in place of the worst
+                worths[0], places[0] = worth, node * width + place
+                _sift(worths, places, num)
+                continue
+            hole, num = num, num + 1
+            while hole and worth <= worths[(hole - 1) // 2]:  # places grow: of equal ones, this one is the worst
+                worths[hole], places[hole] = worths[(hole - 1) // 2], places[(hole - 1) // 2]
+                hole = (hole - 1) // 2
+            worths[hole], places[hole] = worth, node * width + place
+    for end in range(num - 1, 0, -1):
+        worth, place = worths[end], places[end]
+        worths[end], places[end] = worths[0], places[0]
+        worths[0], places[0] = worth, place
+        _sift(worths, places, end)
+    return num
+
+
+@kernel(error_model="numpy")
+def mark_above(nodes, parents, seen):
+    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
+    for row in range(len(nodes)):
+        node = nodes[row]
+        while node:
+            seen[row, node] = True
+            node = parents[node]
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of growth, once for each installation; other processes and later ones load the result."""
+    reals, rows, cube, ids, words = float64[::1], float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
+    markov = types.NamedTuple([rows, int64, boolean, float64], MarkovBias)
+    compile_all(
+        {
+            shared_noise: (words, ids, cube),
+            grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
+            select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
+            grow_trees: (cube, markov, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
+            rank_nodes: (ids, ids, words, float64[:, ::1], reals, ids),
+            best_rows: (*(ids, float64[:, ::1], reals, ids, boolean[::1], int64), *(float64, float64, ids, reals)),
+            mark_above: (ids, ids, boolean[:, ::1]),
+        }
+    )

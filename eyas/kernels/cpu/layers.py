@@ -1,0 +1,455 @@
+"""What a fused layer does between its products, compiled for the CPU with numba (docs/decisions/0038-compiled-cpu.md).
+
+Small operations of torch take 3 to 20 us each, whatever they compute. A kernel here takes 1 us and its arithmetic. Arrays
+are float32 and contiguous. One thread runs, but several may share `run_layers`. A row's result does not depend on the other
+rows of the pass, bit for bit: sums are taken over those keys alone that the row sees, in the order of their positions.
+
+Legend: R rows, C hidden width, H query heads, J key-value heads, G query heads of a key-value head, D head width, I
+intermediate width, S slots, B segments, P prefix slots of all segments, L prefix length and n keys of a segment.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import boolean, carray, float32, float64, int64, types
+from numba.extending import intrinsic
+
+from eyas.device.transfer import Bools, Floats, Ints
+from eyas.kernels.arguments import BLOCK_OUTPUTS, KeptStates, RowKeys
+from eyas.kernels.cpu.compiling import compile_all, kernel
+from eyas.kernels.cpu.products import (
+    PHASE_SIZE,
+    finish_part,
+    multiply_keys,
+    multiply_shared,
+    multiply_together,
+    multiply_weight,
+    next_part,
+    num_blocks_of,
+    sum_values,
+    transpose_keys,
+    wait_for_parts,
+)
+from eyas.kernels.cpu.sampling import HIGHEST, draw_rows, exp, highest_of, sum_of, top_k
+
+# Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
+ROWS_AT_A_TIME = 16
+KEYS_AT_A_TIME = 256
+NO_WINDOW = 1 << 62
+# Phases of a layer in `run_layers`, and their counters.
+PHASES = 5
+NUM_COUNTERS = PHASES * PHASE_SIZE
+
+
+@kernel(error_model="numpy", fastmath={"contract", "reassoc"})
+def _mean_square(x):
+    total = np.float32(0.0)
+    for c in range(len(x)):
+        total += x[c] * x[c]
+    return total / np.float32(len(x))
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def norm(x, weight, eps, out):
+    """Root-mean-square norm of rows x [R, C]; weight [C]."""
+    for r in range(x.shape[0]):
+        inverse = np.float32(1.0) / np.sqrt(_mean_square(x[r]) + np.float32(eps))
+        for c in range(x.shape[1]):
+            out[r, c] = x[r, c] * inverse * weight[c]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
+    """Add delta [R, C] times unscale to state [R, C] in place, and write the norm of the sum to out.
+
+    delta_weight: of a norm that is applied to delta first, [C]; empty for none.
+    """
+    for r in range(state.shape[0]):
+        if len(delta_weight):
+            factor = np.float32(1.0) / np.sqrt(
+                _mean_square(delta[r]) * np.float32(unscale * unscale) + np.float32(delta_eps)
+            )
+            for c in range(state.shape[1]):
+                state[r, c] += delta[r, c] * np.float32(unscale) * factor * delta_weight[c]
+        else:
+            for c in range(state.shape[1]):
+                state[r, c] += delta[r, c] * np.float32(unscale)
+        inverse = np.float32(1.0) / np.sqrt(_mean_square(state[r]) + np.float32(eps))
+        for c in range(state.shape[1]):
+            out[r, c] = state[r, c] * inverse * weight[c]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def pair_inputs(states, sources, embedding, tokens, state_weight, token_weight, eps, inputs, residual):
+    """What the first layer of an EAGLE-3 head reads: normed embeddings beside normed features, to inputs [R, 2 C].
+
+    The features are the rows of states [N, C] that sources [R] name; they go to residual [R, C]. embedding: [V, C]. tokens:
+    ids [R]. state_weight, token_weight: of the norms [C].
+    """
+    width = states.shape[1]
+    for r in range(len(sources)):
+        state, embedded = states[sources[r]], embedding[tokens[r]]
+        by_state = np.float32(1.0) / np.sqrt(_mean_square(state) + np.float32(eps))
+        by_token = np.float32(1.0) / np.sqrt(_mean_square(embedded) + np.float32(eps))
+        for c in range(width):
+            inputs[r, c] = embedded[c] * by_token * token_weight[c]
+            inputs[r, width + c] = state[c] * by_state * state_weight[c]
+            residual[r, c] = state[c]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def gate(gate_up, unscale, is_silu, out):
+    """Activated gates times the values beside them: gate_up [R, 2 I] times unscale, to out [R, I]."""
+    width, by = out.shape[1], np.float32(unscale)
+    for r in range(out.shape[0]):
+        gates, ups, gated = gate_up[r, :width], gate_up[r, width:], out[r]
+        for i in range(width):
+            g = gates[i] * by
+            u = -g if is_silu else np.float32(-1.5957691216) * (g + np.float32(0.044715) * g * g * g)
+            gated[i] = g * (ups[i] * by) / (np.float32(1.0) + exp(u if u < HIGHEST else HIGHEST))
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
+    """Rotate queries and keys of qkv [R, H + 2 J, D] in place, times unscale; cos, sin [R, D].
+
+    norm_weight: of a norm of each head before that, [H + J, D]; empty for none.
+    """
+    num_rotated, half = qkv.shape[1] - num_kv, qkv.shape[2] // 2
+    by = np.float32(unscale)
+    for r in range(qkv.shape[0]):
+        for h in range(num_rotated):
+            x = qkv[r, h]
+            lefts, rights = x[:half], x[half:]
+            for d in range(2 * half):
+                x[d] *= by
+            if len(norm_weight):
+                inverse = np.float32(1.0) / np.sqrt(_mean_square(x) + np.float32(eps))
+                for d in range(2 * half):
+                    x[d] *= inverse * norm_weight[h, d]
+            cos_left, cos_right, sin_left, sin_right = cos[r, :half], cos[r, half:], sin[r, :half], sin[r, half:]
+            for d in range(half):
+                left, right = lefts[d], rights[d]
+                lefts[d] = left * cos_left[d] - right * sin_left[d]
+                rights[d] = right * cos_right[d] + left * sin_right[d]
+        for h in range(num_rotated, qkv.shape[1]):
+            for d in range(2 * half):
+                qkv[r, h, d] *= by
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def store(qkv, first, stride, keys, values, slots):
+    """Write some heads of rows to their slots in keys, values [S, J, D]: J keys from head `first` of qkv [R, N, D] on, and
+    J values `stride` heads behind them."""
+    for r in range(qkv.shape[0]):
+        for j in range(keys.shape[1]):
+            for d in range(qkv.shape[2]):
+                keys[slots[r], j, d] = qkv[r, first + j, d]
+                values[slots[r], j, d] = qkv[r, first + stride + j, d]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _softmax(scores):
+    """Softmax of scores [n] in place."""
+    highest = highest_of(scores)
+    for i in range(len(scores)):
+        scores[i] = exp(scores[i] - highest)
+    total = sum_of(scores)
+    inverse = np.float32(1.0) / total
+    for i in range(len(scores)):
+        scores[i] *= inverse
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _weigh(scores, length, visible, positions, position, window, scaling, softcap):
+    """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
+
+    length: of the prefix. visible: which of the keys behind it are seen; positions: of the last of these. position: of the
+    query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many others there are.
+    """
+    oldest, masked = position - window + 1, len(visible) - len(positions)
+    start, end = min(max(oldest, 0), length), length
+    for i in range(len(visible)):
+        if visible[i] and (i < masked or positions[i - masked] >= oldest):
+            scores[end] = scores[length + i]
+            end += 1
+    seen = scores[start:end]
+    for i in range(len(seen)):
+        seen[i] *= np.float32(scaling)
+    if softcap > 0:
+        for i in range(len(seen)):
+            seen[i] = np.float32(softcap) * np.tanh(seen[i] / np.float32(softcap))
+    _softmax(seen)
+    for i in range(len(visible) - 1, -1, -1):  # the last one first, because each moves to the right
+        is_seen = visible[i] and (i < masked or positions[i - masked] >= oldest)
+        end -= is_seen
+        scores[length + i] = scores[end] if is_seen else np.float32(0.0)
+    for i in range(start):
+        scores[i] = np.float32(0.0)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_head(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
+    """Attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
+
+    The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS. count: of
+    the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
+    """
+    num_queries, width = queries.shape
+    num_blocks, per_row = num_blocks_of(count), num_queries // len(visible)
+    transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
+    block_bytes = 4 * BLOCK_OUTPUTS * width
+    for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
+        end = min(start + KEYS_AT_A_TIME // BLOCK_OUTPUTS, num_blocks)
+        address = transposed.ctypes.data - start * block_bytes
+        for n in range(start, end):
+            for d in range(0, width, BLOCK_OUTPUTS):
+                transpose_keys(keys, n * BLOCK_OUTPUTS, d, address + n * block_bytes + 4 * BLOCK_OUTPUTS * d)
+        multiply_keys(queries, address, weights, start, end)
+    for q in range(num_queries):
+        row = q // per_row
+        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
+    sum_values(weights, count, values, out)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _find_vectors(slots, cache, j, own, head, places):
+    """Addresses of head j of the cache [S, J, D] at the slots, then of a head of a segment's own rows [n, H + 2 J, D].
+
+    places: to these [L + n + BLOCK_OUTPUTS - 1]; the last one repeats.
+    """
+    size = 4 * cache.shape[2]
+    first, step = cache.ctypes.data + j * size, cache.shape[1] * size
+    for i in range(len(slots)):
+        places[i] = first + slots[i] * step
+    first, step = own.ctypes.data + head * size, own.shape[1] * size
+    for i in range(len(own)):
+        places[len(slots) + i] = first + i * step
+    for i in range(len(slots) + len(own), len(places)):
+        places[i] = places[i - 1]
+
+
+@intrinsic
+def _floats_at(typing, address):
+    """A pointer to float32 numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(float32)(address), generate
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _copy_padded(places, width, out):
+    """Copy the vectors [width] at addresses to the first columns of wider rows, and name these copies in their place."""
+    for i in range(len(places)):
+        vector, copy = carray(_floats_at(places[i]), (width,)), out[i]
+        for d in range(width):
+            copy[d] = vector[d]
+        places[i] = copy.ctypes.data
+
+
+@kernel()
+def _row_of_weights(count):
+    """Floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the cache."""
+    return (num_blocks_of(count) | 1) * BLOCK_OUTPUTS
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def attend(
+    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, num_masked, visible, positions, scaling, window, softcap,
+    first, end, out,
+):  # fmt: skip
+    """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to `end`.
+
+    A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
+    and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW; slots that `visible`
+    names lie within it. softcap: 0 for none.
+    """
+    width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
+    group, padded = num_heads // num_kv, num_blocks_of(width) * BLOCK_OUTPUTS
+    first_prefix = first_mask = 0
+    for b in range(len(ends)):
+        first_row, length = starts[b], prefix_ends[b] - first_prefix
+        num_rows = ends[b] - first_row
+        slots = prefix[first_prefix : first_prefix + length]
+        num_named = num_masked[b] + num_rows
+        mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
+        own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
+        count = length + num_rows
+        key_places, value_places = np.empty((2, count + BLOCK_OUTPUTS - 1), np.int64)
+        key_copies, value_copies = np.zeros((2, len(key_places) if padded > width else 0, padded), np.float32)
+        most = min(num_rows, ROWS_AT_A_TIME) * group
+        queries, found = np.zeros((most, padded), np.float32), np.empty((most, padded), np.float32)
+        weights = np.empty((most, _row_of_weights(count)), np.float32)
+        for j in range(first, end):
+            _find_vectors(slots, keys, j, own, num_heads + j, key_places)
+            _find_vectors(slots, values, j, own, num_heads + num_kv + j, value_places)
+            if padded > width:
+                _copy_padded(key_places, width, key_copies)
+                _copy_padded(value_places, width, value_copies)
+            for start in range(0, num_rows, ROWS_AT_A_TIME):
+                taken = min(ROWS_AT_A_TIME, num_rows - start)
+                for r in range(taken):
+                    for g in range(group):
+                        for d in range(width):
+                            queries[r * group + g, d] = own[start + r, j * group + g, d]
+                num = taken * group
+                seeing, unmasked = mask[start : start + taken], length - num_masked[b]
+                _attend_head(
+                    queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked, window,
+                    scaling, softcap, found[:num],
+                )  # fmt: skip
+                for r in range(taken):
+                    for g in range(group):
+                        for d in range(width):
+                            out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
+        first_mask += num_rows * num_named
+        first_prefix = prefix_ends[b]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, out, tickets, phase, by_head):
+    """`attend` by all threads that call it, for RowKeys; a part is one key-value head, or all of them."""
+    num_parts, part = num_kv if by_head else 1, next_part(tickets, phase)
+    while part < num_parts:
+        attend(
+            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.num_masked,
+            keys.visible, keys.positions, scaling, window, softcap,
+            num_kv * part // num_parts, num_kv * (part + 1) // num_parts, out,
+        )  # fmt: skip
+        finish_part(tickets, phase)
+        part = next_part(tickets, phase)
+    wait_for_parts(tickets, phase, num_parts)
+
+
+class LayerStack(NamedTuple):
+    """Layers of one shape, as `run_layers` takes them. Legend: M layers, E products of a layer, in the order of CpuProducts.
+
+    weights: their addresses [M, E]. halves: which of them are float16, not float32 [M, E]. scales: what to multiply the
+    products by [M, E]. biases: of the first product [M, N], or [M, 0]. norms: factors of the norms before the MLP and before
+    the next layer [M, 2, C]. delta_norms: of those behind attention and MLP [M, 2, C], or [M, 2, 0]. head_norms: of query
+    and key heads [M, H + J, D], or [M, 0, 0]. eps: of the five norms, in this order [M, 5]. windows: see `attend` [M].
+    sizes: H, J, D and I. scaling, softcap: see `attend`. is_silu: see `gate`.
+    """
+
+    weights: Ints
+    halves: Bools
+    scales: npt.NDArray[np.float64]
+    biases: Floats
+    norms: Floats
+    delta_norms: Floats
+    head_norms: Floats
+    eps: npt.NDArray[np.float64]
+    windows: Ints
+    sizes: Ints
+    scaling: float
+    softcap: float
+    is_silu: bool
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def run_layers(
+    stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, memory, tickets, num_parts
+):
+    """Advance rows through layers as `CpuLayer.run` does one by one. Threads that call it with the same arguments share it.
+
+    Args:
+        stack: a LayerStack.
+        state: the residual stream [R, C]; replaced by that behind the layers.
+        normed: to this goes its norm [R, C].
+        inputs: what the first layer's attention reads [R, X].
+        cos, sin: of each kind of rotary embedding [K, R, D]. kinds: of each layer [M].
+        pools: addresses of keys and values of each layer, `num_slots` tokens each [M, 2].
+        slots: where the rows' keys and values belong [R]; empty if they are not kept.
+        keys: RowKeys.
+        kept: a KeptStates.
+        memory: for what products, attention and gates give, of all rows.
+        tickets: zeros for M times NUM_COUNTERS, see `eyas.kernels.cpu.products`. num_parts: of each product.
+    """
+    num_heads, num_kv, head_width, inner = stack.sizes
+    num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)
+    sizes = num_rows * np.array([width + 2 * num_kv * head_width, width, 2 * inner, inner, state.shape[1]])
+    a, b, c, d, e = np.cumsum(sizes)
+    flat, attended = memory[:a].reshape(num_rows, -1), memory[a:b].reshape(num_rows, -1)
+    gate_up, gated = memory[b:c].reshape(num_rows, -1), memory[c:d].reshape(num_rows, -1)
+    delta, left, phase = memory[d:e].reshape(num_rows, -1), inputs, 0
+    qkv, heads = flat.reshape(num_rows, -1, head_width), attended.reshape(num_rows, num_heads, head_width)
+    for n in range(len(stack.weights)):
+        weights, halves, by, eps = stack.weights[n], stack.halves[n], stack.scales[n], stack.eps[n]
+        norms, before_norms = stack.norms[n], stack.delta_norms[n]
+        own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
+        if multiply_shared(left, weights[0], halves[0], flat, tickets, phase, num_parts):
+            for i in range(len(kept.layers)):
+                if kept.layers[i] == n:
+                    for r in range(num_rows):
+                        kept.states[kept.rows[r], i * state.shape[1] : (i + 1) * state.shape[1]] = state[r]
+            for r in range(num_rows):
+                for i in range(stack.biases.shape[1]):
+                    flat[r, i] += stack.biases[n, i]
+            rotate(qkv, by[0], num_kv, cos[kinds[n]], sin[kinds[n]], stack.head_norms[n], eps[4])
+            if len(slots):
+                store(qkv, num_heads, num_kv, own_keys, own_values, slots)
+            finish_part(tickets, phase)
+        wait_for_parts(tickets, phase, num_parts + 1)
+        scaling, window, softcap = stack.scaling, stack.windows[n], stack.softcap
+        _attend_shared(
+            qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, heads, tickets, phase + 1, num_parts > 1
+        )
+        if multiply_shared(attended, weights[1], halves[1], delta, tickets, phase + 2, num_parts):
+            add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
+            finish_part(tickets, phase + 2)
+        wait_for_parts(tickets, phase + 2, num_parts + 1)
+        if multiply_shared(normed, weights[2], halves[2], gate_up, tickets, phase + 3, num_parts):
+            gate(gate_up, by[2], stack.is_silu, gated)
+            finish_part(tickets, phase + 3)
+        wait_for_parts(tickets, phase + 3, num_parts + 1)
+        if multiply_shared(gated, weights[3], halves[3], delta, tickets, phase + 4, num_parts):
+            add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
+            finish_part(tickets, phase + 4)
+        wait_for_parts(tickets, phase + 4, num_parts + 1)
+        left, phase = normed, phase + PHASES
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of passes and draws, once for each installation; other processes load the result."""
+    row, rows, heads, ids = float32[::1], float32[:, ::1], float32[:, :, ::1], int64[::1]
+    compile_all(
+        {
+            norm: (rows, row, float64, rows),
+            add_norm: (rows, rows, float64, row, float64, row, float64, rows),
+            gate: (rows, float64, boolean, rows),
+            pair_inputs: (rows, ids, rows, ids, row, row, float64, rows, rows),
+            rotate: (heads, float64, int64, rows, rows, rows, float64),
+            store: (heads, int64, int64, heads, heads, ids),
+            attend: (
+                *(heads, int64, heads, heads, ids, ids, ids, ids, ids, boolean[::1], ids),
+                *(float64, int64, float64, int64, int64, heads),
+            ),
+            top_k: (rows, rows, int64[:, ::1]),
+            draw_rows: (rows, ids, ids, row, ids),
+            multiply_weight: (rows, int64, boolean, rows),
+            multiply_together: (rows, int64, boolean, rows, ids, int64),
+            run_layers: (
+                *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
+                *(_type_of(RowKeys), _type_of(KeptStates), row, ids, int64),
+            ),
+        }
+    )
+
+
+def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
+    """numba's type of a tuple of arrays."""
+    ids, row, cube = int64[::1], float64[:, ::1], float32[:, :, ::1]
+    fields: dict[str, Any] = {
+        "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
+        "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
+        "halves": boolean[:, ::1],
+        "states": float32[:, ::1],
+    }  # fmt: skip
+    return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

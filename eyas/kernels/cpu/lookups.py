@@ -1,0 +1,400 @@
+"""Lookups on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md): n-grams of a text, trees of what followed
+them, and trees of two drafters as one.
+
+Each kernel stands beside a plain path with the same result, in `eyas.drafters.lookup` and `combined`.
+Arrays are contiguous. Legend: P tokens of a text, N lengths of n-grams, M matches, K nodes, B bans, S sessions, T trees.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import float64, int64, types, uint8
+
+from eyas.device.transfer import Ints, Reals
+from eyas.kernels.cpu.compiling import compile_all, kernel
+
+MIX = 0x2545F4914F6CDD1D  # multiplies a hash for each token
+NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
+
+
+class Ngrams(NamedTuple):
+    """The n-grams of a text, of `shortest` tokens and more.
+
+    text: its tokens, with room for more [P]. previous: for each place and length, the place behind the previous occurrence
+    of the n-gram that ends there, 0 if there is none [P, N]. table: a hash table of the places behind the latest
+    occurrences, each times N plus the number of the length; 0 in empty entries. trials, with PRIOR_TRIALS, hits and prior:
+    see HitRates [N]. weights: of a session's matches [M]. seed: of the hashes, which no client knows.
+    """
+
+    text: Ints
+    previous: Ints
+    table: Ints
+    trials: Reals
+    hits: Reals
+    prior: Reals
+    weights: Reals
+    shortest: int
+    seed: int
+
+
+class Bans(NamedTuple):
+    """Tokens that cannot be drawn, and from which level on they can be [B]; allowed: see Commit, empty for all."""
+
+    tokens: Ints
+    ends: Ints
+    allowed: npt.NDArray[np.uint8]
+
+
+@kernel(error_model="numpy")
+def _find_entry(ngrams, number, mixed, tokens, end):
+    """Where the table has the n-gram of a length that ends in `tokens` before `end`, or the empty entry where it belongs.
+
+    number: of the length. mixed: the hash.
+    """
+    count, mask, n = ngrams.previous.shape[1], len(ngrams.table) - 1, ngrams.shortest + number
+    at = (mixed ^ (mixed >> 29)) & mask
+    while ngrams.table[at]:
+        place, i = ngrams.table[at] // count, 1
+        if ngrams.table[at] - place * count == number:
+            while i <= n and ngrams.text[place - i] == tokens[end - i]:
+                i += 1
+            if i > n:
+                break
+        at = (at + 1) & mask
+    return at
+
+
+@kernel(error_model="numpy")
+def extend_ngrams(ngrams, size, tokens):
+    """Append tokens to a text of `size` tokens, see `CompiledIndex.extend`."""
+    text, count = ngrams.text, ngrams.previous.shape[1]
+    for token in tokens:
+        for number in range(count - 1 if size else -1, -1, -1):
+            place = ngrams.previous[size - 1, number]
+            if place:
+                ngrams.trials[number] += 1.0
+                ngrams.hits[number] += 1.0 if text[place] == token else 0.0
+                break
+        text[size] = token
+        size += 1
+        mixed = ngrams.seed
+        for n in range(1, min(ngrams.shortest + count - 1, size) + 1):
+            mixed = (mixed ^ (text[size - n] + 1)) * MIX
+            number = n - ngrams.shortest
+            if number >= 0:
+                at = _find_entry(ngrams, number, mixed, text, size)
+                ngrams.previous[size - 1, number] = ngrams.table[at] // count
+                ngrams.table[at] = size * count + number
+
+
+@kernel(error_model="numpy")
+def move_entries(ngrams, entries):
+    """Put the entries of another table into an empty one."""
+    count = ngrams.previous.shape[1]
+    for entry in entries:
+        if entry:
+            place, number, mixed = entry // count, entry % count, ngrams.seed
+            for n in range(1, ngrams.shortest + number + 1):
+                mixed = (mixed ^ (ngrams.text[place - n] + 1)) * MIX
+            ngrams.table[_find_entry(ngrams, number, mixed, ngrams.text, place)] = entry
+
+
+@kernel(error_model="numpy")
+def _find_matches(ngrams, size, ending, length, places, numbers):
+    """The best matches of the last `length` tokens of `ending`, see `NgramIndex.occurrences`: to places and numbers [M].
+
+    numbers: of their lengths. Returns how many there are.
+    """
+    count, shortest = ngrams.previous.shape[1], ngrams.shortest
+    hashes, longest, mixed, found, end = np.empty(count, np.int64), 0, ngrams.seed, 0, len(ending)
+    for n in range(1, min(length, shortest + count - 1) + 1):
+        mixed = (mixed ^ (ending[end - n] + 1)) * MIX
+        if n >= shortest:
+            hashes[n - shortest] = mixed
+            longest = n
+    for n in range(longest, shortest - 1, -1):
+        number = n - shortest
+        place = ngrams.table[_find_entry(ngrams, number, hashes[number], ending, end)] // count
+        while place and found < len(places):
+            is_new = place < size
+            for m in range(found):
+                is_new &= places[m] != place
+            if is_new:
+                places[found], numbers[found] = place, number
+                found += 1
+            place = ngrams.previous[place - 1, number]
+    return found
+
+
+@kernel(error_model="numpy")
+def _num_drawable(text, place, most, bans, depth):
+    """How many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
+    if len(bans.allowed) and most:
+        token = text[place]
+        if token >> 3 >= len(bans.allowed) or not bans.allowed[token >> 3] >> (token & 7) & 1:
+            return 0
+    for d in range(most):
+        for b in range(len(bans.tokens)):
+            if bans.tokens[b] == text[place + d] and bans.ends[b] > depth + d:
+                return d
+    return most
+
+
+@kernel(error_model="numpy")
+def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, tokens, parents, scores, count):
+    """Put what followed the last `length` tokens of `ending` below a node of a tree, as nodes from `count` on.
+
+    limit, levels: most nodes and levels. depth: of the node. Returns how many nodes the tree has then.
+    """
+    most, text = len(ngrams.weights), ngrams.text
+    places, numbers, lengths = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    found = _find_matches(ngrams, size, ending, length, places, numbers) if levels > 0 else 0
+    if not found:
+        return count
+    for m in range(found):
+        lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
+    log_rates = np.empty(len(ngrams.hits), np.float64)
+    for n in range(len(log_rates)):
+        log_rates[n] = math.log((ngrams.hits[n] + ngrams.prior[n]) / ngrams.trials[n])
+    order, room = np.empty(found, np.int64), found * levels
+    _sort_matches(text, places, lengths, order)
+    own_tokens, own_parents, own_scores = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float64)
+    inputs = places, lengths, ngrams.weights, numbers, log_rates, order, levels
+    num = _build_trie(text, *inputs, own_tokens, own_parents, own_scores)
+    is_taken, names = np.empty(num, np.bool_), np.empty(num + 1, np.int64)
+    for i in range(num):
+        own_scores[i] = np.float64(np.float32(own_scores[i]))
+    _take_best(own_scores, num, limit, is_taken)
+    names[0] = node
+    for i in range(num):
+        if is_taken[i]:
+            tokens[count], parents[count] = own_tokens[i], names[own_parents[i]]
+            scores[count] = scores[node] + own_scores[i]
+            names[i + 1] = count
+            count += 1
+    return count
+
+
+@kernel(error_model="numpy")
+def _find_leaves(parents, scores, count, max_depth, depths, leaves):
+    """The best leaves above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many leaves."""
+    is_inner, found = np.zeros(count, np.bool_), 0
+    for node in range(1, count):
+        depths[node] = depths[parents[node]] + 1
+        is_inner[parents[node]] = True
+    for node in range(1, count):
+        if is_inner[node] or depths[node] >= max_depth:
+            continue
+        place = found
+        while place and scores[leaves[place - 1]] < scores[node]:
+            if place < len(leaves):
+                leaves[place] = leaves[place - 1]
+            place -= 1
+        if place < len(leaves):
+            leaves[place] = node
+            found = min(found + 1, len(leaves))
+    return found
+
+
+@kernel(error_model="numpy")
+def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens, parents, scores, count):
+    """Grow a tree [K] of `count` nodes below its best leaves, or a root alone. Returns how many nodes it has then.
+
+    path: tokens behind the text, up to the root of the tree. leaves: room for those that are continued. limit, levels: most
+    nodes and levels below a leaf. max_depth: most levels of the tree.
+    """
+    depths, num_leaves = np.zeros(count, np.int64), 1
+    leaves[0] = 0
+    if count > 1:
+        num_leaves = _find_leaves(parents, scores, count, max_depth, depths, leaves)
+    ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
+    for leaf in leaves[:num_leaves]:
+        length, node = 0, leaf  # the ending is written from its end
+        while node and length < len(ending):
+            length += 1
+            ending[len(ending) - length] = tokens[node]
+            node = parents[node]
+        for place in range(len(path) - 1, -size - 1, -1):
+            if length == len(ending):
+                break
+            length += 1
+            ending[len(ending) - length] = path[place] if place >= 0 else ngrams.text[size + place]
+        room = min(levels, max_depth - depths[leaf])
+        inputs = bans, ending, length, limit, room, depths[leaf], leaf
+        count = _grow_below(ngrams, size, *inputs, tokens, parents, scores, count)
+    return count
+
+
+@kernel(error_model="numpy")
+def _sort_matches(text, places, lengths, order):
+    """The matches in the order of the tokens from their places on, a shorter one first: to order [M]."""
+    for m in range(len(order)):
+        place = m
+        while place:
+            other, d = order[place - 1], 0
+            both = min(lengths[other], lengths[m])
+            while d < both and text[places[other] + d] == text[places[m] + d]:
+                d += 1
+            if d == both and lengths[other] <= lengths[m]:
+                break
+            if d < both and text[places[other] + d] < text[places[m] + d]:
+                break
+            order[place] = other
+            place -= 1
+        order[place] = m
+
+
+@kernel(error_model="numpy")
+def _build_trie(text, places, lengths, weights, numbers, log_rates, order, levels, node_tokens, parents, scores):
+    """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
+
+    Returns the number of nodes.
+    """
+    count, num = len(order), 0
+    above, here = np.zeros(count, np.int64), np.zeros(count, np.int64)  # of each match the node above and at the level
+    differs = np.zeros(count, np.bool_)
+    mass, family = np.empty(len(scores), np.float64), np.zeros(len(scores) + 1, np.float64)
+    best = np.empty(len(scores), np.int64)
+    for d in range(levels):
+        first = num
+        for i in range(count):
+            m, before = order[i], order[i - 1]
+            is_same = i > 0 and not differs[i] and lengths[before] > d
+            is_same = is_same and text[places[before] + d] == text[places[m] + d]
+            if lengths[m] <= d:
+                differs[i] = True
+                continue
+            if not is_same:
+                differs[i] = True
+                node_tokens[num], parents[num], mass[num], best[num] = text[places[m] + d], above[i], 0.0, m
+                num += 1
+            here[i] = num
+            mass[num - 1] += weights[m]
+            best[num - 1] = min(best[num - 1], m)
+        if num == first:
+            break
+        for node in range(first, num):
+            family[parents[node]] += mass[node]
+        for node in range(first, num):
+            rate = log_rates[min(numbers[best[node]] + d, len(log_rates) - 1)]
+            step = math.log(mass[node]) - math.log(family[parents[node]]) + rate
+            scores[node] = step + (scores[parents[node] - 1] if parents[node] else 0.0)
+        above, here = here, above
+    return num
+
+
+@kernel(error_model="numpy")
+def _take_best(scores, num, limit, is_taken):
+    """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
+    is_taken[:num] = False
+    for _ in range(limit):
+        best = -1
+        for i in range(num):
+            if not is_taken[i] and np.isfinite(scores[i]) and (best < 0 or scores[i] > scores[best]):
+                best = i
+        if best < 0:
+            break
+        is_taken[best] = True
+
+
+@kernel(error_model="numpy")
+def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
+    """Of each node of a session's trees the first one with the same path, its level, and its score, at most its parent's."""
+    tree = 0
+    for i in range(num):
+        if tree + 1 < len(starts) and i == starts[tree + 1]:
+            tree += 1
+        if i == starts[tree]:
+            firsts[i], levels[i], better[i] = 0, 0, values[i]
+            continue
+        parent = starts[tree] + parents[i]
+        value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
+        levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
+        first = i
+        for j in range(1, i):
+            if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:
+                owner = 0
+                while owner + 1 < len(starts) and starts[owner + 1] <= j:
+                    owner += 1
+                if firsts[starts[owner] + parents[j]] == firsts[parent]:
+                    first = j
+                    break
+        firsts[i] = first
+
+
+@kernel(error_model="numpy")
+def _choose(scores, is_reserved, limit, ranked, is_taken):
+    """Mark the `limit` best nodes, all reserved ones before any other. ranked, is_taken: room to work in."""
+    num, left = len(scores), limit
+    is_chosen = np.zeros(num, np.bool_)
+    for turn in range(2):  # the reserved ones first
+        for i in range(num):
+            ranked[i] = scores[i] if is_reserved[i] == (turn == 0) else -np.inf
+        _take_best(ranked, num, left, is_taken)
+        for i in range(num):
+            is_chosen[i] |= is_taken[i]
+            left -= is_taken[i]
+    return is_chosen
+
+
+@kernel(error_model="numpy")
+def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
+    """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
+
+    counts: trees of each session [S]. sizes: nodes of each tree [T].
+    """
+    tree = begin = 0
+    for s in range(len(limits)):
+        starts = np.zeros(counts[s] + 1, np.int64)
+        for t in range(counts[s]):
+            starts[t + 1] = starts[t] + sizes[tree + t]
+        num = starts[-1]
+        nodes, above, own = tokens[begin : begin + num], parents[begin : begin + num], values[begin : begin + num]
+        firsts, levels, scores = np.empty(num, np.int64), np.empty(num, np.int64), np.empty(num, np.float64)
+        _find_firsts(nodes, above, own, starts[:-1], num, firsts, levels, scores)
+        ranked, is_taken, is_reserved = np.empty(num, np.float64), np.empty(num, np.bool_), np.zeros(num, np.bool_)
+        better, share = np.full(num, -np.inf), math.floor(min_share * limits[s])
+        for t in range(counts[s]):
+            first, end = starts[t], starts[t + 1]
+            ranked[: end - first] = -np.inf
+            for i in range(first, end):
+                if 0 < levels[i] <= depths[s]:
+                    ranked[i - first] = scores[i]
+                    better[firsts[i]] = max(better[firsts[i]], scores[i])
+            _take_best(ranked, end - first, share, is_taken)
+            for i in range(first, end):
+                is_reserved[firsts[i]] |= is_taken[i - first]
+        is_chosen = _choose(better, is_reserved, limits[s], ranked, is_taken)
+        numbers, count, t = np.zeros(num, np.int64), 0, 0
+        for i in range(num):
+            if i == starts[t + 1]:
+                t += 1
+            if is_chosen[i]:
+                cells[0, s, count], cells[1, s, count] = nodes[i], numbers[firsts[starts[t] + above[i]]]
+                out[s, count] = better[i]
+                count += 1
+                numbers[i] = count
+        cells[0, s, -1] = count
+        tree += counts[s]
+        begin += num
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of lookups, once for each installation; other processes and later ones load the result."""
+    ids, reals, nodes = int64[::1], float64[::1], (int64[::1], int64[::1], float64[::1])
+    ngrams = types.NamedTuple([ids, int64[:, ::1], ids, reals, reals, reals, reals, int64, int64], Ngrams)
+    bans = types.NamedTuple([ids, ids, uint8[::1]], Bans)
+    compile_all(
+        {
+            extend_ngrams: (ngrams, int64, ids),
+            move_entries: (ngrams, ids),
+            grow_tree: (ngrams, int64, bans, ids, ids, int64, int64, int64, *nodes, int64),
+            merge: (*(ids, ids, ids, ids, reals), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
+        }
+    )

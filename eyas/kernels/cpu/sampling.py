@@ -1,0 +1,396 @@
+"""Drawing, ranking and the trees of a step on the CPU, compiled with numba, and what other kernels share.
+
+See docs/decisions/0038-compiled-cpu.md; eyas.sampling.packed_trees has the plain way of each kernel for trees. Arrays are
+contiguous. Legend: N rows, V vocabulary, k candidates, B trees, R nodes of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import int32, int64
+
+from eyas.kernels.cpu.compiling import compile_all, kernel
+
+LOG2_E = np.float32(1.4426950408889634)
+# Bounds of the argument of `exp`: beyond them 2 to that power is no normal float32.
+LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.0)
+# Added to a float32 and taken away again, it leaves the nearest whole number.
+ROUNDER = np.float32(12582912.0)
+# Scores whose highest is compared at once.
+BLOCK = 64
+# Of the hash of `eyas.kernels.noise`; the step from a token's counter to the next.
+GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# A lower bound of a score is not above it by more than this factor, whatever is rounded.
+SLACK = np.float32(1.00001)
+
+
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
+def exp(x):
+    """e to the power of x <= HIGHEST, to 2 units in the last place; e to LOWEST below that. Cephes' polynomial."""
+    x = x if x > LOWEST else LOWEST
+    whole = (x * LOG2_E + ROUNDER) - ROUNDER
+    r = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(5.0000001201e-1)
+    y = y * (r * r) + r + np.float32(1.0)
+    return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
+def ln(x):
+    """The logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
+    bits = np.float32(x).view(np.int32)
+    power = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
+    f = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32) - np.float32(1.0)
+    y = np.float32(7.0376836292e-2)
+    y = y * f - np.float32(1.1514610310e-1)
+    y = y * f + np.float32(1.1676998740e-1)
+    y = y * f - np.float32(1.2420140846e-1)
+    y = y * f + np.float32(1.4249322787e-1)
+    y = y * f - np.float32(1.6668057665e-1)
+    y = y * f + np.float32(2.0000714765e-1)
+    y = y * f - np.float32(2.4999993993e-1)
+    y = y * f + np.float32(3.3333331174e-1)
+    whole = np.float32(power)
+    y = y * f * (f * f) - np.float32(2.12194440e-4) * whole - np.float32(0.5) * (f * f)
+    return f + y + np.float32(0.693359375) * whole
+
+
+@kernel(inline="always")
+def mixed(z):
+    """The finaliser of SplitMix64, as `eyas.kernels.noise` has it; uint64."""
+    z = (z ^ (z >> np.uint64(30))) * MIX_1
+    z = (z ^ (z >> np.uint64(27))) * MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@kernel(inline="always")
+def row_key(seed, position):
+    """What the noise of a seed and a position, both int64, is hashed from; uint64."""
+    return mixed(mixed(np.uint64(seed) + GOLDEN) + np.uint64(position) * GOLDEN)
+
+
+@kernel(inline="always")
+def uniform(key, token):
+    """A token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
+    bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
+    return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
+
+
+@kernel(inline="always")
+def _ordered(bits):
+    """The bits of a float32 as a number in the order of floats, and the other way round; int32."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@kernel()
+def highest_of(x):
+    """The highest of x [n], which may hold infinities but no NaN. Whole numbers are compared: LLVM makes vectors of that."""
+    bits, highest = x.view(np.int32), np.int32(-(2**31))
+    for i in range(len(bits)):
+        highest = np.int32(max(highest, _ordered(bits[i])))
+    return _ordered(highest).view(np.float32)
+
+
+@kernel(fastmath={"reassoc"})
+def sum_of(x):
+    """The sum of x [n]."""
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+@kernel(error_model="numpy")
+def best_of(row, maxima, values, ids):
+    """The k highest of row [V], best first, the lowest id on a tie: to values and ids [k]. maxima: scratch [V / BLOCK].
+
+    The k-th highest of the blocks' highest scores is at most the k-th highest score.
+    """
+    k, width, least = len(ids), len(row), -np.float32(np.inf)
+    if k == 0:
+        return
+    blocks, count = (width + BLOCK - 1) // BLOCK, 0
+    for b in range(blocks):
+        highest = highest_of(row[b * BLOCK : (b + 1) * BLOCK])
+        maxima[b] = highest
+        if count == k and not highest > values[k - 1]:
+            continue
+        place = count if count < k else k - 1
+        count = min(count + 1, k)
+        while place and highest > values[place - 1]:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = highest
+    if count == k:
+        least = values[k - 1]
+    count = 0
+    for b in range(blocks):
+        if maxima[b] < least or (count == k and not maxima[b] > values[k - 1]):
+            continue
+        for i in range(b * BLOCK, min((b + 1) * BLOCK, width)):
+            score = row[i]
+            if score < least or (count == k and not score > values[k - 1]):
+                continue
+            place = count if count < k else k - 1
+            count = min(count + 1, k)
+            while place and score > values[place - 1]:
+                values[place], ids[place] = values[place - 1], ids[place - 1]
+                place -= 1
+            values[place], ids[place] = score, i
+
+
+@kernel(error_model="numpy")
+def top_k(scores, values, ids):
+    """The k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
+    assert ids.shape[1] <= scores.shape[1], "fewer scores than candidates"
+    maxima = np.empty((scores.shape[1] + BLOCK - 1) // BLOCK, np.float32)
+    for n in range(scores.shape[0]):
+        best_of(scores[n], maxima, values[n], ids[n])
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _lower_bounds(row, key, by, top, inverses, bounds):
+    """Of each token of row [V] the inverse of its weight, and a lower bound of its noise over its weight."""
+    for i in range(len(row)):
+        bounds[i] = np.float32(uniform(key, i))  # the noise is at least that
+    for i in range(len(row)):
+        below = (top - row[i]) * by
+        inverses[i] = exp(below if below < HIGHEST else HIGHEST)
+    for i in range(len(row)):
+        bounds[i] *= inverses[i]
+
+
+@kernel(error_model="numpy")
+def _race(row, key, by, top, inverses, bounds):
+    """The token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
+
+    Noise is computed for those tokens alone that its lower bound does not rule out.
+    """
+    _lower_bounds(row, key, by, top, inverses, bounds)
+    likely = bounds.argmin()
+    limit = np.float32(-math.log1p(-uniform(key, likely))) * inverses[likely] * SLACK
+    winner, least = np.int64(likely), np.float32(np.inf)
+    for start in range(0, len(row), BLOCK):
+        if -highest_of(-bounds[start : start + BLOCK]) > limit:
+            continue
+        for i in range(start, min(start + BLOCK, len(row))):
+            if bounds[i] <= limit:
+                score = np.float32(-math.log1p(-uniform(key, i))) * inverses[i]
+                if score < least:
+                    winner, least = np.int64(i), score
+    return winner
+
+
+@kernel(error_model="numpy")
+def draw_rows(logits, seeds, positions, temperatures, tokens):
+    """One token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
+
+    As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs. seeds: the
+    signed integers with the same bits. temperatures: float32, above 0 at least MIN_TEMPERATURE.
+    """
+    num_rows, size = logits.shape
+    inverses, bounds = np.empty(size, np.float32), np.empty(size, np.float32)
+    for n in range(num_rows):
+        row, num_unusable = logits[n], np.int32(0)
+        for i in range(size):
+            num_unusable += np.int32(row[i] != row[i])
+        top = highest_of(row)
+        is_drawn = temperatures[n] > 0
+        if num_unusable or (is_drawn and np.isinf(top)):
+            tokens[n] = size
+        elif is_drawn:
+            key = row_key(seeds[n], positions[n])
+            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, inverses, bounds)
+        else:
+            tokens[n] = 0
+            for start in range(0, size, BLOCK):
+                if highest_of(row[start : start + BLOCK]) == top:
+                    place = start
+                    while row[place] != top:
+                        place += 1
+                    tokens[n] = place
+                    break
+
+
+@kernel(inline="always")
+def real_word(words, row, session):
+    """A float32 among the output of `eyas.drafters.trees.scoring.noise_words`."""
+    return np.float32(np.int64(words[row, session]).view(np.float64))
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def shared_noise(words, draft_ids, noise):
+    """What the target's draws add to the logits, to noise [S, L, D]; 0 in sessions at temperature 0.
+
+    words: see `eyas.drafters.trees.scoring.noise_words`. draft_ids: the target's ids, int64 [D].
+    """
+    uniforms = np.empty(len(draft_ids), np.float64)
+    for s in range(noise.shape[0]):
+        temperature = real_word(words, 4, s)
+        for level in range(noise.shape[1]):
+            row = noise[s, level]
+            if temperature == 0:
+                row[:] = np.float32(0.0)
+                continue
+            key = row_key(words[0, s], words[1, s] + level)
+            for i in range(len(row)):
+                uniforms[i] = uniform(key, draft_ids[i])
+            for i in range(len(row)):
+                # log1p in float32: the rounding of 1 - v is made up for by v / (1 - (1 - v))
+                v, rest = np.float32(uniforms[i]), np.float32(1.0 - uniforms[i])
+                lost = np.float32(1.0) - rest
+                exponential = -ln(rest) * (v / lost) if lost > 0 else v
+                row[i] = -ln(exponential) * temperature
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def shifted_scores(logits, noise, by, scores, weights):
+    """Logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
+    exponentials. What is no number is never drafted. weights: scratch [D]."""
+    for i in range(len(logits)):
+        scores[i] = logits[i] if logits[i] < np.inf else -np.float32(np.inf)
+    if len(noise):
+        for i in range(len(logits)):
+            scores[i] += noise[i]
+    for i in range(len(logits)):
+        scores[i] *= by
+    top = highest_of(scores)
+    if np.isinf(top):
+        return np.float32(0.0)
+    for i in range(len(logits)):
+        weights[i] = exp(scores[i] - top)
+    return top + ln(sum_of(weights))
+
+
+@kernel(error_model="numpy")
+def are_valid(counts, tokens, parents, bounds, vocab_size):
+    """Whether nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+    depths, start = np.empty(counts.max(), np.int64), 0
+    for b in range(len(counts)):
+        if counts[b] > bounds[1, b] or tokens[start] != bounds[0, b] or parents[start] != 0:
+            return False
+        depths[0] = 0
+        for node in range(counts[b]):
+            token, parent = tokens[start + node], parents[start + node]
+            if token < 0 or token >= vocab_size or parent < 0 or parent >= max(node, 1):
+                return False
+            if node:
+                depths[node] = depths[parent] + 1
+            if depths[node] > bounds[2, b]:
+                return False
+        start += counts[b]
+    return True
+
+
+@kernel(error_model="numpy")
+def layout(counts, parents):
+    """`above`, `roots`, `depths` and `words` of PackedTrees. A node sees what its parent sees, and itself."""
+    num_rows, width = len(parents), (counts.max() + 63) // 64
+    above, roots, depths = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    words, start = np.zeros((num_rows, width), np.uint64), 0
+    for b in range(len(counts)):
+        for node in range(counts[b]):
+            row, parent = start + node, start + parents[start + node]
+            above[row], roots[row] = parent, start
+            if node:
+                depths[row] = depths[parent] + 1
+                for w in range(width):
+                    words[row, w] = words[parent, w]
+            words[row, node >> 6] |= np.uint64(1) << np.uint64(node & 63)
+        start += counts[b]
+    return above, roots, depths, words
+
+
+@kernel(error_model="numpy")
+def accepted_rows(counts, tokens, above, samples):
+    """Rows of the accepted paths of all trees, and where each path ends among these. Children stand behind their parent."""
+    rows, ends = np.empty(len(tokens), np.int64), np.empty(len(counts), np.int64)
+    found, start = 0, 0
+    for b in range(len(counts)):
+        last = start
+        rows[found] = last
+        found += 1
+        for row in range(start + 1, start + counts[b]):
+            if above[row] == last and tokens[row] == samples[last]:
+                last = row
+                rows[found] = row
+                found += 1
+        ends[b] = found
+        start += counts[b]
+    return rows[:found].copy(), ends
+
+
+@kernel(error_model="numpy")
+def ranges(firsts, counts):
+    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    numbers, at = np.empty(counts.sum(), np.int64), 0
+    for b in range(len(counts)):
+        for i in range(counts[b]):
+            numbers[at] = firsts[b] + i
+            at += 1
+    return numbers
+
+
+@kernel(error_model="numpy")
+def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes):
+    """The words of a pass over trees, see eyas.models.backends.attention_metadata.
+
+    tokens, positions, slots: of the nodes [R]. seen: `words` of PackedTrees as int32 [R, 2 W]. lengths, prefixes: of each
+    tree's prefix, and where it begins [B]. sizes: rows with padding, rows aligned, rows of a tile, tiles, words of
+    each, padding's slot.
+    """
+    num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
+    masks, num_masks = 4 * line + tile_words * sizes[3], 0
+    num_tiles = (num_rows - len(tokens) + tile_rows - 1) // tile_rows
+    for b in range(len(counts)):
+        num_masks += counts[b] * ((counts[b] + 31) // 32)
+        num_tiles += (counts[b] + tile_rows - 1) // tile_rows
+    if num_tiles > sizes[3]:
+        raise ValueError("the trees have more tiles than the pass")
+    words = np.zeros(masks + num_masks, np.int32)
+    for row in range(len(tokens)):
+        words[row], words[line + row] = tokens[row], positions[row]
+        words[2 * line + row], words[3 * line + row] = slots[row], row
+    for row in range(len(tokens), line):
+        words[2 * line + row] = scratch
+    start, at, tile = 0, masks, 4 * line
+    for b in range(len(counts)):
+        stride = (counts[b] + 31) // 32
+        for first in range(0, counts[b], tile_rows):
+            count = min(tile_rows, counts[b] - first)
+            words[tile], words[tile + 1], words[tile + 2], words[tile + 3] = start + first, count, start, stride
+            words[tile + 4], words[tile + 5] = lengths[b], prefixes[b]
+            words[tile + 6], words[tile + 7] = at + first * stride, first + count
+            tile += tile_words
+        for row in range(start, start + counts[b]):
+            for w in range(stride):
+                words[at] = seen[row, w]
+                at += 1
+        start += counts[b]
+    for first in range(start, num_rows, tile_rows):  # padding, which sees nothing
+        words[tile], words[tile + 1] = first, min(tile_rows, num_rows - first)
+        tile += tile_words
+    return words
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels for trees, once for each installation; other processes and later ones load the result."""
+    ids, words = int64[::1], int64[:, ::1]
+    compile_all(
+        {
+            are_valid: (ids, ids, ids, words, int64),
+            layout: (ids, ids),
+            accepted_rows: (ids, ids, ids, ids),
+            ranges: (ids, ids),
+            tree_words: (ids, ids, ids, ids, int32[:, ::1], ids, ids, ids),
+        }
+    )

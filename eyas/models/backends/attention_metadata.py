@@ -1,0 +1,481 @@
+"""Packs segments for the attention kernel: one array of integers, uploaded in one copy.
+
+Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; the slots of all
+prefixes, unless a SlotMemory keeps them; then the mask of each segment, one bit for each pair of its rows. A tile holds
+TILE_WORDS words:
+
+    0, 1  its first row, and its number of rows
+    2, 3  place of the segment's first own key in `slots` and `key_positions`, and words of a mask row
+    4, 5  length of the prefix, and the word at which it begins, among these or in the SlotMemory
+    6, 7  the word at which the mask of the tile's first row begins, and the number of own keys that its rows may see
+    8, 9  the first key that it reads, and the number of results that stand before its own for each row
+
+Own keys are those of the segment's rows. If segments have other keys too, the slots of all own keys, one segment after the
+other and the others first, stand behind the masks.
+
+Where neighbouring segments begin with the same long prefix, tiles of rows of all of them read it once for all. Their results
+stand behind those of the other tiles, which begin behind that prefix (cascade attention, Ye et al., 2024).
+
+Parts at fixed positions make results independent of the batch. Then a tile is listed once for each of its parts, in
+FIXED_TILE_WORDS words, and instead of masks there are the paths of tree nodes: the own keys of a row, by position.
+
+    0 to 2, 4, 5  as above
+    3, 6, 7  rows with paths: all of a tree, else 1; the word at which the first row's path begins, and words of a path
+    8, 9  first key of the part, and the key behind its last one, by position
+    10, 11  place of the part's results, in rows; and how many parts the tile has, FOLLOWS for all but the first of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, starmap
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eyas.cache.kv_cache import SlotMemory, TableWrites
+from eyas.device.transfer import Bools, Ints, upload
+from eyas.kernels.arguments import LONG_PART
+from eyas.models.inputs import (
+    AttentionMetadata,
+    MetadataShape,
+    PackedInputs,
+    Segment,
+    SegmentRows,
+    TreeSegments,
+    count_logits,
+    count_rows,
+    prefixes_of,
+    tables_of,
+    tree_paths,
+)
+from eyas.sampling.packed_trees import kernels
+
+Words = npt.NDArray[np.int32]
+
+TILE_WORDS = 10
+FIXED_TILE_WORDS = 12
+FOLLOWS = -1
+_NONE = np.zeros(0, dtype=np.int64)
+NO_WORDS = np.zeros(0, dtype=np.int32)
+NO_ROWS = SegmentRows(_NONE, _NONE, _NONE, _NONE, _NONE)
+ALIGNMENT = 16  # words; keeps every view aligned for wide loads
+MAX_SPLITS = 32
+# Parts of a long prefix where tiles alone fill the device, and the most rows of all parts together: they take memory.
+LONG_SPLITS = 8
+MAX_PART_ROWS = 4096
+# Keys of a prefix that segments share, at least, and those that a pass must spare: it is then launched kernel by kernel.
+SHARED_KEYS = 512
+SPARED_KEYS = 1 << 16
+# Keys of a part at fixed positions, a multiple of the keys that a program holds; parts beyond one for each tile of a graph.
+FIXED_PART = 1024
+MAX_MORE_PARTS = 256
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What good tile sizes depend on.
+
+    heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
+    num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
+    prefill_rows: the same in passes of prompts, 0 for as many. longest: the most keys that a row may see. fixed_part: keys
+    of parts at fixed positions; 0 cuts keys so that the device is full, and results depend on the batch.
+    """
+
+    heads_per_kv: int
+    num_kv: int
+    num_processors: int
+    max_rows: int = 64
+    prefill_rows: int = 0
+    longest: int = 1 << 30
+    fixed_part: int = 0
+
+    def tile_rows(self, longest: int) -> int:
+        """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
+        few = max(1, 16 // self.heads_per_kv)
+        return few if longest <= few and not self.fixed_part else self.most_rows
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest tile."""
+        return max(1, self.max_rows // self.heads_per_kv)
+
+    def shape(self, rows: int, logits: int, tiles: int, tile_rows: int, filled: int | None = None) -> MetadataShape:
+        """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
+        default."""
+        even = min(MAX_SPLITS, max(1, 2 * self.num_processors // ((filled or max(tiles, 1)) * self.num_kv)))
+        long = min(LONG_SPLITS, MAX_PART_ROWS // max(rows, 1), self.longest // LONG_PART)
+        return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
+
+
+def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
+    """The shape of segments without padding. runs: those of `shared_runs`."""
+    counts = segments.rows.counts.tolist() if isinstance(segments, TreeSegments) else [len(s.tokens) for s in segments]
+    tile_rows = tiling.tile_rows(max(counts))
+    if tiling.fixed_part:
+        needs = count_parts(segments, tile_rows, tiling.fixed_part)
+        return MetadataShape(
+            sum(counts), count_logits(segments), needs.tiles, tile_rows, 1, 1, tiling.fixed_part, needs.part_rows
+        )
+    tile_rows = tiling.most_rows if runs else tile_rows
+    shared = sum(-(-run.rows // tile_rows) for run in runs)
+    tiles = sum([-(-count // tile_rows) for count in counts]) + shared
+    shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
+    if runs or isinstance(segments, TreeSegments) or all(segment.visible is not None for segment in segments):
+        return replace(shape, shared_tiles=shared)
+    # Prompts take tall tiles if these are at most two thirds as many: those of trees beside them are half empty. Keys are
+    # cut as before, since a processor has one such program instead of two others.
+    tall = max(1, tiling.prefill_rows // tiling.heads_per_kv)
+    tiles = sum(-(-count // tall) for count in counts)
+    is_better = 3 * tiles <= 2 * shape.tiles
+    return replace(shape, tiles=tiles, tile_rows=tall, product_rows=tiling.prefill_rows) if is_better else shape
+
+
+class SharedRun(NamedTuple):
+    """Neighbouring segments, from one to another, their rows together, and the length of the prefix that they share."""
+
+    first: int
+    end: int
+    rows: int
+    length: int
+
+
+def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
+    """All segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few keys, and
+    nothing for parts at fixed positions."""
+    if tiling.fixed_part:
+        return []
+    prefixes = prefixes_of(segments)
+    long = [prefix[SHARED_KEYS - 1] for prefix in prefixes if len(prefix) >= SHARED_KEYS]
+    if len(set(long)) == len(long) or not any(starmap(_num_common, pairwise(prefixes))):
+        return []
+    runs, first, spared = list[SharedRun](), 0, 0
+    for end in range(1, len(segments) + 1):
+        if end < len(segments) and _num_common(prefixes[first], prefixes[end]) > 0:
+            continue
+        counts = [len(segment.tokens) for segment in segments[first:end]]
+        length = min((_num_common(prefixes[first], other) for other in prefixes[first + 1 : end]), default=0)
+        tiles, shared = sum(-(-count // tiling.most_rows) for count in counts), -(-sum(counts) // tiling.most_rows)
+        length = length if tiles >= 2 * shared else 0
+        spared += (tiles - shared) * length
+        runs.append(SharedRun(first, end, sum(counts), length))
+        first = end
+    return runs if spared >= SPARED_KEYS else []
+
+
+def _num_common(one: Ints, other: Ints) -> int:
+    """Slots that two prefixes begin with; 0 for fewer than SHARED_KEYS. The same slot at a position has the same before it,
+    since a slot of the prefix cache belongs to one prefix."""
+    low, high = SHARED_KEYS, min(len(one), len(other))
+    if high < low or one[low - 1] != other[low - 1]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
+    return low
+
+
+def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
+    """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
+    tile_rows = tiling.tile_rows(rows)
+    tiles = min(rows, max_segments + 1 + rows // tile_rows)
+    if tiling.fixed_part:
+        most = -(-tiling.longest // tiling.fixed_part)
+        parts = min(tiles * most, tiles + MAX_MORE_PARTS)
+        part_rows = min(parts * tile_rows, rows * most, rows + MAX_PART_ROWS)
+        return MetadataShape(rows, rows, parts, tile_rows, 1, 1, tiling.fixed_part, part_rows)
+    return tiling.shape(rows, rows, tiles, tile_rows, -(-rows // tile_rows))
+
+
+class PartCount(NamedTuple):
+    """What parts at fixed positions take: tiles listed once for each part, and rows of results of all of them."""
+
+    tiles: int
+    part_rows: int
+
+
+def count_parts(segments: Sequence[Segment], tile_rows: int, part: int) -> PartCount:
+    """What a pass takes without padding."""
+    cut = _cut_tiles(SegmentRows.of(segments), tile_rows, part)
+    return PartCount(int(cut.parts.sum()), int(cut.parts @ cut.rows))
+
+
+def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
+    """Whether a shape of `bucket_shape` holds the parts of a pass whose rows it holds."""
+    if not shape.fixed_part:
+        return True
+    needs = count_parts(segments, shape.tile_rows, shape.fixed_part)
+    padding = -(-(shape.rows - count_rows(segments)) // shape.tile_rows)
+    return needs.tiles + padding <= shape.tiles and needs.part_rows <= shape.part_rows
+
+
+def max_words(shape: MetadataShape) -> int:
+    """The most words that a pass of this shape can take, without its prefixes."""
+    return _num_fixed_words(shape) + shape.rows * (shape.rows if shape.fixed_part else -(-shape.rows // 32))
+
+
+def pack_with_metadata(
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    device: torch.device,
+    runs: Sequence[SharedRun] = (),
+    memory: SlotMemory | None = None,
+) -> PackedInputs:
+    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
+
+    runs: those that the shape was made for. memory: keeps the prefixes, if they fit.
+    """
+    writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
+    words = build_words(segments, shape, scratch, runs, writes.prefixes if writes else None)
+    if memory is None or writes is None:
+        packed = view(upload(words, device), shape, count_logits(segments))
+    else:
+        packed = view(_upload_and_write(words, writes, memory, device), shape, count_logits(segments), memory.words)
+    if not _has_others(segments):
+        return packed
+    assert packed.metadata is not None
+    slots = packed.metadata.masks[-sum(len(segment.others) + len(segment.slots) for segment in segments) :]
+    # positions are for sliding windows, which such rows do not have
+    return replace(packed, metadata=replace(packed.metadata, slots=slots, key_positions=slots))
+
+
+def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, device: torch.device) -> Tensor:
+    """The words of a pass on the device, behind the writes to its slot memory; all of it travels in one copy."""
+    count, start = len(writes.at), _aligned(len(words))
+    padding = np.zeros(start - len(words), dtype=np.int32)  # the addresses of writes have 64 bits
+    at, slots = writes.at.astype(np.int64, copy=False).view(np.int32), writes.slots.astype(np.int32)
+    try:
+        uploaded = upload(np.concatenate([words, padding, at, slots]) if count else words, device)
+        if count:
+            end = start + 2 * count
+            memory.words.index_copy_(0, uploaded[start:end].view(torch.int64), uploaded[end:])
+    except BaseException:
+        memory.forget()
+        raise
+    return uploaded[: len(words)]
+
+
+def _has_others(segments: Sequence[Segment]) -> bool:
+    """Whether rows see keys of their segments that are not of the pass."""
+    return not isinstance(segments, TreeSegments) and any(len(segment.others) for segment in segments)
+
+
+def build_words(
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    runs: Sequence[SharedRun] = (),
+    kept_prefixes: Ints | None = None,
+) -> Words:
+    """The words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
+    is_usual = kept_prefixes is not None and not (shape.fixed_part or runs)
+    if is_usual and isinstance(segments, TreeSegments) and (compiled := kernels()):
+        rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
+        sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
+        return cast(Words, compiled.tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
+    if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
+        return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
+    return _words_of_all(segments, shape, scratch, runs, kept_prefixes)
+
+
+def _words_of_all(
+    segments: Sequence[Segment],
+    shape: MetadataShape,
+    scratch: int,
+    runs: Sequence[SharedRun] = (),
+    kept_prefixes: Ints | None = None,
+) -> Words:
+    """`build_words` of any segments."""
+    rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
+    rows[2] = scratch
+    tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
+    packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
+    counts, lengths = packed.counts, _sizes(prefixes)
+    starts, num_rows, has_others = counts.cumsum() - counts, len(packed.tokens), _has_others(segments)
+    assert not (has_others and shape.fixed_part), "parts at fixed positions know the keys of the pass alone"
+    others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
+    num_own = counts + others
+    own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
+    ends = _num_fixed_words(shape) + (lengths.cumsum() if kept_prefixes is None else np.zeros_like(lengths))
+    at = ends - lengths if kept_prefixes is None else kept_prefixes
+    if segments:
+        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = packed.tokens, packed.positions, packed.slots
+        rows[3, : len(packed.logits_indices)] = packed.logits_indices
+        words, owner = own.tiles, own.owner
+        words[:, 0] += starts[owner]
+        words[:, 2] = (num_own.cumsum() - num_own)[owner]
+        words[:, 4], words[:, 5] = lengths[owner], at[owner]
+        words[:, 6] += ends[-1]
+        if runs:
+            words[:, 8] = np.repeat([run.length for run in runs], [run.end - run.first for run in runs])[owner]
+            tiles[len(words) :] = _shared_tiles(runs, shape, at)
+        tiles[: len(words)] = words
+    firsts = np.arange(num_rows, shape.rows, shape.tile_rows)  # padding, which sees nothing
+    padding = tiles[len(own.tiles) : len(own.tiles) + len(firsts)]
+    padding[:, 0], padding[:, 1] = firsts, np.minimum(shape.tile_rows, shape.rows - firsts)
+    keys = [part for segment in segments for part in (segment.others, segment.slots)] if has_others else []
+    sent = prefixes if kept_prefixes is None else ()
+    return np.concatenate([rows.ravel(), tiles.ravel(), *sent, own.seen, *keys], dtype=np.int32, casting="same_kind")
+
+
+def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: int) -> Words:
+    """`build_words` of one segment without other keys, whose prefix a SlotMemory keeps, in a third of the time."""
+    count, stride, line = len(segment.tokens), -(-len(segment.tokens) // 32), _aligned(shape.rows)
+    masks = _num_fixed_words(shape)
+    words = np.zeros(masks + count * stride, dtype=np.int32)
+    words[:count], words[line : line + count] = segment.tokens, segment.positions
+    words[2 * line : 2 * line + count], words[2 * line + count : 3 * line] = segment.slots, scratch
+    words[3 * line : 3 * line + len(segment.logits_indices)] = segment.logits_indices
+    tiles: list[int] = []
+    for start in range(0, count, shape.tile_rows):
+        rows = min(shape.tile_rows, count - start)
+        tiles += (start, rows, 0, stride, len(segment.prefix), prefix, masks + start * stride, start + rows, 0, 0)
+    for start in range(count, shape.rows, shape.tile_rows):  # padding, which sees nothing
+        tiles += (start, min(shape.tile_rows, shape.rows - start), *(0,) * (TILE_WORDS - 2))
+    words[4 * line : 4 * line + len(tiles)] = tiles
+    visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+    if visible.shape[1]:  # else rows see nothing
+        words[masks:] = mask_words(visible).ravel()
+    return words
+
+
+def _numbers_within(counts: Ints) -> Ints:
+    """0, 1 and so on in each of some groups of these sizes, one group after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> Ints:
+    return np.array(list(map(len, arrays)), dtype=np.int64)
+
+
+def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Ints) -> Words:
+    """Tiles of rows of several segments over the prefix that they share. They cover all rows, some with no key."""
+    tiles, start = [], 0
+    for run in runs:
+        for first in range(0, run.rows, shape.tile_rows):
+            count, at = min(shape.tile_rows, run.rows - first), places_of_prefixes[run.first]
+            tiles.append((start + first, count, 0, 0, run.length, at, 0, 0, 0, shape.splits))
+        start += run.rows
+    return np.array(tiles, dtype=np.int32)
+
+
+class OwnTiles(NamedTuple):
+    """The tiles of all segments, one segment after the other: their words, and the number of the segment of each.
+
+    Word 0 counts from the segment's, word 6 from the first of `seen`; words 2, 4 and 5 are 0. seen: words of all masks, or
+    of all paths.
+    """
+
+    tiles: Words
+    owner: Ints
+    seen: Words
+
+
+def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+    """counts, others: rows of each segment, and other keys that they see."""
+    tiles_of = -(-counts // shape.tile_rows)
+    owner = np.repeat(np.arange(len(counts)), tiles_of)
+    firsts = _numbers_within(tiles_of) * shape.tile_rows
+    strides = -(-(counts + others) // 32)
+    tiles = np.zeros((len(owner), TILE_WORDS), dtype=np.int32)
+    tiles[:, 0] = firsts
+    tiles[:, 1] = np.minimum(shape.tile_rows, counts[owner] - firsts)
+    tiles[:, 3] = strides[owner]
+    sizes = counts * strides
+    tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + firsts * strides[owner]
+    tiles[:, 7] = others[owner] + firsts + tiles[:, 1]  # no row sees a later one
+    return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
+
+
+def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:
+    """The masks of all segments, one bit for each pair of rows; each row begins a word. All become words at once."""
+    if isinstance(segments, TreeSegments):
+        words = segments.trees.words.view("<i4")
+        if (strides == strides[0]).all():
+            return words[:, : strides[0]].ravel()
+        return words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
+    bits, end = np.zeros((int(counts @ strides), 32), dtype=np.bool_), 0
+    for segment, count, stride in zip(segments, counts.tolist(), strides.tolist(), strict=True):
+        visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
+        start, end = end, end + count * stride
+        own = bits[start:end] if stride == 1 else bits[start:end].reshape(count, 32 * stride)
+        own[:, : visible.shape[1]] = visible  # without columns: rows see nothing
+    return mask_words(bits).ravel()
+
+
+def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+    """Tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
+    packed = SegmentRows.of(segments) if segments else NO_ROWS
+    paths = tree_paths(segments)
+    cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)
+    number = _numbers_within(cut.parts)
+    tile = np.repeat(np.arange(len(cut.parts)), cut.parts)
+    owner, sizes = cut.owner[tile], packed.counts * paths.depths
+    tiles = np.zeros((len(number), FIXED_TILE_WORDS), dtype=np.int32)
+    tiles[:, 0], tiles[:, 1] = cut.firsts[tile], cut.rows[tile]
+    tiles[:, 3] = np.where(paths.depths[owner] > 0, tiles[:, 1], 1)
+    tiles[:, 6] = (sizes.cumsum() - sizes)[owner] + tiles[:, 0] * paths.depths[owner]
+    tiles[:, 7] = paths.depths[owner]
+    tiles[:, 8] = number * shape.fixed_part
+    tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, cut.ends[tile])
+    tiles[:, 10] = np.cumsum(tiles[:, 1]) - tiles[:, 1]
+    tiles[:, 11] = np.where(number == 0, cut.parts[tile], FOLLOWS)
+    return OwnTiles(tiles, owner, paths.words)
+
+
+class CutTiles(NamedTuple):
+    """Tiles of the rows of all segments: segment, first row within it, rows, the position behind the last key that they see,
+    and the parts that these keys are cut into."""
+
+    owner: Ints
+    firsts: Ints
+    rows: Ints
+    ends: Ints
+    parts: Ints
+
+
+def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
+    tiles_of = -(-packed.counts // tile_rows)
+    owner = np.repeat(np.arange(len(tiles_of)), tiles_of)
+    firsts = _numbers_within(tiles_of) * tile_rows
+    rows = np.minimum(tile_rows, packed.counts[owner] - firsts)
+    starts = (packed.counts.cumsum() - packed.counts)[owner] + firsts
+    ends = np.maximum.reduceat(packed.positions, starts) + 1 if len(starts) else starts
+    return CutTiles(owner, firsts, rows, ends, -(-ends // part))
+
+
+def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor | None = None) -> PackedInputs:
+    """A pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
+    stride, width = _aligned(shape.rows), _tile_words(shape)
+    rows = words.as_strided((4, shape.rows), (stride, 1))
+    tiles = words.as_strided((shape.tiles, width), (width, 1), words.storage_offset() + 4 * stride)
+    tokens, positions, slots, logits_indices = rows.long().unbind()
+    with_prefixes = words if prefixes is None else prefixes
+    metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, rows[1], rows[2], rows[1])
+    return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
+
+
+def _num_fixed_words(shape: MetadataShape) -> int:
+    """Words before the prefixes and masks."""
+    return 4 * _aligned(shape.rows) + _tile_words(shape) * shape.tiles
+
+
+def _tile_words(shape: MetadataShape) -> int:
+    return FIXED_TILE_WORDS if shape.fixed_part else TILE_WORDS
+
+
+def mask_words(visible: Bools) -> Words:
+    """Which keys each row sees, [n, k], as words of 32 bits [n, ceil(k / 32)]."""
+    packed = np.packbits(visible, axis=1, bitorder="little")
+    padded = np.zeros((len(visible), 4 * -(-visible.shape[1] // 32)), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return padded.view("<i4")
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

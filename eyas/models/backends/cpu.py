@@ -1,0 +1,401 @@
+"""All fused layers of a model on the CPU, run by compiled kernels that threads can share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.cache.kv_cache import KVCache
+from eyas.device.host import num_cores
+from eyas.device.placement import runs_compiled
+from eyas.device.transfer import Floats, Ints
+from eyas.errors import install_command
+from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
+from eyas.models.backends.packed_weights import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, PackedLinear
+from eyas.models.inputs import PackedInputs, pack
+from eyas.models.layers.attention import attend_slots
+
+if TYPE_CHECKING:
+    from eyas.kernels.cpu.products import Helpers
+    from eyas.models.layers.norms import HeadLayout, RMSNorm
+from eyas.models.backends.packed_weights import PackedProduct, Product
+
+if TYPE_CHECKING:
+    from eyas.kernels.cpu.products import Helpers
+    from eyas.models.layers.fused import FusedLayer
+
+# Segments of more rows are prompts, whose attention torch computes faster.
+MAX_KERNEL_ROWS = 64
+
+log = logging.getLogger(__name__)
+
+
+class CpuDecoder:
+    """All layers of a model on the CPU, without transformers' code between them.
+
+    Its methods replace `forward` of transformers' decoder and causal model. Modules' hooks run as if their `forward` were
+    called.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+        decoder = model.get_decoder()
+        self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
+        self._helpers: Helpers | None = None
+        self._tables: dict[str | None, tuple[Floats, Floats]] = {}
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+        has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
+        found = [kind if has_types else None for kind in types]
+        self._rotary_kinds = list(dict.fromkeys(found))
+        self._layer_kinds = [self._rotary_kinds.index(kind) for kind in found]
+
+    def forward(
+        self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
+    ) -> Any:
+        """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
+        attend go to its own code. No hooks run where the KV cache keeps the states.
+
+        Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
+        segment.
+        """
+        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
+        if is_plain or not runs_compiled(input_ids.device):
+            arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
+            return type(self._decoder).forward(self._decoder, **arguments, **others)
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        embedded = self._decoder.embed_tokens(input_ids)
+        ends = accumulate(len(segment.tokens) for segment in packed.segments)
+        prompts = [
+            (slice(end - len(segment.tokens), end), pack([segment], embedded.device))
+            for segment, end in zip(packed.segments, ends, strict=True)
+            if len(segment.tokens) > MAX_KERNEL_ROWS
+        ]
+        keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
+        rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
+        rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
+        rows.start(cpu_kernels, self._layers[0].input_norm)
+        if prompts or self._stack is None:
+            self._run_apart(cpu_kernels, rows, rotary, kv_cache)
+        elif layers := kv_cache.state_layers:
+            states = KeptStates(np.array(layers), kv_cache.features.numpy(), rows.slots)
+            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            self._keep_last(rows, states)
+            return SimpleNamespace(last_hidden_state=rows.normed[None])
+        else:
+            hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
+            memory = np.empty((rows.count, len(hooked) * rows.state.shape[1]), np.float32)
+            states = KeptStates(np.array(hooked, np.int64), memory, np.arange(rows.count))
+            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            for number, index in enumerate(hooked):
+                module = self._decoder.layers[index]
+                _run_hooks(module._forward_pre_hooks, module, torch.from_numpy(states.of(number)))
+        norm = self._decoder.norm
+        _run_hooks(norm._forward_pre_hooks, norm, rows.state)
+        _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
+        return SimpleNamespace(last_hidden_state=rows.normed[None])
+
+    def _keep_last(self, rows: CpuRows, kept: KeptStates) -> None:
+        """Keep the states behind all layers: before the final norm, or FINAL_NORM_OUTPUT."""
+        for number, layer in enumerate(kept.layers):
+            if not 0 <= layer < len(self._layers):
+                kept.of(number)[kept.rows] = (rows.normed if layer < 0 else rows.state).numpy()
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether one kernel runs all layers, so that threads can share them."""
+        return self._stack is not None
+
+    @cached_property
+    def _stack(self) -> CpuStack | None:
+        return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
+
+    def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
+        """Run the layers one by one, each with the hooks of its module."""
+        layers = zip(self._decoder.layers, self._layers, self._layer_kinds, strict=True)
+        for index, (module, layer, kind) in enumerate(layers):
+            if module._forward_pre_hooks:
+                _run_hooks(module._forward_pre_hooks, module, rows.state.clone())
+            layer.cpu_layer.run(kernels, rows, rotary[kind], kv_cache, index)
+
+    def share(self, num_threads: int) -> None:
+        """Share passes between this number of threads from now on. The first of them is the one that calls."""
+        if num_threads == (self._helpers.num_threads if self._helpers else 1):
+            return
+        from eyas.kernels.cpu.products import Helpers
+
+        self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
+        if isinstance(self._head, PackedLinear):
+            self._head.product.helpers = self._helpers
+
+    def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
+        """What `TargetModel.forward` reads of the output of transformers' causal model."""
+        hidden = self._decoder(**arguments).last_hidden_state
+        logits = self._head(hidden[:, logits_to_keep])
+        return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
+
+    def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
+        """cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
+        length, tables = int(positions.max()) + 1, self._tables.get(kind)
+        if tables is None or len(tables[0]) < length:
+            most = max(length, int(self._decoder.config.max_position_embeddings))
+            every = torch.arange(min(1 << (length - 1).bit_length(), most))[None]
+            cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
+            tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        return tables[0][positions], tables[1][positions]
+
+
+def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: Tensor, *outputs: Tensor) -> None:
+    """Call a module's hooks with tensors [R, C] that nothing overwrites."""
+    for hook in hooks.values():
+        hook(module, (state[None],), *(output[None] for output in outputs))
+
+
+def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
+    """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are.
+
+    At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
+    whether keys and values have 8 bits.
+    """
+    found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
+    decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
+    if decoder is not None:
+        decoder.share(min(num_threads, most))
+    if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):
+        log.warning("engine.layer_threads is %d, but one thread runs this model's layers: %s", num_threads, reason)
+    elif num_threads > most:
+        log.warning("engine.layer_threads is %d, but this process may use %d cores; set it to that", num_threads, most)
+
+
+def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.device) -> str:
+    """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
+    if decoder is None and runs_compiled(device):
+        return "they are not fused or have experts, so no kernel of the CPU runs them"
+    if decoder is None:
+        return (
+            "kernels of the CPU need device cpu, dtype float32, threads 1 "
+            f"(torch has {torch.get_num_threads()}) and numba ({install_command('cpu')})"
+        )
+    if is_narrow:
+        return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
+    odd = f"they differ in shape, or have more biases, or numbers of outputs that are no multiple of {BLOCK_OUTPUTS}"
+    return "" if decoder.has_stack else odd
+
+
+class CpuStack:
+    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same."""
+
+    def __init__(self, layers: Sequence[CpuLayer], kinds: Sequence[int]) -> None:
+        """layers: see `of`."""
+        from eyas.kernels.cpu.layers import NO_WINDOW, LayerStack
+
+        first, heads = layers[0], layers[0].heads
+        # they own the memory that the stack names
+        self._products = [[product.packed for product in layer.products if product.packed] for layer in layers]
+        biases = [own[0].bias for own in self._products]
+        norms = [(layer.mlp_norm, layer.next_norm, layer.out_norm, layer.down_norm, layer.heads.norms) for layer in layers]
+        factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
+        head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
+        self._kinds = np.array(kinds)
+        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.layout.shape[1]
+        self._stack = LayerStack(
+            weights=np.array([[product.weight.layout.data_ptr() for product in own] for own in self._products]),
+            halves=np.array([[product.weight.is_half for product in own] for own in self._products]),
+            scales=np.array([[product.by for product in layer.products] for layer in layers]),
+            biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
+            norms=np.stack([np.stack(own[:2]) for own in factors]),
+            delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
+            head_norms=np.stack(head_norms).astype(np.float32, copy=False),
+            eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
+            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
+            sizes=np.array(self._sizes),
+            scaling=first.scaling,
+            softcap=first.softcap or 0.0,
+            is_silu=first.activation == "silu",
+        )
+
+    @classmethod
+    def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
+        """The layers, if their shapes and kinds of norms are the same and their weights are in blocks; else None.
+
+        kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
+        """
+        is_alike = len({layer.shape for layer in layers}) == 1 and all(layer.can_stack for layer in layers)
+        return cls(layers, kinds or [0] * len(layers)) if is_alike else None
+
+    def run(
+        self,
+        rows: CpuRows,
+        rotary: Sequence[tuple[Floats, Floats]],
+        kv: KVCache,
+        kept: KeptStates | None = None,
+        helpers: Helpers | None = None,
+    ) -> None:
+        """Advance `rows` through all layers; no row may belong to a prompt.
+
+        rotary: tables of cos and sin [R, D]. kept: where states before some layers go. helpers: threads that share the
+        layers of MIN_SHARED_ROWS rows and more; the result is the same, bit for bit.
+        """
+        from eyas.kernels.cpu.layers import NUM_COUNTERS, run_layers
+
+        cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
+        num_heads, num_kv, width, inner = self._sizes
+        memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
+        arguments = (
+            self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
+            kv.scratch + 1, rows.slots, rows.keys, kept or NOTHING_KEPT, memory,
+        )  # fmt: skip
+        tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)
+        if helpers and rows.count >= MIN_SHARED_ROWS:
+            helpers.run(run_layers, *arguments, tickets=tickets)
+        else:
+            run_layers(*arguments, tickets, 1)
+        rows.inputs = rows.normed
+
+
+class CpuRows:
+    """Rows on their way through the layers.
+
+    state, normed: the residual stream and its norm, [R, C]. count: R. inputs: what the next attention reads, [R, X]; by
+    default the norm. slots: where keys and values belong, int64 [R]; empty if they are not kept. keys: RowKeys of the
+    segments that the kernels attend. prompts: for each longer segment which rows it has, and these packed by themselves.
+    """
+
+    def __init__(
+        self,
+        state: Tensor,
+        slots: Ints,
+        keys: Any,
+        prompts: Sequence[tuple[slice, PackedInputs]] = (),
+        inputs: Tensor | None = None,
+    ) -> None:
+        self.state, self.normed, self.slots = state, torch.empty_like(state), slots
+        self.inputs = self.normed if inputs is None else inputs
+        self.keys, self.prompts = keys, prompts
+        self._state, self._normed = state.numpy(), self.normed.numpy()
+        self.count = len(self._state)
+        self._buffers: dict[int, tuple[Tensor, Floats]] = {}
+
+    def buffer(self, width: int) -> tuple[Tensor, Floats]:
+        """Memory [R, width] that all layers share, as a tensor and as an array. The next call overwrites it."""
+        if width not in self._buffers:
+            tensor = torch.empty(self.count, width)
+            self._buffers[width] = tensor, tensor.numpy()
+        return self._buffers[width]
+
+    def start(self, kernels: Any, norm: RMSNorm) -> None:
+        """Norm the embeddings."""
+        kernels.norm(self._state, norm.factors, norm.eps, self._normed)
+
+    def add(self, kernels: Any, delta: Tensor, by: float, delta_norm: RMSNorm | None, norm: RMSNorm) -> None:
+        """Add what a sublayer gave, times `by`, and norm the sum."""
+        weight, eps = (delta_norm.factors, delta_norm.eps) if delta_norm else (NO_WEIGHT, 0.0)
+        kernels.add_norm(self._state, delta.numpy(), by, weight, eps, norm.factors, norm.eps, self._normed)
+
+
+class CpuProduct(NamedTuple):
+    """A product, and what to multiply its output by. packed: the product, if its weight is in blocks."""
+
+    multiply: Product
+    by: float
+    packed: PackedProduct | None = None
+
+    @classmethod
+    def of(cls, product: Product) -> CpuProduct:
+        """The product, whose scale is left to the kernel behind it."""
+        if not isinstance(product, PackedProduct):
+            return cls(product, 1.0)
+        return cls(product.scaled, 1 / product.scale, product if product.weight.in_blocks else None)
+
+
+class CpuProducts(NamedTuple):
+    """The products of a layer."""
+
+    qkv: CpuProduct
+    out: CpuProduct
+    gate_up: CpuProduct
+    down: CpuProduct
+
+    @classmethod
+    def of(cls, qkv: Product, out: Product, gate_up: Product, down: Product) -> CpuProducts:
+        """The products with their scales apart. out, down: may be modules."""
+        return cls(*map(CpuProduct.of, (qkv, out, gate_up, down)))
+
+
+@dataclass(frozen=True, eq=False)
+class CpuLayer:
+    """A decoder layer as `eyas.kernels.cpu.layers` computes it; the order is that of `FusedLayer.forward`.
+
+    scaling, window, softcap: of its attention. out_norm, down_norm: of what attention and MLP give; None for none.
+    """
+
+    products: CpuProducts
+    heads: HeadLayout
+    scaling: float
+    window: int | None
+    softcap: float | None
+    activation: str
+    mlp_norm: RMSNorm
+    next_norm: RMSNorm
+    out_norm: RMSNorm | None = None
+    down_norm: RMSNorm | None = None
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What layers of a CpuStack have in common."""
+        products = [product.packed for product in self.products]
+        sizes = tuple(packed and len(packed.weight.layout) for packed in products)
+        biases = tuple(packed is not None and packed.bias is not None for packed in products)
+        norms = self.heads.norms is None, self.out_norm is None, self.down_norm is None
+        heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.width
+        return sizes, biases, norms, heads, self.scaling, self.softcap, self.activation
+
+    @property
+    def can_stack(self) -> bool:
+        """Whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the first product."""
+        packed = [product.packed for product in self.products]
+        is_biased = any(product is not None and product.bias is not None for product in packed[1:])
+        return all(product and product.weight.fills_blocks for product in packed) and not is_biased
+
+    def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
+        """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""
+        self.finish(kernels, rows, self.project(kernels, rows, rotary, kv, index), kv, index)
+
+    def project(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> Floats:
+        """Rotated queries, keys and values of the rows, [R, H + 2 J, D]; keys and values go to the rows' slots, too."""
+        product, heads, num_kv = self.products.qkv, self.heads, self.heads.num_kv_heads
+        qkv: Floats = product.multiply(rows.inputs).numpy().reshape(rows.count, -1, heads.width)
+        factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)
+        kernels.rotate(qkv, product.by, num_kv, *rotary, factors, eps)
+        if len(rows.slots):
+            kernels.store(qkv, heads.num_heads, num_kv, *kv.arrays[index], rows.slots)
+        return qkv
+
+    def finish(self, kernels: Any, rows: CpuRows, qkv: Floats, kv: KVCache, index: int) -> None:
+        """Advance `rows` by the layer behind its projections, see `project`."""
+        _, out, gate_up, down = self.products
+        heads, count = self.heads, rows.count
+        attended, into = rows.buffer(heads.num_heads * heads.width)
+        kernels.attend(
+            qkv, heads.num_kv_heads, *kv.arrays[index], *rows.keys,
+            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
+            into.reshape(count, -1, heads.width),
+        )  # fmt: skip
+        for at, packed in rows.prompts:
+            query, attention = torch.from_numpy(qkv)[at, : heads.num_heads], (self.scaling, self.window, self.softcap)
+            attended[at] = attend_slots(query, kv.keys[index], kv.values[index], packed, *attention).flatten(1)
+        rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)
+        gates_ups = gate_up.multiply(rows.normed).numpy()
+        gated, into = rows.buffer(gates_ups.shape[1] // 2)
+        kernels.gate(gates_ups, gate_up.by, self.activation == "silu", into)
+        rows.add(kernels, down.multiply(gated), down.by, self.down_norm, self.next_norm)
+        rows.inputs = rows.normed

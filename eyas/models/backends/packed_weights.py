@@ -1,0 +1,451 @@
+"""Faster forward passes on the CPU: packed linear layers, and decoder layers that run as kernels.
+
+Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, others as
+float32, both by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several threads, libraries
+multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is the faster
+(docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.device.host import has_numba, keep_freed_memory
+from eyas.device.memory import to_huge_pages
+from eyas.device.placement import runs_compiled
+
+if TYPE_CHECKING:
+    from eyas.kernels.cpu.products import Helpers
+from eyas.kernels.arguments import BLOCK_OUTPUTS
+
+Product = Callable[[Tensor], Tensor]
+
+# Rows that the packed layout is made for; it serves any number.
+PACKED_ROWS = 8
+# Numbers of a weight that are laid out at a time.
+PART_ELEMENTS = 1 << 16
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+# Of weights that are packed for products in float32.
+WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
+# Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
+HALF_EXPONENT = 15
+# Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
+MIN_SHARED_ROWS = 4
+# Layers that transformers calls one after the other on the same rows.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+PROCESSORS = Path("/proc/cpuinfo")
+
+
+def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None) -> None:
+    """Pack linear layers and move weights to huge pages. Weights on other devices stay as they are.
+
+    dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only where
+    the processor has no instructions for it, but always the output head, which returns float32. None packs float32 layers.
+    """
+    if dtype is None:
+        pack_weights(model)
+    else:
+        head = model.get_output_embeddings()
+        pack_weights(model, WEIGHT_DTYPES, head)  # the largest weight first, while no other one is there twice
+        if not _multiplies_halves(dtype):
+            pack_weights(model, WEIGHT_DTYPES)
+        if isinstance(head, PackedLinear):
+            head.dtype = torch.float32
+        for module in model.modules():
+            if isinstance(module, PackedEmbedding):
+                module.dtype = dtype
+    to_huge_pages([*model.parameters(), *model.buffers()])
+    if any(tensor.device.type == "cpu" for tensor in model.parameters()):
+        keep_freed_memory()
+
+
+@torch.no_grad()
+def copy_stored_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace weights that belong to a file by copies in the dtype that a model computes in. Embeddings keep their own."""
+    for module in model.modules():
+        if _has_embedding(module) and module.weight.dtype != dtype:
+            _pack_embedding(module, PackedWeight(module.weight.clone(), len(module.weight)), dtype)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to(dtype, copy=True), requires_grad=False))
+
+
+def pack_weights(
+    model: nn.Module, dtypes: Sequence[torch.dtype] = (torch.float32,), within: nn.Module | None = None
+) -> None:
+    """Pack every plain linear layer on the CPU for what multiplies fastest, see `PackedWeight`. Others stay as they are.
+    Without MKL and oneDNN nothing changes.
+
+    An embedding that shares its weight with such a layer reads the packed one.
+
+    Args:
+        model: the module whose embeddings may be tied to a layer.
+        dtypes: of the weights that are packed.
+        within: the part of the model whose layers are packed; None for all of it.
+    """
+    backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
+    if not backend.is_available():
+        return
+    embeddings = {id(module.weight): module for module in model.modules() if _has_embedding(module)}
+    layers = list((within or model).modules())
+    for module in layers:
+        for names in SIBLINGS:
+            siblings: list[Any] = [getattr(module, name, None) for name in names]
+            can_pack = all(_can_pack(each, dtypes) for each in siblings)
+            if can_pack and len({(each.weight.shape[1], each.weight.dtype) for each in siblings}) == 1:
+                _merge(siblings)
+    for layer in layers:
+        if _can_pack(layer, dtypes):
+            embedding = embeddings.get(id(layer.weight))
+            packed = _pack(layer)
+            if embedding is not None and not packed.layout.is_mkldnn:
+                _pack_embedding(embedding, packed, embedding.weight.dtype)
+
+
+def has_kernel(module: nn.Module) -> bool:
+    """Whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
+    if isinstance(module, MergedLinearPart):
+        return module.merged.product.weight.in_blocks
+    return isinstance(module, PackedLinear) and module.product.weight.in_blocks
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is kept in a packed layout only.
+
+    dtype: of the output; None for that of the input.
+    """
+
+    product: PackedProduct
+    dtype: torch.dtype | None = None
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """As [N, K], for a model that reads the layer's weight; often a copy."""
+        return self.product.weight.dense
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        return self.product(rows.float()).to(self.dtype or rows.dtype)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose rows are read from a packed weight, most often that of a layer which is tied to it.
+
+    dtype: of the rows. embed_scale: what some families multiply them by.
+    """
+
+    stored: PackedWeight
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """As [V, C], for a model that reads it; a copy."""
+        return self.stored.dense.to(self.dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] to [..., C]."""
+        scale: Any = getattr(self, "embed_scale", 1.0)
+        return self.stored.take(tokens).to(self.dtype) * (scale.to(self.dtype) if isinstance(scale, Tensor) else scale)
+
+
+@dataclass(eq=False)
+class MergedLinear:
+    """Sibling layers computed in one product: rows [..., K] times all weights, one below the other. sizes: N of each.
+
+    rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
+    """
+
+    product: PackedProduct
+    sizes: list[int]
+    rows: Tensor | None = None
+    parts: Sequence[Tensor] = ()
+
+
+class MergedLinearPart(nn.Linear):
+    """One of the layers of a MergedLinear."""
+
+    merged: MergedLinear
+    index: int
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """As [N, K]; often a copy."""
+        return torch.split(self.merged.product.weight.dense, self.merged.sizes)[self.index]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        merged = self.merged
+        if rows is not merged.rows:
+            outputs = merged.product(rows.float()).to(rows.dtype)
+            merged.rows, merged.parts = rows, torch.split(outputs, merged.sizes, -1)
+        part = merged.parts[self.index]
+        if self.index == len(merged.sizes) - 1:
+            merged.rows, merged.parts = None, ()
+        return part
+
+
+def _can_pack(module: Any, dtypes: Sequence[torch.dtype]) -> bool:
+    weight = module.weight if type(module) is nn.Linear else None
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in dtypes
+
+
+def _has_embedding(module: Any) -> TypeGuard[nn.Embedding]:
+    """Return whether a module is an embedding that looks rows up in a plain weight, as `nn.Embedding` does."""
+    weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) and module.max_norm is None else None
+    return type(weight) is nn.Parameter and weight.device.type == "cpu"
+
+
+@torch.no_grad()
+def _merge(siblings: Sequence[Any]) -> None:
+    biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
+    if len(biases) not in (0, len(siblings)):
+        return
+    product = PackedProduct(torch.cat([sibling.weight for sibling in siblings]), torch.cat(biases) if biases else None)
+    merged = MergedLinear(product, [len(sibling.weight) for sibling in siblings])
+    # so that code which lists weights finds it
+    siblings[0].register_buffer("packed", product.weight.layout, persistent=False)
+    for index, sibling in enumerate(siblings):
+        del sibling.weight
+        sibling.merged, sibling.index, sibling.bias = merged, index, None
+        sibling.__class__ = MergedLinearPart
+
+
+@torch.no_grad()
+def _pack(module: Any) -> PackedWeight:
+    product = PackedProduct(module.weight.detach(), module.bias)
+    module.register_buffer("packed", product.weight.layout, persistent=False)
+    del module.weight
+    module.__class__ = PackedLinear
+    module.product = product
+    return product.weight
+
+
+@torch.no_grad()
+def _pack_embedding(module: Any, weight: PackedWeight, dtype: torch.dtype) -> None:
+    """Let an embedding read a packed weight, unless its family does more to the rows than `PackedEmbedding`.
+
+    dtype: of the rows.
+    """
+    few, kind = torch.arange(min(2, weight.num_outputs)), type(module)
+    module.padding_idx = None  # it matters to gradients only
+    expected = torch.func.functional_call(module, {"weight": weight.take(few).to(dtype)}, (few,))
+    module.stored, module.dtype, module.__class__ = weight, dtype, PackedEmbedding
+    if torch.equal(module(few), expected):
+        del module.weight
+        module.register_buffer("packed", weight.layout, persistent=False)
+    else:
+        del module.stored, module.dtype
+        module.__class__ = kind
+
+
+@cache
+def _is_intel() -> bool:
+    return "GenuineIntel" in _processor_words()
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """A weight [N, K] in the layout of what multiplies by it.
+
+    layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its
+    own; oneDNN's; or for MKL a view of the transposed weight.
+    num_outputs: N. scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
+    """
+
+    layout: Tensor
+    num_outputs: int
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedWeight:
+        """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit."""
+        if _has_fbgemm():
+            is_blocked = len(weight) > 0 and _has_kernel(torch.float16)
+            if (layout := _laid_out(weight, torch.float16, 1.0, is_blocked)) is not None:
+                return cls(layout, len(weight))
+            low, high = torch.aminmax(weight)
+            scale = 2.0 ** (HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1])
+            if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
+                return cls(layout, len(weight), scale)
+        if len(weight) > 0 and _has_kernel(torch.float32) and runs_compiled(weight.device):
+            layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
+            assert layout is not None, "float32 holds every weight"
+            return cls(layout, len(weight))
+        return cls(_library_layout(weight.float()), len(weight))
+
+    @property
+    def dense(self) -> Tensor:
+        """As float32 [N, K]."""
+        if self.layout.is_mkldnn:
+            return self.layout.to_dense()
+        return self.rows.float() / self.scale
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
+        if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
+            numbers = rows.numpy()
+            found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
+            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
+        else:
+            found = F.embedding(rows, self.layout)
+        return found.float() if self.scale == 1 else found.float() / self.scale
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the layout is float16."""
+        return self.layout.dtype == torch.float16
+
+    @property
+    def rows(self) -> Tensor:
+        """A layout that is not oneDNN's as [N, K], in its own dtype."""
+        return self.layout.transpose(1, 2).flatten(0, 1)[: self.num_outputs] if self.in_blocks else self.layout
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the layout is that of the kernels."""
+        return self.layout.dim() == 3
+
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether the kernels' layout has no zeros that fill up the last block."""
+        return self.in_blocks and self.num_outputs % BLOCK_OUTPUTS == 0
+
+
+class PackedProduct:
+    """Products in float32 with a weight [N, K] that is packed here, and a bias [N]. One that is stored in float16 takes half
+    the bytes of a pass.
+
+    With one thread and numba `eyas.kernels.cpu.products` multiplies, and a row's result does not depend on the other rows.
+    Otherwise a library does, whose sums depend on the number of rows for some outputs on some processors.
+    scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
+    """
+
+    helpers: Helpers | None = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = PackedWeight.of(weight)
+        self.scale, self._unscale = self.weight.scale, 1.0 / self.weight.scale
+        self.bias = None if bias is None else bias.detach().float() * self.scale
+        if not self.weight.in_blocks:
+            self._by_library  # noqa: B018 (packed now, not at the first product)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        return self.scaled(rows) if self.scale == 1 else self.scaled(rows).mul_(self._unscale)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to the output [..., N] times `scale`."""
+        layout, is_half = self.weight.layout, self.weight.is_half
+        if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
+            return self._by_library(rows)
+        from eyas.kernels.cpu.products import PHASE_SIZE, multiply_together, multiply_weight
+
+        out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
+        flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
+        arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), is_half, into.numpy()), self.helpers
+        if helpers and len(flat) >= MIN_SHARED_ROWS:
+            helpers.run(multiply_together, *arguments, tickets=np.zeros(PHASE_SIZE, np.int64))
+        else:
+            multiply_weight(*arguments)
+        out = out[..., : self.weight.num_outputs].contiguous()
+        return out if self.bias is None else out.add_(self.bias)
+
+    @cached_property
+    def _by_library(self) -> Product:
+        """The product by FBGEMM, MKL or oneDNN: for several threads, and where there are no kernels."""
+        weight, bias = self.weight, self.bias
+        if not weight.is_half:
+            layout = _library_layout(weight.dense) if weight.in_blocks else weight.layout
+            if layout.is_mkldnn:
+                return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, layout, bias, "none", [], "")
+            return partial(F.linear, weight=layout, bias=bias)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a later torch may have no such function
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.rows.float())
+            torch.fbgemm_linear_fp16_weight_fp32_activation(torch.zeros(1, weight.rows.shape[1]), packed, None)
+        return partial(torch.fbgemm_linear_fp16_weight_fp32_activation, packed_weight=packed, bias=bias)
+
+
+def _library_layout(weight: Tensor) -> Tensor:
+    """A float32 weight as MKL reads it fastest on Intel's processors, and for oneDNN on others."""
+    if _is_intel():
+        return weight.t().contiguous().t()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """A weight [N, K] as `eyas.kernels.cpu.products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it up."""
+    return _blocks_of(weight).contiguous()
+
+
+def _blocks_of(weight: Tensor) -> Tensor:
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS)) if len(weight) % BLOCK_OUTPUTS else weight
+    return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
+
+
+def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:
+    """A weight [N, K] times a power of two in another dtype, as `in_blocks` or as it is. None if that changes a number.
+
+    Parts of it are converted one after the other, each in the cache of the processor.
+    """
+    size = max(PART_ELEMENTS // max(weight.shape[1], 1) // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
+    step, num_blocks = (BLOCK_OUTPUTS, -(-len(weight) // BLOCK_OUTPUTS)) if is_blocked else (1, 0)
+    layout = torch.empty((num_blocks, weight.shape[1], BLOCK_OUTPUTS) if is_blocked else weight.shape, dtype=dtype)
+    to_huge_pages([layout], collapse=False)
+    for start in range(0, len(weight), size):
+        part = weight[start : start + size].float()
+        scaled = part if scale == 1 else part * scale
+        narrow = scaled.to(dtype)
+        if dtype != torch.float32 and not torch.equal(narrow.float(), scaled):
+            return None
+        laid = _blocks_of(narrow) if is_blocked else narrow
+        layout[start // step : start // step + len(laid)] = laid
+    return layout
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
+    return has_numba() and (_converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
+
+
+@cache
+def _converts_halves() -> bool:
+    return {"avx2", "f16c", "fma"} <= _processor_words()
+
+
+@cache
+def _multiplies_halves(dtype: torch.dtype) -> bool:
+    """Return whether the processor has instructions for products of a half precision."""
+    words = {torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"}, torch.float16: {"amx_fp16", "avx512_fp16", "asimdhp"}}
+    return bool(words.get(dtype, set()) & _processor_words())
+
+
+@cache
+def _multiplies_and_adds() -> bool:
+    """Whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a library's."""
+    return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _processor_words()
+
+
+def _processor_words() -> set[str]:
+    return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()
+
+
+@cache
+def _has_fbgemm() -> bool:
+    names = "fbgemm_pack_gemm_matrix_fp16", "fbgemm_linear_fp16_weight_fp32_activation"
+    return "fbgemm" in torch.backends.quantized.supported_engines and all(hasattr(torch, name) for name in names)
+
+
+NO_ROWS, NO_WEIGHT = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)

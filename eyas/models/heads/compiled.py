@@ -1,0 +1,179 @@
+"""Draft heads that run by compiled kernels of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.cache.kv_cache import KVCache
+from eyas.device.transfer import Floats, Ints
+from eyas.kernels.arguments import RowKeys
+from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
+from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
+from eyas.models.heads.block_config import BlockHeadConfig
+
+if TYPE_CHECKING:
+    from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.layers import (
+    DraftLayer,
+)
+from eyas.models.inputs import Segment
+from eyas.models.layers.fused import merged_product
+from eyas.models.layers.norms import HeadLayout, RMSNorm
+
+
+class CompiledEagle:
+    """The layers of an EAGLE head by the kernels of the CPU; the order is that of `EagleHead.run`."""
+
+    def __init__(self, head: EagleHead) -> None:
+        """head: packed, in float32."""
+        self._head, self._embedding = head, head.embedding.detach().numpy()
+        self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
+        layers, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
+        final = torch.ones(head.config.hidden) if head.norm is None else head.norm
+        weights = [*(layer.input_norm for layer in layers[1:]), final]
+        norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
+        self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+        self._stack = CpuStack.of(self._layers)
+
+    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
+        """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
+
+        new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`. Returns the states [S, H] behind the last pairs.
+        """
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
+        keys = RowKeys.of(new, len(tokens))
+        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
+        deepest, ends = len(self._layers) - 1, keys.ends - 1
+        for number in range(deepest):
+            self._layers[number].run(cpu_kernels, rows, rotary, kv, number)
+        qkv = self._layers[deepest].project(cpu_kernels, rows, rotary, kv, deepest)
+        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
+        self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
+        return self._states(behind)
+
+    def level(
+        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R, D].
+
+        tokens: the target's ids [R]. slots: for their keys and values [R]. keys: RowKeys of the rows.
+        """
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
+        if self._stack:
+            self._stack.run(rows, [rotary], kv)
+        else:
+            for number, layer in enumerate(self._layers):
+                layer.run(cpu_kernels, rows, rotary, kv, number)
+        is_bare = self._head.config.wiring.output == "bare"
+        return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
+
+    def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
+        """The inputs of the first layer."""
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        head, first, width = self._head, self._head.layer(0), states.shape[1]
+        if head.fc is not None:
+            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
+            joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
+            return CpuRows(joined, slots, keys, inputs=joined)
+        assert first.input_norm is not None
+        assert first.hidden_norm is not None
+        inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
+        weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
+        cpu_kernels.pair_inputs(
+            states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
+            residual.numpy(),
+        )  # fmt: skip
+        if head.config.wiring.norm_before_residual:
+            residual.copy_(inputs[:, width:])
+        return CpuRows(residual, slots, keys, inputs=inputs)
+
+    def _states(self, rows: CpuRows) -> Tensor:
+        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
+
+    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
+        return self._cos[positions], self._sin[positions]
+
+
+def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
+    """A layer for the kernels of the CPU. behind: the norm of what it returns."""
+    sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
+    products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
+    heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
+    norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
+    return CpuLayer(products, heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
+
+
+class CompiledBackbone:
+    """A head's layers by the kernels of the CPU. One product makes keys and values of context for all layers."""
+
+    def __init__(self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor) -> None:
+        """layers: packed, in float32, without convolutions and biases. norm: behind them. rotary: [length, 2, d]."""
+        self._config, self._num_kv = c, c.num_kv_heads
+        self._cos, self._sin = (rotary[:, i].contiguous().numpy() for i in range(2))
+        firsts = [self._norm(layer.input_layernorm.weight) for layer in layers]
+        self._first, nexts = firsts[0], [*firsts[1:], self._norm(norm.weight)]
+        self._layers = [
+            self._compiled(layer, window, behind) for layer, window, behind in zip(layers, c.windows, nexts, strict=True)
+        ]
+        self._stack = CpuStack.of(self._layers)
+        parts = [[getattr(layer.self_attn, name) for layer in layers] for name in ("k_proj", "v_proj")]
+        weight = torch.cat([part.weight for each in parts for part in each])
+        self._context = CpuProduct.of(PackedProduct(weight))
+        norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
+        self._context_norm = self._norm(torch.cat(norms))
+
+    def cache_context(self, features: Tensor, positions: Ints, slots: Ints, kv: KVCache) -> None:
+        """Write keys and values of context features [R, H], at positions [R], to slots [R] of every layer."""
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        rows = self._context.multiply(features).view(len(features), -1, self._config.head_dim).numpy()
+        num_keys, norm, rotary = rows.shape[1] // 2, self._context_norm, self._rotary(positions)
+        cpu_kernels.rotate(rows, self._context.by, num_keys, *rotary, norm.factors, norm.eps)
+        for layer, pools in enumerate(kv.arrays):
+            cpu_kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
+
+    def run(self, embedded: Tensor, blocks: Sequence[Segment], kv: KVCache) -> Tensor:
+        """Rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see each other
+        and their prefixes."""
+        from eyas.kernels.cpu import layers as cpu_kernels
+
+        whole = RowKeys.of(blocks, len(embedded))
+        rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
+        causal = whole
+        if self._config.causal_windows:
+            causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
+        rows.start(cpu_kernels, self._first)
+        if self._stack and causal is whole:
+            self._stack.run(rows, [rotary], kv)
+            return rows.normed
+        for number, layer in enumerate(self._layers):
+            rows.keys = whole if layer.window is None else causal
+            layer.run(cpu_kernels, rows, rotary, kv, number)
+        return rows.normed
+
+    def _compiled(self, layer: Any, window: int | None, behind: RMSNorm) -> CpuLayer:
+        c, attention, mlp = self._config, layer.self_attn, layer.mlp
+        weights = [attention.q_norm.weight.expand(c.num_heads, -1), attention.k_norm.weight.expand(c.num_kv_heads, -1)]
+        heads = HeadLayout(c.num_heads, c.num_kv_heads, c.head_dim, self._norm(torch.cat(weights)))
+        qkv = merged_product([attention.q_proj, attention.k_proj, attention.v_proj])
+        out, down = (x.product if isinstance(x, PackedLinear) else x for x in (attention.o_proj, mlp.down_proj))
+        products = CpuProducts.of(qkv, out, merged_product([mlp.gate_proj, mlp.up_proj]), down)
+        mlp_norm = self._norm(layer.post_attention_layernorm.weight)
+        return CpuLayer(products, heads, c.head_dim**-0.5, window, None, "silu", mlp_norm, behind)
+
+    def _norm(self, weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight, self._config.rms_norm_eps, adds_one=False)
+
+    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
+        return self._cos[positions], self._sin[positions]

@@ -1,0 +1,41 @@
+"""Collects the hidden states of some layers of a target, which draft heads read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class StateHooks:
+    """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
+
+    layers: which, see TargetModel. states: what is collected [R, C], by layer.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._handles = model, list[RemovableHandle]()
+        self.layers: tuple[int, ...] = ()
+        self.states: dict[int, Tensor] = {}
+
+    def use(self, layers: tuple[int, ...]) -> None:
+        """Collect the states of these layers, and of no others, from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self.layers, self._handles = layers, [self._collect(layer) for layer in dict.fromkeys(layers)]
+
+    def _collect(self, layer: int) -> RemovableHandle:
+        decoder: Any = self._model.get_decoder()
+
+        def keep(states: Tensor) -> None:
+            self.states[layer] = states[0]
+
+        if layer < 0:  # FINAL_NORM_OUTPUT
+            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
+        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
+        return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
+
+
+# As an aux hidden state layer: the state behind the target's final norm.
+FINAL_NORM_OUTPUT = -1

@@ -1,0 +1,1 @@
+"""Layers of targets: attention over slots, fused projections, experts."""

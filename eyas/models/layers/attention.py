@@ -1,0 +1,189 @@
+"""Attention over keys and values in token slots, registered with transformers as the attention of every target layer.
+
+Each row sees its whole prefix and, among the rows of its own pass, those that its mask allows. Legend: R packed rows,
+H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.models.inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.cache.kv_cache import KVCache, load_rows, store_rows
+from eyas.device.transfer import on_device_of
+from eyas.errors import CheckpointError
+from eyas.models.inputs import PackedInputs, PaddedGroup
+
+ATTENTION_NAME = "eyas"
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless."""
+    import_transformers()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def kv_sources(config: Any) -> list[int]:
+    """The layer whose keys and values each layer reads; empty if each has its own.
+
+    In Gemma 4 the last layers read those of the last layer of their type that has its own.
+    """
+    text = config.get_text_config()
+    modes, types = getattr(text, "kv_sharing_modes", None), getattr(text, "layer_types", None)
+    if modes is None or types is None or "reuse" not in modes:
+        return []
+    own = {kind: layer for layer, (kind, mode) in enumerate(zip(types, modes, strict=True)) if mode == "store"}
+    return [own[kind] if mode == "reuse" else layer for layer, (kind, mode) in enumerate(zip(types, modes, strict=True))]
+
+
+def import_transformers() -> None:
+    """Import transformers' models for the first time without warnings of torchao, whose kernels need not load here."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    were_disabled = [logger.disabled for logger in noisy]
+    try:
+        for logger in noisy:
+            logger.disabled = True
+        from transformers import AttentionInterface  # noqa: F401
+    finally:
+        for logger, was_disabled in zip(noisy, were_disabled, strict=True):
+            logger.disabled = was_disabled
+
+
+def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    packed: PackedInputs,
+    kv_cache: KVCache,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend in one layer: query [1, H, R, D], key and value [1, J, R, D]. transformers calls it in every attention layer.
+
+    Stores the new keys and values in their slots first. Returns [1, R, H, D].
+    Raises CheckpointError for attention sinks, which Eyas does not support.
+    """
+    if others.get("s_aux") is not None:
+        raise CheckpointError(
+            f"{type(module).__name__} uses attention sinks, which Eyas does not support; use another model"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scales = kv_cache.scales[layer]
+    store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
+    store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
+    return attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, sliding_window, softcap)[None], None
+
+
+def attend_layer(
+    query: Tensor,
+    kv_cache: KVCache,
+    layer: int,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values, behind."""
+    keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
+    out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap)
+    return out if scales.value == 1 else out * scales.value
+
+
+def attend_slots(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their slots."""
+    group = packed.groups[0] if packed.groups else None
+    if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
+        # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
+        num_rows, num_heads, width = query.shape
+        bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
+        q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
+        k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
+        return masked_attention(q, k, v, bias, scaling, softcap).view(num_heads, num_rows, width).transpose(0, 1)
+    attend_rows = packed.attend or attend
+    return attend_rows(query, keys, values, packed, scaling, window, softcap)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups only.
+
+    window: of sliding-window attention, in tokens. softcap: limit of the scores, as in Gemma 2.
+    Inputs with metadata go to the Triton kernel, a function with the same signature.
+    """
+    if packed.metadata is not None:
+        from eyas.kernels.cuda import attention as kernel
+
+        with on_device_of(query):
+            return kernel.attend(query, keys, values, packed, scaling, window, softcap)
+    out = torch.empty_like(query)
+    for index, group in enumerate(packed.groups):
+        bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
+        attended = _attend_group(query, keys, values, group, bias, scaling, softcap)
+        if group.covers_pass:
+            return attended
+        rows = group.rows.flatten()
+        if group.filled_cells is not None:
+            attended, rows = attended.index_select(0, group.filled_cells), rows.index_select(0, group.filled_cells)
+        out.index_copy_(0, rows, attended)
+    return out
+
+
+def _attend_group(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: PaddedGroup,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
+    (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
+    q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
+    q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
+    k, v = (_gather(slots, group, q.dtype).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
+    o = masked_attention(q, k, v, bias, scaling, softcap)
+    o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
+    return o.reshape(batch * cells, num_heads, width)
+
+
+def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
+    """Keys or values [S, J, D] of the group's keys, [B * K, J, D] of `dtype`."""
+    if group.slot_range:
+        return slots[slice(*group.slot_range)].to(dtype)
+    return load_rows(slots, group.keys.flatten(), dtype)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None
+) -> Tensor:
+    """softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if asked."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scaling / softcap))
+    return torch.softmax(scores if bias is None else scores + bias, dim=-1).to(v.dtype) @ v

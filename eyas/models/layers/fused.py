@@ -1,0 +1,448 @@
+"""Fused decoder layers: the layers of transformers' Llama-like models with a third of their operations.
+
+transformers' modules stay the definition of a model and keep its weights. `fuse_layers` gives each layer another `forward`
+with the same signature: one product for queries, keys and values, one for gate and up, the norm together with the residual
+sum before it, and rotary embedding together with the write to the KV cache. On the CPU these are few operations of torch, on
+CUDA the kernels of `eyas.kernels.cuda.layers`, which have the same signatures as the functions here. On the CPU with
+one thread and numba, `CpuDecoder` runs all layers with the kernels of `eyas.kernels.cpu.layers`.
+
+Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, I intermediate width, S slots.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.cache.kv_cache import KVCache, store_rows
+from eyas.device.placement import runs_compiled
+from eyas.kernels.arguments import UNSCALED, KVScales
+from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
+from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
+from eyas.models.checkpoint import merge_quantised
+from eyas.models.inputs import PackedInputs
+from eyas.models.layers.attention import attend_layer, kv_sources
+from eyas.models.layers.experts import EXPERT_BLOCKS, DenseMLP, ExpertOutputs, RoutedExperts, with_experts
+from eyas.models.layers.norms import HeadLayout, RMSNorm
+from eyas.models.layers.numerics import Float32Head
+
+# Activations of the gate by the class that transformers makes of them.
+PLAIN_LINEAR = (nn.Linear, Float32Head)
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs between the decoder layers that can be fused.
+
+    adds_one: norms multiply by 1 + weight. rounds_once: norms round once, behind the weight. has_output_norms: attention
+    and MLP end with a norm. has_softcap: attention limits its scores. window_in_config: the sliding window is that of the
+    config, for all layers. has_cpu_kernels: whether compiled kernels of the CPU know the layer.
+    """
+
+    adds_one: bool = False
+    has_output_norms: bool = False
+    has_softcap: bool = False
+    window_in_config: bool = False
+    rounds_once: bool = False
+    has_cpu_kernels: bool = True
+
+
+# Sibling layers that are one product, and the name where a family has them as one layer.
+QKV = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+GATE_UP = ("gate_proj", "up_proj"), "gate_up_proj"
+
+# By the class of transformers. A class belongs here if its code is that of `FusedLayer.forward`.
+KINDS = {
+    "LlamaDecoderLayer": LayerKind(),
+    "MistralDecoderLayer": LayerKind(window_in_config=True),
+    "MixtralDecoderLayer": LayerKind(window_in_config=True),
+    "Phi3DecoderLayer": LayerKind(window_in_config=True),
+    "Qwen2DecoderLayer": LayerKind(),
+    "Qwen3DecoderLayer": LayerKind(),
+    "Qwen3MoeDecoderLayer": LayerKind(),
+    "Gemma2DecoderLayer": LayerKind(adds_one=True, has_output_norms=True, has_softcap=True),
+    "Gemma3DecoderLayer": LayerKind(adds_one=True, has_output_norms=True),
+    "Gemma4TextDecoderLayer": LayerKind(rounds_once=True, has_output_norms=True, has_cpu_kernels=False),
+}
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite delta.
+
+    factor: what the sum is multiplied by, [1].
+    """
+    state = hidden + delta_norm(delta) if delta_norm else delta.add_(hidden)
+    if factor is not None:
+        state.mul_(factor)
+    return state, norm(state)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: HeadLayout,
+    rotary: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    scales: KVScales = UNSCALED,
+) -> Tensor:
+    """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
+
+    With qkv [R, H + J, D] values are the keys as they are before norm and rotation. rotary: cos, and sin with a negative
+    first half, [R, 1, D] each. scales: of keys and values of 8 bits. Returns [R, H, D].
+    """
+    num_rotated = heads.num_heads + heads.num_kv_heads
+    if qkv.shape[1] < num_rotated + heads.num_kv_heads:
+        qkv = torch.cat([qkv, qkv[:, heads.num_heads :]], 1)
+    num_normed = len(heads.norms.weight) if heads.norms else 0
+    normed = heads.norms(qkv[:, :num_normed]) if heads.norms else qkv
+    x, values_source = normed[:, :num_rotated], normed if num_normed > num_rotated else qkv
+    cos, sin = rotary
+    turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
+    if heads.num_kv_heads:
+        store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
+        store_rows(values, slots, values_source[:, num_rotated:], scales.value)
+    return turned[:, : heads.num_heads]
+
+
+def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
+    """Activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are apart."""
+    gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
+    return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(ups)
+
+
+@dataclass(eq=False)
+class ResidualStream:
+    """What a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins with.
+
+    rotary: cos and signed sin of the pass, by the identity of the cos that transformers made.
+    """
+
+    hidden: Tensor | None = None
+    normed: Tensor | None = None
+    rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def signed(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
+        found = self.rotary.get(id(cos))
+        if found is None:
+            half = sin.shape[-1] // 2
+            signed = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+            found = self.rotary[id(cos)] = cos, cos[0, :, None], signed
+        return found[1:]
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer of Gemma 4 adds behind its MLP: an input of each token that only this layer sees, through a gate."""
+
+    gate: Product
+    project: Product
+    norm: RMSNorm
+
+
+class FusedLayer:
+    """One decoder layer, with the `forward` that replaces the module's. experts: what it has in the place of an MLP.
+
+    is_plain: whether its products are merged ones of plain weights.
+    """
+
+    def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream, kv_source: int) -> None:
+        """kv_source: the layer whose keys and values it reads, most often itself."""
+        attention, mlp = layer.self_attn, layer.mlp
+        norm_of = partial(RMSNorm.of, adds_one=kind.adds_one, rounds_once=kind.rounds_once)
+        self._index, self._stream, self._kv_source = int(attention.layer_idx), stream, kv_source
+        self._qkv, self._out = _product_of(attention, *QKV), attention.o_proj
+        self.experts = mlp if type(mlp).__name__ in EXPERT_BLOCKS else None
+        self._routed: RoutedExperts | None = None
+        self.has_cpu_kernels = kind.has_cpu_kernels and self.experts is None
+        self.is_plain = _is_plain(attention, *QKV) and (self.experts is not None or _is_plain(mlp, *GATE_UP))
+        if self.experts is None:
+            self._gate_up, self._down = _products_of(mlp, *GATE_UP), mlp.down_proj
+            self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
+        self._heads = _head_layout(attention, norm_of)
+        window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
+        self._attention = attention.scaling, window, attention.attn_logit_softcapping if kind.has_softcap else None
+        has_norms = kind.has_output_norms
+        self._out_norm = norm_of(layer.post_attention_layernorm) if has_norms else None
+        self._down_norm = norm_of(layer.post_feedforward_layernorm) if has_norms else None
+        self._mlp_norm = norm_of(layer.pre_feedforward_layernorm if has_norms else layer.post_attention_layernorm)
+        self._mixture = layer if getattr(layer, "enable_moe_block", False) else None
+        if self.experts is not None:
+            self._routed = RoutedExperts.of_block(mlp, ACTIVATIONS.get(type(_activation_of(mlp.experts)).__name__))
+        elif self._mixture is not None:
+            self._routed = RoutedExperts.of_layer(layer, self._activation, norm_of)
+        self._factor: Tensor | None = getattr(layer, "layer_scalar", None)
+        self._input: LayerInput | None = None
+        if getattr(layer, "hidden_size_per_layer_input", 0):
+            own_norm = norm_of(layer.post_per_layer_input_norm)
+            self._input = LayerInput(layer.per_layer_input_gate, layer.per_layer_projection, own_norm)
+        self.input_norm = norm_of(layer.input_layernorm)
+        self.next_norm = self.input_norm  # of the next layer, or the norm behind the last one
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        per_layer_input: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        packed: PackedInputs,
+        kv_cache: KVCache,
+        **_: Any,
+    ) -> Tensor:
+        """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
+        stream, source = self._stream, self._kv_source
+        pools = kv_cache.keys[source], kv_cache.values[source], packed.slots, kv_cache.scales[source]
+        if self._index == 0:
+            stream.hidden = stream.normed = None
+            stream.rotary.clear()
+        kernels = _kernels_for(hidden_states, packed)
+        normed = stream.normed if hidden_states is stream.hidden else None
+        if normed is None:
+            norm, x = self.input_norm, hidden_states
+            normed = kernels.rms_norm(x, norm.weight, norm.eps, norm.adds_one) if kernels else norm(x)
+        qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
+        if kernels is None:
+            query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
+        else:
+            query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
+        attended = attend_layer(query, kv_cache, source, packed, *self._attention)
+        out: Any = self._out(attended.reshape(1, hidden_states.shape[1], -1))
+        sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
+        routed = self._routed if kernels else None
+        sum_and_norms = routed.add_norms if routed and routed.norms else sum_and_norm
+        state, normed, *inputs = sum_and_norms(hidden_states, out, self._mlp_norm, self._out_norm)
+        out = self._mlp(state, normed, gated, routed, inputs)
+        delta_norm = self._down_norm
+        if self._input is not None:
+            state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
+            out = self._input.project(gated(self._input.gate(state), self._activation, per_layer_input))
+            delta_norm = self._input.norm
+        stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
+        return stream.hidden
+
+    def _mlp(
+        self, state: Tensor, normed: Tensor, gated: Callable[..., Tensor], routed: RoutedExperts | None, inputs: list[Tensor]
+    ) -> Tensor | ExpertOutputs:
+        """The MLP, the experts, or both. routed: None leaves experts to transformers. inputs: of experts beside an MLP."""
+        if self.experts is not None:
+            return routed.run(normed, normed) if routed else self.experts(normed)
+        if self._mixture is not None and routed:
+            return routed.run(inputs[0], inputs[1], DenseMLP(normed, self._gate_up, self._down))
+        dense: Tensor = self._down(self._gated(normed, gated))
+        return dense if self._mixture is None else with_experts(self._mixture, state, dense)
+
+    def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
+        """Activated gates times values [1, R, I]; both are freed before the next product."""
+        gates, *ups = (product(normed) for product in self._gate_up)
+        return gated(gates, self._activation, *ups)
+
+    @cached_property
+    def cpu_layer(self) -> CpuLayer:
+        """The same layer for the kernels of the CPU."""
+        gate_up = self._gate_up[0] if len(self._gate_up) == 1 else joined_product(self._gate_up)
+        parts = (
+            part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
+            for part in (self._qkv, self._out, gate_up, self._down)
+        )
+        return CpuLayer(
+            CpuProducts.of(*parts),
+            self._heads, *self._attention, self._activation,
+            self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
+        )  # fmt: skip
+
+
+def _kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
+    """The kernels of layers, where attention has its own; else None."""
+    if packed.metadata is None or rows.device.type == "cpu":
+        return None
+    from eyas.kernels.cuda import layers as layer_kernels
+
+    return layer_kernels
+
+
+def fuse_layers(model: Any) -> bool:
+    """Fuse all decoder layers of a causal LM, if each is of a known kind. Returns whether they are fused.
+
+    On the CPU weights must be float32 or quantised. Merged weights take the place of the separate ones; where quantised ones
+    cannot be merged, their modules compute one after the other.
+    """
+    decoder = model.get_decoder()
+    layers = list(getattr(decoder, "layers", ()))
+    on_cpu = model.device.type == "cpu"
+    if model.dtype != torch.float32 if on_cpu else importlib.util.find_spec("triton") is None:
+        return False
+    if not layers or not all(map(_can_fuse, layers)):
+        return False
+    stream = ResidualStream()
+    kinds, sources = [KINDS[type(layer).__name__] for layer in layers], kv_sources(model.config)
+    parts = zip(layers, kinds, sources or range(len(layers)), strict=True)
+    fused = [FusedLayer(layer, kind, stream, source) for layer, kind, source in parts]
+    final = RMSNorm.of(decoder.norm, kinds[0].adds_one, kinds[0].rounds_once)
+    for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
+        this.next_norm = next_norm
+    for layer, this in zip(layers, fused, strict=True):
+        layer.forward = this.forward
+    if on_cpu and all(each.has_cpu_kernels for each in fused):
+        compiled = CpuDecoder(model, fused)
+        model.forward, decoder.forward = compiled.model_forward, compiled.forward
+        if runs_compiled(model.device):
+            from eyas.kernels.cpu.layers import compile_kernels
+
+            compile_kernels()
+    if not on_cpu:
+        from eyas.kernels.cuda.layers import rotary_tables
+
+        decoder.rotary_emb.forward = partial(rotary_tables, decoder.rotary_emb)
+    decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
+    return True
+
+
+def unfuse_layers(model: Any) -> None:
+    """Let transformers' modules compute again what they define."""
+    decoder = model.get_decoder()
+    for module in (model, decoder, *decoder.layers, decoder.norm, decoder.rotary_emb):
+        module.__dict__.pop("forward", None)
+
+
+def is_batch_invariant(model: Any) -> bool:
+    """Whether a row can get the same bits in any pass.
+
+    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run. On CUDA
+    it holds for fused layers with plain weights, if a KernelBackend has parts at fixed positions.
+    """
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if model.device.type != "cpu":
+        layers = list(getattr(model.get_decoder(), "layers", ()))
+        fused = [vars(layer)["forward"].__self__ for layer in layers if "forward" in vars(layer)]
+        is_plain = bool(fused) and len(fused) == len(layers) and all(each.is_plain for each in fused)
+        return is_plain and all(type(each) in PLAIN_LINEAR and type(each.weight) is nn.Parameter for each in linear)
+    runs_here = isinstance(getattr(model.get_decoder().forward, "__self__", None), CpuDecoder)
+    return runs_here and runs_compiled(model.device) and all(map(has_kernel, linear))
+
+
+def _can_fuse(layer: Any) -> bool:
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
+    if type(layer).__name__ not in KINDS or not _can_multiply(attention, *QKV) or _rotates_in_part(attention.config):
+        return False
+    if type(mlp).__name__ in EXPERT_BLOCKS:
+        return True
+    return type(_activation_of(mlp)).__name__ in ACTIVATIONS and _can_multiply(mlp, *GATE_UP)
+
+
+def _rotates_in_part(config: Any) -> bool:
+    return bool((getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0)
+
+
+def _activation_of(mlp: Any) -> Any:
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
+def _can_multiply(module: Any, names: Sequence[str], merged_name: str) -> bool:
+    """Whether outputs are those of this rank alone. A layer that is merged in the checkpoint exchanges its own."""
+    return hasattr(module, merged_name) or not any(map(_has_hooks, _parts_of(module, names)))
+
+
+def _parts_of(module: Any, names: Sequence[str]) -> list[Any]:
+    """Sibling layers that a module has: some of Gemma 4 have no values, or queries alone."""
+    return [part for name in names if (part := getattr(module, name, None)) is not None]
+
+
+def _is_plain(module: Any, names: Sequence[str], merged_name: str) -> bool:
+    """Whether weights are plain ones that the same product can read in any pass."""
+    merged = getattr(module, merged_name, None)
+    return _can_merge(_parts_of(module, names)) if merged is None else _can_merge([merged])
+
+
+def _products_of(module: Any, names: Sequence[str], merged_name: str) -> list[Product]:
+    """What computes layers of a module: one product, or one for each where weights cannot be merged.
+
+    A layer that is merged in the checkpoint is called, with its sums over ranks.
+    """
+    merged: Product | None = getattr(module, merged_name, None)
+    if merged is not None:
+        return [merged]
+    parts = _parts_of(module, names)
+    if _can_merge(parts):
+        return [merged_product(parts)]
+    quantised = merge_quantised(parts)
+    return parts if quantised is None else [quantised]
+
+
+def _product_of(module: Any, names: Sequence[str], merged_name: str) -> Product:
+    """The layers as one function."""
+    products = _products_of(module, names, merged_name)
+    return products[0] if len(products) == 1 else joined_product(products)
+
+
+def joined_product(products: Sequence[Product]) -> Product:
+    """One function whose output is that of all, side by side."""
+    return lambda rows: torch.cat([product(rows) for product in products], -1)
+
+
+def _head_layout(attention: Any, norm_of: Callable[[Any], RMSNorm]) -> HeadLayout:
+    """Heads of this rank, and their norms with one row for each head."""
+    num_heads, num_kv_heads = _num_heads(attention)
+    if getattr(attention, "q_norm", None) is None:
+        return HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
+    query = norm_of(attention.q_norm)
+    rows = [query.weight.expand(num_heads, -1)]
+    if num_kv_heads:
+        rows.append(norm_of(attention.k_norm).weight.expand(num_kv_heads, -1))
+        if getattr(attention, "v_norm", None) is not None:  # without a weight
+            rows.append(torch.zeros_like(rows[-1]))
+    norms = RMSNorm(torch.cat(rows), query.eps, query.adds_one)
+    return HeadLayout(num_heads, num_kv_heads, attention.head_dim, norms)
+
+
+def _num_heads(attention: Any) -> tuple[int, int]:
+    """Query and key-value heads of this rank; each rank gathers all of a layer that is merged in the checkpoint."""
+    if hasattr(attention, QKV[1]):
+        return attention.config.num_attention_heads, attention.config.num_key_value_heads
+    parts = _parts_of(attention, QKV[0][:2])
+    num_heads, num_kv_heads = (*(_num_outputs(part) // attention.head_dim for part in parts), 0)[:2]
+    return num_heads, num_kv_heads
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether calling the module does more than its `forward`, such as a sum over ranks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _can_merge(parts: Sequence[Any]) -> bool:
+    if any(map(_has_hooks, parts)):
+        return False
+    if all(isinstance(part, MergedLinearPart) for part in parts):
+        return True
+    plain = all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in parts)
+    return plain and len({part.bias is None for part in parts}) == 1
+
+
+@torch.no_grad()
+def merged_product(parts: Sequence[Any]) -> Product:
+    """One product for sibling layers. Their weights become views of the merged one."""
+    if isinstance(parts[0], MergedLinearPart):
+        return parts[0].merged.product
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    for part, rows in zip(parts, torch.split(weight, [len(part.weight) for part in parts]), strict=True):
+        part.weight = nn.Parameter(rows, requires_grad=False)
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def _num_outputs(part: Any) -> int:
+    if isinstance(part, MergedLinearPart):
+        return int(part.merged.sizes[part.index])
+    weight = getattr(part, "weight", None)  # some quantised layers have packed words alone
+    return int(part.out_features if weight is None else weight.shape[0])

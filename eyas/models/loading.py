@@ -1,0 +1,368 @@
+"""Loads targets: config, weights, fused layers, and a check of the attention that runs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eyas.config.file_values import shown
+from eyas.config.target_limits import check_ranks, quantisation
+from eyas.device.placement import check_device
+from eyas.errors import CheckpointError
+from eyas.models.backends.packed_weights import (
+    MergedLinearPart,
+    PackedEmbedding,
+    PackedLinear,
+    copy_stored_weights,
+    optimize_for_cpu,
+)
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    TABLE,
+    TEXT_LAYER,
+    WEIGHT_FILES,
+    WeightFiles,
+    cause,
+    check_layers,
+    check_quantisation,
+    context_length,
+    explained,
+    is_finite,
+    read_config,
+    read_target_config,
+    resolve,
+    shortened,
+    stored_shapes,
+    weight_map,
+)
+from eyas.models.generation_config import end_tokens
+from eyas.models.inputs import Segment
+from eyas.models.layers.attention import ATTENTION_NAME, register_attention
+from eyas.models.layers.fused import fuse_layers, unfuse_layers
+from eyas.models.layers.numerics import pin_rotary, use_float32_head
+from eyas.models.parallel.shards import (
+    LM_HEAD,
+    Shard,
+    load_shard,
+    shard_model,
+    tie_head,
+    weightless_model,
+)
+from eyas.models.supported import Architecture, inspect_architecture, measure_kv_shapes, trace_attention
+from eyas.models.target import TargetModel
+
+# Settings whose value may show in a tensor's shape.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim")
+
+log = logging.getLogger(__name__)
+
+
+def load_target(
+    path_or_id: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    aux_hidden_state_layers: Sequence[int] = (),
+    max_model_len: int = 0,
+    shard: Shard | None = None,
+) -> TargetModel:
+    """Load a causal LM from a folder or hub id.
+
+    max_model_len: tokens that rotary tables must serve; 0 takes the model's. shard: this process's part of the weights, if
+    other ranks hold the rest; all ranks must load at the same time.
+    Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for a
+    max_model_len above the model's. Raises CheckpointError for missing weights.
+    """
+    register_attention()
+    check_device(dtype, device)
+    folder = resolve(path_or_id)
+    check_quantisation(read_config(folder), path_or_id, device)
+    config = read_model_config(folder)
+    if any((folder / name).exists() for name in WEIGHT_FILES):
+        check_layers(weight_map(folder), config, folder / "config.json")
+    architecture = _inspect(config, folder)
+    shapes = architecture.kv_shapes
+    longest = context_length(config, max_model_len, path_or_id)
+    _check_shapes(architecture.tensors, config, folder)
+    ends = end_tokens(folder, config)
+    model = _load_parts(config, folder, dtype, device, shard, [heads for heads, _ in shapes])
+    if model is None:
+        model = _load_weights(config, folder, path_or_id, dtype)
+        if shard is not None:
+            shard_model(model, shard, [heads for heads, _ in shapes])
+    model.name_or_path = path_or_id
+    model.generation_config.eos_token_id = ends
+    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
+    if target.shared_vocabulary is not None:
+        target.shared_vocabulary.warm_up(target.device)
+    _adapt(target, longest)
+    _fuse(target, _check_attention(target))
+    return target
+
+
+def target_of(model: Any) -> TargetModel:
+    """A target over the weights of a causal LM that transformers has loaded; `model` stays as it is. Raises CheckpointError.
+
+    Modules are copied, parameters shared. Layers run unfused, because fused ones have weights of their own.
+    """
+    register_attention()
+    shared = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in shared.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    shared.set_attn_implementation(ATTENTION_NAME)
+    target = TargetModel(shared, kv_shapes=measure_kv_shapes(read_model_config(resolve(model.name_or_path))))
+    pin_rotary(shared, target.max_model_len)
+    use_float32_head(shared)
+    target.config.pad_token_id = None
+    _check_attention(target)
+    return target
+
+
+def _fuse(target: TargetModel, expected: Tensor) -> None:
+    """Fuse the layers if that leaves the logits of the check pass as they are, but for rounding.
+
+    A new version of transformers may change a layer whose code we know. On CUDA, too, the check pass takes the plain
+    operations between the products; `eyas.models.backends.cuda.check_kernels` compares the kernels with them. Each rank sees
+    the logits of its own part of the vocabulary, and all fuse or none does.
+    """
+    is_fused = fuse_layers(target.model)
+    if target.on_any_rank(not is_fused):
+        if is_fused:
+            unfuse_layers(target.model)
+        return
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    try:
+        error = float((_check_attention(target) - expected).abs().max())
+    except CheckpointError:
+        error = math.nan
+    if target.on_any_rank(not error <= tolerance * float(expected.abs().max())):
+        log.warning("%s: its layers run unfused, because fused ones compute something else", type(target.model).__name__)
+        unfuse_layers(target.model)
+
+
+def _adapt(target: TargetModel, max_model_len: int) -> None:
+    """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
+    target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
+    pin_rotary(target.model, max_model_len)
+    optimize_for_cpu(target.model, target.dtype)
+    use_float32_head(target.model)
+
+
+def read_model_config(folder: Path) -> Any:
+    """transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
+    from transformers import AutoConfig
+
+    raw, file = read_config(folder), folder / "config.json"
+    if raw.get("model_type") is None:
+        raise CheckpointError(f"{file}: model_type is left out; it names the architecture, such as llama")
+    try:
+        with explained(f"transformers cannot read the config of {str(folder)!r}"):
+            config = AutoConfig.from_pretrained(folder)
+    except CheckpointError as error:
+        raise _named(error, file, raw, _make_config) from error.__cause__
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < text.vocab_size:
+        log.warning("%s: pad_token_id is %s, which the vocabulary of %d does not have; it is not used", file, padding,
+                    text.vocab_size)  # fmt: skip
+        text.pad_token_id = None
+    return config
+
+
+def _make_config(values: Mapping[str, Any]) -> Any:
+    """transformers' config of these values."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+def _named(
+    error: CheckpointError, file: Path, values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]
+) -> CheckpointError:
+    """The error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
+    with _quiet():
+        culprit = _culprit(values, make)
+    if not culprit:
+        return error
+    reason = cause(error.__cause__) if error.__cause__ else str(error)
+    return CheckpointError(f"{file}: {culprit}, which {file.parent.name} cannot be loaded with: {reason}")
+
+
+def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]) -> str:
+    """The first setting without which `make` works, with its value; empty if there is none, as for unknown architectures."""
+    for key in sorted(values.keys() - {"model_type"}):
+        try:
+            make({name: value for name, value in values.items() if name != key})
+        except Exception:
+            continue
+        inner = values[key]
+        if isinstance(inner, dict):
+            deeper = _culprit(inner, lambda rest, key=key: make({**values, key: rest}))  # type: ignore[misc]
+            return f"in {key} {deeper}" if deeper else f"{key} is {shown(inner)}"
+        return f"{key} is {shown(inner)}"
+    return ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block transformers logs errors only: what it reports of weights, errors of Eyas say in a line."""
+    from transformers.utils import logging as verbosity
+
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        verbosity.set_verbosity(before)
+
+
+def _inspect(config: Any, folder: Path) -> Architecture:
+    """`inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
+    try:
+        return inspect_architecture(config)
+    except CheckpointError as error:
+        file = folder / "config.json"
+        if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
+            raise CheckpointError(f"{file}: {error}") from None
+        raise _named(
+            error, file, read_config(folder), lambda values: trace_attention(_make_config(values))
+        ) from error.__cause__
+
+
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: Path) -> None:
+    """Raises CheckpointError for the first stored tensor whose shape or kind of numbers is not what the config implies.
+
+    Looks at tensors that have the architecture's own names; transformers renames others. Quantised ones have other shapes.
+    """
+    if quantisation(config):
+        return
+    stored = stored_shapes(folder)
+    for name, (shape, is_float) in sorted(stored.items(), key=lambda item: item[0] not in EMBEDDING_NAMES):
+        wanted = expected.get(name)
+        if wanted is not None and shape != wanted:
+            text = config.get_text_config()
+            sizes = [f"{key} {value}" for key in SIZES if (value := getattr(text, key, None)) in set(wanted) - set(shape)]
+            implied = f" ({', '.join(sizes)})" if sizes else ""
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} has shape {list(shape)}, but the config implies {list(wanted)}{implied}"
+            )
+        if not is_float and not TABLE.search(name) and (wanted is not None or TEXT_LAYER.fullmatch(name)):
+            raise CheckpointError(f"{folder}: {name} does not hold plain floating-point numbers, and the config names no "
+                                  "quantization_config")  # fmt: skip
+
+
+def _load_parts(
+    config: Any, folder: Path, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
+) -> Any | None:
+    """transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the CPU, where
+    they are packed. None for a whole model on another device, and where the files cannot be read in parts.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if shard is None and device != "cpu":
+        return None
+    architecture: Any = AutoModelForCausalLM
+    weights = getattr(torch, dtype)
+    make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
+    files = WeightFiles(folder, weights, device)
+    if shard is None:
+        model = _load_packed(make_model, files)
+    elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
+        log.warning("%s: each rank reads all weights into memory before it takes its part", folder)
+    else:
+        log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
+    return model
+
+
+def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | None:
+    """A causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
+    found = weightless_model(make_model, files)
+    if found is None:
+        return None
+    model, names = found
+    for own, name in names.items():
+        path, _, key = own.rpartition(".")
+        stored = files.map(name)
+        stored = stored if files.dtype == torch.float32 else stored.to(files.dtype)
+        setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
+    tie_head(model, names)
+    _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder)
+    optimize_for_cpu(model, files.dtype)
+    copy_stored_weights(model, files.dtype)
+    return model
+
+
+def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any:
+    """transformers' model with all of its weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
+    architecture: Any = AutoModelForCausalLM
+    no_defaults: Any = GenerationConfig
+    with explained(f"transformers cannot load a causal LM from {path_or_id!r}"), _quiet():
+        model, report = architecture.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
+            generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, shape, wanted = mismatched[0]
+        raise CheckpointError(f"{path_or_id!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(f"{path_or_id!r} lacks tensors that its config asks for: {shortened(missing)}")
+    _warn_of_unused(report["unexpected_keys"], path_or_id)
+    return model
+
+
+def _warn_of_unused(names: Iterable[str], source: object) -> None:
+    if unused := sorted(name for name in names if not TABLE.search(name)):
+        log.warning("%s: its config asks for no tensor of the names %s; they are not used", source, shortened(unused))
+
+
+def _check_attention(target: TargetModel) -> Tensor:
+    """Logits of a small pass [2, V].
+
+    Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits. An
+    architecture that ignores arguments which it does not know would give wrong results without an error.
+    """
+    name = type(target.model).__name__
+    kv_cache = target.new_kv_cache(4)
+    rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
+    segments = [Segment(rows + 1, rows, rows + start, none, None, rows[1:]) for start in (0, 2)]
+    with explained(f"{name} does not work with packed rows over token slots"):
+        logits = target.forward(target.pack(segments), kv_cache).logits
+    if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys):
+        raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
+    _check_finite(target, logits)
+    return logits
+
+
+def _check_finite(target: TargetModel, logits: Tensor) -> None:
+    """Raises CheckpointError for logits that are NaN or infinite, with the weights that are."""
+    if is_finite(logits):
+        return
+    wrong = [name for name, weight in target.model.named_parameters() if not is_finite(weight)]
+    wrong += [
+        f"{name}.weight"
+        for name, module in target.model.named_modules()
+        if isinstance(module, PackedLinear | MergedLinearPart | PackedEmbedding) and not is_finite(module.weight)
+    ]
+    what = f"{shortened(wrong)} hold NaN or infinity" if wrong else "its layers compute NaN or infinity"
+    raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
+
+
+def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
+    """Raises CheckpointError unless the ranks can split the heads of a target evenly."""
+    check_ranks(num_ranks, read_target_config(resolve(path_or_id)))

@@ -1,0 +1,1 @@
+"""Tensor parallelism: shards of a target, and the processes that hold them."""

@@ -1,0 +1,122 @@
+"""Top-p and min-p where each rank holds a part of the vocabulary: a search for the last logit that is kept.
+
+Legend: N rows, P tokens of a rank's part. Each device has its path: kernels of Triton, or operations of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Kept, Scale
+from eyas.sampling.sampler import filters_of, ordered_bits
+
+# The search of `likely_logits`: each level divides the range in 16 parts, 2**shift wide. Ranks add up the mass above each of
+# the 15 borders. In the end each rank needs two masses of its own: from the last kept logit on, and above it.
+SEARCH_SHIFTS = range(28, -1, -4)
+SEARCH_BORDERS = range(1, 16)
+LAST_BORDERS = range(2)
+
+
+def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: int) -> Tensor:
+    """Logits with minus infinity for what top-p and min-p of the whole vocabulary leave out, for `race`; float32 [N, P].
+
+    All ranks must call it at the same time. logits: of this rank's part, which may be overwritten. draws: of the rows, with
+    temperatures above 0. NaN and infinity stay. Does not wait for the device.
+
+    Tokens are ordered by logit, equal ones by id. Top-p keeps one if the mass before it is below the wanted mass. The last
+    kept logit is searched among all values of float32, in the order of their bits. At each of 8 levels ranks add up the mass
+    from each of 15 values on, and go on between two neighbours. Then one value is left, and the masses that ranks have at it
+    say which of its tokens are kept. It can be another one than with `sample` only where rounding decides, as masses are not
+    divided by their sum here.
+
+    A row takes 980 bytes a rank: 4 for its largest logit, 120 at each level, 16 at the last logit. On CUDA a level takes 6
+    launches, its exchange included, and all together take 81. They read the logits 11 times and write them once.
+    """
+    logits = logits.contiguous()
+    filters = filters_of([draw.key for draw in draws], logits.device)
+    largest = largest_logits(logits)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    scale = Scale(largest, filters.temperature.clamp(min=MIN_TEMPERATURE))
+    lowest = ordered_bits(largest).long() + (1 - 2**32)  # below all numbers
+    before = wanted = torch.zeros_like(lowest)
+    last = lowest
+    if any(draw.key.top_p < 1 for draw in draws):
+        last, wanted = _last_kept(logits, scale, lowest, filters.top_p)
+        own = masses_from(logits, scale, last, 0, LAST_BORDERS)
+        parts = [torch.empty_like(own) for _ in range(num_ranks)]
+        dist.all_gather(parts, own)
+        reached, above = torch.stack(parts).unbind(-1)
+        before = above.sum(0) + (reached - above)[:rank].sum(0)
+        last = torch.where(filters.top_p < 1, last, lowest)
+    return kept_logits(logits, scale, Kept(last, before, wanted, filters.min_p))
+
+
+def warm_up_search(logits: Tensor) -> None:
+    """Compile what a rank runs on rows like these [N, P], so that no request waits for that. Nothing is exchanged."""
+    scale = Scale(largest_logits(logits), torch.ones_like(logits[:, 0]))
+    none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for borders in (SEARCH_BORDERS, LAST_BORDERS):
+        masses_from(logits, scale, none, 0, borders)
+    kept_logits(logits, scale, Kept(none, none, none, scale.temperature))
+
+
+def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Bits of the last logit that top-p keeps, and the wanted mass; int64 [N] each."""
+    last, wanted = lowest, None
+    for shift in SEARCH_SHIFTS:
+        found = masses_from(logits, scale, last, shift, SEARCH_BORDERS)
+        dist.all_reduce(found)
+        if wanted is None:
+            # Nothing is below the first border, or it lies at -3e29 or lower and the largest logit above 3e29: without mass.
+            wanted = (top_p.double() * found[:, 0].double()).ceil().long().clamp_(min=1)
+        last = last.add((found >= wanted[:, None]).sum(1), alpha=1 << shift)
+    assert wanted is not None
+    return last, wanted
+
+
+def largest_logits(logits: Tensor) -> Tensor:
+    """The largest logit of each row [N]; infinity if the row holds NaN, and the lowest number if it holds none."""
+    return logits.amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
+    """Mass of the tokens whose bits are at least low + border * 2**shift, for each border: int64 [N, borders].
+
+    logits: float32 [N, P]. low: int64 [N], see `ordered_bits`. borders: neighbouring numbers.
+    """
+    if logits.device.type != "cpu" and find_spec("triton") is not None:
+        from eyas.kernels.cuda import sampling as kernels
+
+        return kernels.masses_from(logits, scale, low, shift, borders)
+    places = (ordered_bits(logits).long() - low[:, None]) >> shift
+    places.clamp_(borders.start - 1, borders.stop - 1).sub_(borders.start - 1)
+    masses = torch.zeros(len(logits), len(borders) + 1, dtype=torch.int64, device=logits.device)
+    masses.scatter_add_(1, places, _masses(_weights(logits, scale)))
+    return masses.flip(1).cumsum(1).flip(1)[:, 1:].contiguous()
+
+
+def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+    """Logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity stay."""
+    if logits.device.type != "cpu" and find_spec("triton") is not None:
+        from eyas.kernels.cuda import sampling as kernels
+
+        return kernels.kept_logits(logits, scale, kept)
+    bits, weights = ordered_bits(logits), _weights(logits, scale)
+    is_last = bits == kept.last[:, None]
+    before = kept.before[:, None] + (is_last.cumsum(1) - 1) * _masses(weights)
+    is_kept = (bits > kept.last[:, None]) | (is_last & (before < kept.wanted[:, None]))
+    return logits.masked_fill((logits < torch.inf) & ~(is_kept & (weights >= kept.min_p[:, None])), -torch.inf)
+
+
+def _weights(logits: Tensor, scale: Scale) -> Tensor:
+    numbers = logits.masked_fill(~(logits < torch.inf), -torch.inf)
+    return torch.exp((numbers - scale.largest[:, None]) / scale.temperature[:, None])
+
+
+def _masses(weights: Tensor) -> Tensor:
+    return (weights * 2.0**MASS_BITS).long()

@@ -1,0 +1,1 @@
+"""From tokens to meaning: tokenizers, chat templates, tool calls, reasoning, JSON schemas."""

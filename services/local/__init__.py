@@ -1,0 +1,1 @@
+"""Services on one machine: `eyas serve`, `run-batch`, the demo."""

@@ -1,0 +1,313 @@
+"""What both listeners do with a call: check it, encode its prompt, dispatch its completions, decode their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
+
+from eyas.api.outputs import TextChunk, TextDecoder
+from eyas.api.request import Chunk, SamplingParams
+from eyas.api.validation import check_request
+from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
+from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.services.router.client_threads import ClientThreads
+from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
+from eyas.services.router.dispatch.workers import WorkerPool
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.text.content_text import ContentText
+from eyas.text.tokenizer import TextStream, Tokenizer
+
+# Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
+MAX_CONCURRENT_COMPLETIONS = 128
+STOPPING = "the router is stopping; send the request again"
+
+
+# Bad words as token ids, and the special tokens that stop strings hold.
+Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
+
+
+class GenerationService:
+    """Serves the models that have a tokenizer here.
+
+    request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Mapping[str, Tokenizer],
+        workers: WorkerPool,
+        dispatcher: Dispatcher,
+        request_timeout_s: float,
+        telemetry: RouterTelemetry,
+        contents: Mapping[str, ContentText] = MappingProxyType({}),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """contents: of the models in whose chats names of special tokens are text. aliases: the model of each alias."""
+        self._aliases = aliases
+        self.contents = contents
+        self._telemetry = telemetry
+        self._tokenizers = tokenizers
+        self._workers = workers
+        self._dispatcher = dispatcher
+        self._request_timeout_s = request_timeout_s
+        self._has_ended = asyncio.Event()
+        self.threads = ClientThreads()
+        self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may give: of the configured models, and their aliases."""
+        return (*self._tokenizers, *self._aliases)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Return the configured models that a live verifier serves, once for each of their names."""
+        infos = {lease.model.name: lease.model for lease in self._workers.snapshot().verifiers}
+        names = [*self._tokenizers, *self._aliases]
+        served = {name: infos.get(self._aliases.get(name, name)) for name in names}
+        return tuple(replace(info, name=name) for name, info in served.items() if info)
+
+    async def model(self, name: str) -> ModelInfo:
+        """Return the requested model, as the verifier with the longest context serves it; wait for one if there is none.
+
+        name: may be empty if one model is configured. Raises UnknownModel, InvalidRequest, Unavailable.
+        """
+        name = self._resolve(name)
+        if info := self._served(name):
+            return info
+        timeout_s = min(self._dispatcher.retry.budget_s, self._request_timeout_s)
+        with self._telemetry.waiting():
+            info = await self._workers.wait_for(lambda: self._served(name), timeout_s)
+        if info is None:
+            raise no_verifier(name)
+        return info
+
+    def end_calls(self) -> None:
+        """End all calls with Unavailable, running and later ones: the router stops."""
+        self._has_ended.set()
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        """Return the tokenizer of a configured model."""
+        return self._tokenizers[model]
+
+    @contextmanager
+    def record_rejection(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[None]:
+        """Record an EyasError of the body as the end of the request. operation: as in `stream`."""
+        try:
+            yield
+        except EyasError:
+            with self._telemetry.request(call, operation):
+                raise
+
+    async def prepare(self, call: GenerateCall, caller: str) -> GenerateCall:
+        """Return the call with its model, id and token ids. caller: see ClientThreads.
+
+        Raises InvalidRequest, UnknownModel, Unavailable, Overloaded, and PoisonRequest for a request that has just ended
+        verifiers.
+        """
+        name = self._resolve(call.model)
+        info = await self.model(name)
+        prompt_ids = call.request.prompt_ids
+        if call.prompt_text:
+            prompt_ids = await self.encode(info, call.prompt_text, caller)
+        request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
+        check_request(request, info.vocab_size, info.max_model_len)
+        bad_token_ids, stop_specials = await self._words_as_ids(request.sampling, name, caller)
+        if bad_token_ids:
+            sampling = request.sampling
+            ids = (*sampling.bad_token_ids, *bad_token_ids)
+            request = replace(request, sampling=replace(sampling, bad_words=(), bad_token_ids=ids))
+        prepared = replace(call, request=request, prompt_text=None, model=name, stop_specials=stop_specials)
+        self._dispatcher.check(prepared)
+        return prepared
+
+    async def _words_as_ids(self, sampling: SamplingParams, model: str, caller: str) -> Words:
+        """Return what bad words and stop strings are as tokens, encoded in a thread, once for all prompts of a body."""
+        if not sampling.bad_words and not sampling.stop:
+            return (), frozenset()
+        last, words = self._last_words
+        if last is not sampling:
+            words = await self.threads.run(caller, _words_as_ids, self._tokenizers[model], sampling)
+            self._last_words = sampling, words
+        return words
+
+    async def encode(
+        self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False, is_inside: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
+
+        is_inside: other text comes before it.
+        Raises InvalidRequest, without a thread or early, for a text that cannot fit.
+        """
+        tokenizer = self._tokenizers[info.name]
+        tokenizer.check_length(len(text), info.max_model_len)
+        ids = await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered or is_inside)
+        return await self.threads.run(caller, tokenizer.encode_inside, text) if is_inside else ids
+
+    async def stream(
+        self,
+        call: GenerateCall,
+        operation: str = "text_completion",
+        timeout_s: float | None = None,
+        on_trailers: TrailerCallback | None = None,
+        slots: asyncio.Semaphore | None = None,
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield the chunks of all completions of a prepared call, as they come; closing it early cancels them.
+
+        Args:
+            call: what `prepare` returned.
+            operation: "chat" or "text_completion", as in the GenAI conventions.
+            timeout_s: the client's own limit.
+            on_trailers: see `RequestContext`.
+            slots: one for each completion that runs, shared by the calls of one body; None for a body of one call.
+
+        Raises:
+            TimedOut: at the earlier of the client's and the router's limit.
+            EyasError: as `Dispatcher.stream`.
+        """
+        timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
+        slots = slots or completion_slots()
+        context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
+        try:
+            with self._telemetry.request(call, operation) as traced:
+                call = traced.set_call(call)
+                if traced.texts is not None:
+                    traced.prompt_text = await asyncio.to_thread(
+                        self._tokenizers[call.model].decode, call.request.prompt_ids
+                    )
+                completions = self._completions(call, context)
+                async with aclosing(merge(completions, slots, self._has_ended)) as chunks:
+                    async for chunk in chunks:
+                        traced.add(chunk)
+                        yield chunk
+        except TimeoutError as error:
+            raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
+
+    def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
+        """Yield a stream of chunks for each completion of a call."""
+        tokenizer, request = self._tokenizers[call.model], call.request
+        is_constrained = request.sampling.structured_outputs is not None
+        left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
+        for index, sampling in enumerate(request.sampling.completions()):
+            completion = replace(request, sampling=sampling)
+            text = TextStream(
+                tokenizer,
+                request.sampling.stop,
+                request.sampling.min_tokens,
+                skip_special_tokens=call.skip_special_tokens,
+                include_stop=call.include_stop,
+                kept_tokens=call.kept_tokens,
+                context=left_context,
+                stop_specials=call.stop_specials,
+            )
+            stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
+            decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
+            chunks = self._dispatcher.stream(replace(call, request=completion), context)
+            yield _decode(chunks, decoder)
+
+    def _served(self, name: str) -> ModelInfo | None:
+        if self._has_ended.is_set():
+            raise _stopping()
+        infos = (lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name)
+        return max(infos, key=lambda info: info.max_model_len, default=None)
+
+    def _resolve(self, model: str) -> str:
+        names = tuple(self._tokenizers)
+        if (found := self._aliases.get(model, model)) in self._tokenizers:
+            return found
+        if model:
+            known = ", ".join((*names, *self._aliases))
+            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {known}", "model")
+        if len(names) > 1:
+            raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
+        return names[0]
+
+
+def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
+    return tokenizer.bad_token_ids(sampling.bad_words), tokenizer.specials_in(sampling.stop)
+
+
+async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> AsyncGenerator[TextChunk, None]:
+    """Yield the chunks of one completion with their text. At a stop string, close `chunks`: the verifier would go on."""
+    async with aclosing(chunks):
+        async for received in chunks:
+            yield decoder.add(received)
+            if decoder.stopped:
+                return
+
+
+def completion_slots() -> asyncio.Semaphore:
+    """Return the slots of the completions of one body."""
+    return asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS)
+
+
+async def merge(
+    streams: Iterable[AsyncGenerator[TextChunk, None]], slots: asyncio.Semaphore, has_ended: asyncio.Event | None = None
+) -> AsyncGenerator[TextChunk, None]:
+    """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
+
+    has_ended: set when the router stops, which ends them with Unavailable.
+
+    Each stream keeps one context, so that its log lines carry its own request's id to the end. A stream is taken from
+    `streams` and started once there is a slot, and one in each round of the event loop. So a body of many prompts neither
+    keeps it from other requests nor fills the memory that each garbage collection visits.
+    """
+    chunks: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(1)
+    tasks: set[asyncio.Task[None]] = set()
+    num_open = 1  # `start` itself ends with None too
+
+    async def start() -> None:
+        nonlocal num_open
+        for stream in streams:
+            await slots.acquire()
+            num_open += 1
+            task = asyncio.create_task(_pump(stream, chunks), context=copy_context())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: slots.release())
+            await asyncio.sleep(0)
+        await chunks.put(None)
+
+    async def end(event: asyncio.Event) -> None:
+        await event.wait()
+        await chunks.put(_stopping())
+
+    starting = asyncio.create_task(start())
+    if has_ended:
+        tasks.add(asyncio.create_task(end(has_ended)))
+    try:
+        while num_open:
+            chunk = await chunks.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk is None:
+                num_open -= 1
+            else:
+                yield chunk
+    finally:
+        # all at once: a second cancellation, which may come at any await, would leave the rest running
+        for task in (starting, *tasks):
+            task.cancel()
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable(STOPPING)
+
+
+async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:
+    """Put the chunks of a stream into the queue, then its error, or None at its end. Closes the stream."""
+    async with aclosing(stream):
+        try:
+            async for chunk in stream:
+                await chunks.put(chunk)
+        except Exception as error:
+            await chunks.put(error)
+        else:
+            await chunks.put(None)

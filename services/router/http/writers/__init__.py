@@ -1,0 +1,1 @@
+"""Answers, whole and streamed, in the shapes of the APIs."""

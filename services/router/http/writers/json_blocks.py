@@ -1,0 +1,84 @@
+"""JSON of responses, written in small parts from values that are made when they are written; and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from eyas.services.router.http.streaming import to_bytes
+
+# Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
+LARGE_NUM_VALUES = 4096
+_BLOCK_BYTES = 64 * 2**10
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+async def run(num_values: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Return what a function returns; run it in a thread if it has many values to handle."""
+    return await asyncio.to_thread(function, *arguments) if num_values > LARGE_NUM_VALUES else function(*arguments)
+
+
+class LazyList(Sequence[Any], Generic[ItemT]):
+    """A list of JSON whose entries are made from items when they are read: as objects they take ten times the memory."""
+
+    def __init__(self, make: Callable[[ItemT], Any], items: Sequence[ItemT]) -> None:
+        self._make = make
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(map(self._make, self._items[at])) if isinstance(at, slice) else self._make(self._items[at])
+
+
+def num_values(value: object) -> int:
+    """Estimate how many values JSON has; those of a list by its first entries."""
+    if isinstance(value, dict):
+        return 1 + sum(map(num_values, value.values()))
+    if isinstance(value, list | LazyList):
+        return 1 + len(value) * max(map(num_values, value[:4]), default=0)
+    return 1
+
+
+def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
+    """Return JSON in one line as UTF-8, in blocks that are sent one by one. before: a text in front of it."""
+    blocks, parts, length = [], [before], 0
+    for piece in _pieces(value):
+        parts.append(piece)
+        length += len(piece)
+        if length >= _BLOCK_BYTES:
+            blocks.append(to_bytes("".join(parts)))
+            parts, length = [], 0
+    return [*blocks, to_bytes("".join(parts))]
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the parts of a JSON text. The encoder keeps the interpreter lock to its end, so it gets a part at a time."""
+    size = num_values(value)
+    if size > LARGE_NUM_VALUES and isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_dumps(name)}:"
+            yield from _pieces(item)
+        yield "}"
+    elif size > LARGE_NUM_VALUES and isinstance(value, list | LazyList):
+        step = max(LARGE_NUM_VALUES * len(value) // size, 1)
+        for start in range(0, len(value), step):
+            yield "," if start else "["
+            yield from _pieces(value[start]) if step == 1 else [_dumps(value[start : start + step])[1:-1]]
+        yield "]"
+    else:
+        yield _dumps(value)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=list)
+
+
+def named_frame(event: dict[str, Any]) -> list[bytes]:
+    """Return an event with its type as a stream names it."""
+    return json_blocks(event, f"event: {event['type']}\ndata: ")

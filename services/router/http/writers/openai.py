@@ -1,0 +1,384 @@
+"""OpenAI's responses, made from the router's chunks: one JSON object, or one event of a stream for each chunk.
+
+To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `ResponseWriter._usage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+from eyas.api.outputs import TextChunk
+from eyas.api.request import GenerationStats, TokenLogprob
+from eyas.errors import EyasError, RequestFailed
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
+from eyas.services.router.http.bodies.tools import message_delta, whole_message
+from eyas.services.router.http.errors import error_body
+from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, run
+from eyas.services.router.http.writers.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_token_logprobs,
+    text_offsets,
+    token_name,
+)
+from eyas.services.router.http.writers.verify_steps import verify_step_object
+from eyas.text.chat_message import ChatMessage, in_order, joined
+from eyas.text.chat_parser import ChatParser
+from eyas.text.tokenizer import Tokenizer
+
+_VALUES_PER_LOGPROB = 16
+# Estimates of memory until a response is sent: of a token, a value of JSON, a token with its log-probability, and a likely
+# token beside it. Measured with 20 of them: 126 to 160 bytes for each, 10 to 20 of gRPC's message not counted.
+_BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB, _BYTES_PER_TOP_LOGPROB = 64, 96, 450, 180
+_MAX_DELTAS = 64  # of a choice that are kept one by one
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What a chunk adds to a choice, or all that its chunks have added.
+
+    logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
+    it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
+    token_ids: if they were asked for. stop_reason: as in TextChunk.
+    verify_steps: as JSON, if the request asks for them. messages: what the text means, in its order, if it is parsed; each
+    has reasoning before content before calls.
+    """
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    offset: int = 0
+    finish_reason: str | None = None
+    is_first: bool = False
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    stop_reason: str | int | None = None
+    verify_steps: tuple[dict[str, Any], ...] = ()
+    messages: tuple[ChatMessage, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes in a response, estimated."""
+        num_logprobs = len(self.logprobs) + len(self.prompt_logprobs)
+        num_top_logprobs = sum(len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
+        num_step_values = sum(map(num_values, self.verify_steps))
+        sized = (
+            _BYTES_PER_LOGPROB * num_logprobs,
+            _BYTES_PER_TOP_LOGPROB * num_top_logprobs,
+            _BYTES_PER_VALUE * num_step_values,
+            _BYTES_PER_TOKEN * len(self.token_ids),
+        )
+        return sum(sized) + 4 * len(self.text)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a client would see nothing of it."""
+        text = self.text if self.messages is None else self.messages
+        seen = text or self.logprobs or self.finish_reason or self.prompt_logprobs
+        return not (seen or self.token_ids or self.verify_steps)
+
+
+class StreamWriter(Protocol):
+    """Writes the response to one request, whole or as events, in the form of one API. id: of the request."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]: ...
+
+    def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]: ...
+
+    def frame(self, event: dict[str, Any]) -> list[bytes]: ...
+
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]: ...
+
+
+@dataclass
+class ResponseWriter:
+    """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
+
+    prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
+    new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
+    hold: counts bytes that are kept until the response is sent. Raises Overloaded, and InvalidRequest for more than fit.
+    num_reasoning_tokens, num_reasoning_ends: of all choices so far; the tokens that end a reasoning are no part of it.
+    """
+
+    body: CompletionBody | ChatBody
+    id: str
+    model: str
+    tokenizer: Tokenizer
+    prompts: Sequence[Sequence[int]]
+    echoes: Sequence[str] = ()
+    new_parser: Callable[[], ChatParser] | None = None
+    hold: Callable[[int], None] = lambda _: None
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_reasoning_tokens: int = 0
+    num_reasoning_ends: int = 0
+    _parsers: dict[int, ChatParser] = field(default_factory=dict)
+    _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _visible: set[int] = field(default_factory=set)
+    _num_steps: Counter[int] = field(default_factory=Counter)
+    _num_output_tokens: Counter[int] = field(default_factory=Counter)
+    _num_cached_tokens: int = 0
+    _num_reserved_bytes: int = 0
+    _stats: GenerationStats = field(default_factory=GenerationStats)
+
+    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
+        """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
+        deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
+        async with aclosing(chunks):
+            self._reserve()
+            async for chunk in chunks:
+                delta = await self._add(chunk)
+                self._hold(delta)
+                kept = deltas[delta.index]
+                kept.append(delta)
+                if len(kept) == _MAX_DELTAS:
+                    deltas[delta.index] = [_join(kept)]
+        # in a thread: of many completions with log-probabilities it takes seconds
+        return await asyncio.to_thread(self._response, [deltas[index] for index in sorted(deltas)])
+
+    def _response(self, deltas: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
+        joined = list(map(_join, deltas))
+        choices = [self._choice(delta, self._content(delta)) for delta in joined]
+        return self._object("chat.completion", choices) | self._prompt_ids(joined) | self._usage()
+
+    async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield an event for every chunk with visible content, then one with the usage if it is asked for.
+
+        Raises RequestFailed if a completion failed, and what `hold` raises.
+        """
+        async with aclosing(chunks):
+            self._reserve()
+            async for chunk in chunks:
+                delta = await self._add(chunk)
+                if chunk.chunk.prompt_logprobs:
+                    self._hold(delta)
+                if delta.is_empty:
+                    continue
+                *contents, last = self._event_contents(delta)
+                for content in contents:
+                    choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
+                    yield self._object("chat.completion.chunk", [choice]) | self._usage_so_far()
+                num_prompt_values = _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs)
+                choice = await run(num_prompt_values, self._choice, delta, last)
+                event = self._object("chat.completion.chunk", [choice])
+                yield event | self._prompt_ids([delta]) | self._usage_so_far()
+        if self.body.ends_with_usage:
+            yield self._object("chat.completion.chunk", []) | self._usage()
+
+    def frame(self, event: dict[str, Any]) -> list[bytes]:
+        """Return an event as a stream has it."""
+        return json_blocks(event, "data: ")
+
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
+        """Yield what ends a stream. error: what failed after the first event."""
+        if error is not None:
+            yield self.frame(error_body(error))
+        yield [b"data: [DONE]"]
+
+    def _reserve(self) -> None:
+        """Count the log-probabilities of the prompts before a verifier computes them."""
+        if (num_top := self.body.num_prompt_logprobs) is not None:
+            self._num_reserved_bytes = (_BYTES_PER_LOGPROB + _BYTES_PER_TOP_LOGPROB * num_top) * sum(map(len, self.prompts))
+            self.hold(self._num_reserved_bytes)
+
+    def _hold(self, delta: TextDelta) -> None:
+        """Count a delta that is kept, as far as it is not reserved."""
+        num_reserved = min(self._num_reserved_bytes, delta.num_bytes)
+        self._num_reserved_bytes -= num_reserved
+        self.hold(delta.num_bytes - num_reserved)
+
+    async def _add(self, chunk: TextChunk) -> TextDelta:
+        return await run(_VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._delta, chunk)
+
+    def _delta(self, chunk: TextChunk) -> TextDelta:
+        inner, index = chunk.chunk, chunk.chunk.index
+        if inner.finish_reason in ("error", "cancelled"):
+            raise RequestFailed(inner.message or "the verifier ended the request before it was done")
+        self._count(chunk)
+        is_first = index not in self._visible
+        echo = self.echoes[index // self.body.n] if self.echoes and is_first else ""
+        prompt_logprobs = inner.prompt_logprobs if self.body.prompt_logprobs is not None else ()
+        logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
+        offset = self._offsets[index]
+        self._offsets[index] = self._text_offsets(index, logprobs, offset)[-1]
+        delta = TextDelta(
+            index=index,
+            text=echo + chunk.text,
+            logprobs=logprobs,
+            offset=offset,
+            finish_reason=inner.finish_reason,
+            is_first=is_first,
+            prompt_logprobs=prompt_logprobs,
+            token_ids=inner.token_ids if self.body.return_token_ids else (),
+            stop_reason=chunk.stop_reason,
+            verify_steps=self._verify_steps(chunk),
+        )
+        delta = self._parsed(delta, chunk)
+        if not delta.is_empty:
+            self._visible.add(index)
+        return delta
+
+    def _verify_steps(self, chunk: TextChunk) -> tuple[dict[str, Any], ...]:
+        index = chunk.chunk.index
+        if not self.body.return_verify_steps or not chunk.chunk.token_ids:
+            return ()
+        self._num_steps[index] += 1
+        return (verify_step_object(chunk, self._num_steps[index] - 1, partial(token_name, self.tokenizer)),)
+
+    def _parsed(self, delta: TextDelta, chunk: TextChunk) -> TextDelta:
+        """Add to a delta what its text means, token by token, so that tokens of reasoning can be counted."""
+        if self.new_parser is None:
+            return delta
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self.new_parser()
+        parser = self._parsers[delta.index]
+        pieces = list[ChatMessage]()
+        for text in chunk.token_texts:
+            was_reasoning = parser.is_reasoning
+            pieces += parser.pieces(text)
+            self.num_reasoning_tokens += was_reasoning and parser.is_reasoning
+            self.num_reasoning_ends += was_reasoning and not parser.is_reasoning
+        pieces += parser.pieces(chunk.released_text)
+        finish_reason = delta.finish_reason
+        if finish_reason is not None:
+            pieces += parser.last_pieces()
+            if finish_reason == "stop" and parser.num_calls:
+                finish_reason = "tool_calls"
+        if isinstance(self.body, ChatBody) and not self.body.include_reasoning:
+            pieces = [replace(piece, reasoning="") for piece in pieces]
+        return replace(delta, messages=tuple(in_order(pieces)), finish_reason=finish_reason)
+
+    def _count(self, chunk: TextChunk) -> None:
+        index = chunk.chunk.index
+        if index % self.body.n == 0 and not self._num_output_tokens[index]:  # only the first of several verifiers counts
+            self._num_cached_tokens += chunk.chunk.num_cached
+        self._num_output_tokens[index] += len(chunk.chunk.token_ids)
+        if chunk.totals is not None and chunk.totals.stats is not None:
+            self._stats.merge(chunk.totals.stats)
+
+    def _text_offsets(self, index: int, logprobs: Sequence[TokenLogprob], offset: int) -> list[int]:
+        if not logprobs:
+            return [offset]
+        prompt = self.prompts[index // self.body.n]
+        begins_text = bool(self.echoes) or not self.tokenizer.has_text(prompt)
+        return text_offsets(self.tokenizer, logprobs, offset, self.body.skip_special_tokens, begins_text)
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    def _object(self, chat_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = chat_name if self._is_chat else "text_completion"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs: dict[str, Any] | None = None
+        if self.body.wants_logprobs and self._is_chat:
+            logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
+        elif self.body.wants_logprobs:
+            offsets = self._text_offsets(delta.index, delta.logprobs, delta.offset)
+            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, offsets)
+        choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self.body.return_verify_steps:
+            choice["verify_steps"] = list(delta.verify_steps)
+        if delta.prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if delta.is_first and not self._is_chat:
+                choice["prompt_token_ids"] = list(self.prompts[delta.index // self.body.n])
+        return choice
+
+    def _prompt_ids(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        """Return the prompt's token ids where a response of a chat, or its first event, has them."""
+        if self._is_chat and self.body.return_token_ids and any(delta.is_first for delta in deltas):
+            return {"prompt_token_ids": list(self.prompts[0])}
+        return {}
+
+    def _content(self, delta: TextDelta) -> dict[str, Any]:
+        """Return the text of a choice in a whole response."""
+        if delta.messages is not None:
+            return {"message": {"role": "assistant", "refusal": None} | whole_message(joined(delta.messages))}
+        if self._is_chat:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        return {"text": delta.text}
+
+    def _event_contents(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return the text of a choice in one event; in several where content or reasoning follows a call."""
+        if not self._is_chat:
+            return [{"text": delta.text}]
+        if delta.messages is not None:
+            deltas = [message_delta(message) for message in delta.messages] or [{}]
+        else:
+            deltas = [{"content": delta.text} if delta.text else {}]
+        if delta.is_first:
+            deltas[0] = {"role": "assistant"} | (deltas[0] or {"content": ""})
+        return [{"delta": one} for one in deltas]
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Return the usage of every event, if it is asked for."""
+        return {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
+
+    def _token_counts(self) -> dict[str, Any]:
+        """Return how many tokens all choices have so far."""
+        num_prompt_tokens, num_output_tokens = sum(map(len, self.prompts)), self._num_output_tokens.total()
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the numbers of all choices together."""
+        stats = self._stats
+        usage = self._token_counts() | {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.num_accepted,
+                "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
+                **({"reasoning_tokens": self.num_reasoning_tokens} if self.new_parser else {}),
+            },
+        }
+        metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}
+        return {"usage": usage} | metrics
+
+
+def _join(deltas: Sequence[TextDelta]) -> TextDelta:
+    messages = [message for delta in deltas for message in delta.messages or ()]
+    return replace(
+        deltas[0],
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        finish_reason=deltas[-1].finish_reason,
+        prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        stop_reason=deltas[-1].stop_reason,
+        messages=(joined(messages),) if deltas[0].messages is not None else None,
+        is_first=True,
+        verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
+    )
+
+
+def _speculation(stats: GenerationStats) -> dict[str, Any]:
+    """Return speculation metrics with vLLM's names. Draft tokens are all nodes of the trees but their roots."""
+    reached = [stats.num_verify_steps, *stats.accepted_by_depth, 0]
+    return {
+        "mean_acceptance_length": stats.acceptance_length,
+        "draft_acceptance_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
+        "acceptance_histogram": [here - further for here, further in pairwise(reached)],
+        "num_spec_steps": stats.num_verify_steps,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
+    }
