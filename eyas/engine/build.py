@@ -246,7 +246,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws)
 
-    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), 0.1, clock, needed=nodes)
+    return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), clock, needed=nodes)
 
 
 def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[], float]) -> float:
@@ -280,9 +280,9 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
 def measure_drafting(
     drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
 ) -> DraftCosts:
-    """Seconds of draft rounds; empty tables for a drafter in another process."""
+    """Seconds of draft rounds; nothing is known of a drafter in another process."""
     if not isinstance(drafter, LocalDrafter):
-        return DraftCosts(CostModel((), (), rate=0.5), CostModel((), (), rate=0.5), tree.top_k)
+        return DraftCosts(None, None, tree.top_k)
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
     budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
 
@@ -302,19 +302,18 @@ def measure_drafting(
             start, num_tokens = start + num_tokens, 2
 
     try:
-        first = _measure(rounds, engine.max_num_seqs, 0.5, clock)
+        first = _measure(rounds, engine.max_num_seqs, clock)
         budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
-        whole = _measure(rounds, engine.max_num_seqs, 0.5, clock)
+        whole = _measure(rounds, engine.max_num_seqs, clock)
     finally:
         drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
     level = [max(float(whole.at(n) - first.at(n)), 0.0) / max(tree.num_steps - 1, 1) for n in whole.sizes]
-    return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level, rate=0.5), tree.top_k)
+    return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level), tree.top_k)
 
 
 def _measure(
     rounds: Callable[[int], Iterator[Callable[[], object]]],
     largest: int,
-    rate: float,
     clock: Callable[[], float],
     needed: int = 1,
 ) -> CostModel:
@@ -351,7 +350,7 @@ def _measure(
         log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)
     # a pause of the machine makes a size look too slow; no larger one that was faster may count as slow as that
     seconds = [min(own for larger, own in table.items() if larger >= size) for size in sorted(table)]
-    return CostModel(sorted(table), seconds, rate)
+    return CostModel(sorted(table), seconds)
 
 
 def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:

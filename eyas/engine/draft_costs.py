@@ -1,6 +1,6 @@
-"""What verify passes and draft rounds cost, in seconds by size, and how likely nodes of trees are accepted.
+"""Seconds of passes and drafts, and chances of nodes to be accepted: what a draft budget weighs.
 
-Also what a budget of draft trees is, what it is given, and one of the largest trees always.
+Also the `DraftBudget` protocol and `FixedDraftBudget`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import VerifyOutput
-from eyas.sampling.packed_trees import PackedTrees, pack_trees
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -112,253 +111,143 @@ class FixedDraftBudget:
 
 
 class CostModel:
-    """Seconds by size: a table, interpolated between its sizes and extended along its last slope beyond them.
+    """Seconds by size: a table that is timed at start, times one factor that follows what is measured in service.
 
-    Seconds never fall with size. A table without sizes is empty: it expects 0 seconds until the first observation, and then
-    the same for all sizes.
+    The table is interpolated between its sizes and extended along its last slope. Its seconds never fall with size. The
+    factor is the same for all sizes, as other work slows a machine down for all of them.
     """
 
-    # A measurement counts as this multiple of the expected seconds at most: a pause of the machine is not a cost of size.
-    MAX_SURPRISE = 3.0
-    # Weight of a measurement at sizes far from its own, relative to its own: machines slow down for all sizes together. It
-    # is 1 for sizes that were measured at start alone, where nothing else ran.
-    FAR_WEIGHT = 0.5
-    FIRST_SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # of an empty table, once it is not empty
-    LEAST_S = 1e-6
-    SPACING = 0.14  # a size whose logarithm is as far from that of all others gets an entry of its own
+    RATE = 0.1  # weight of a measurement; the first ones have more
+    MAX_SURPRISE = 3.0  # a measurement counts as this multiple of the expected seconds at most: a pause is no cost of size
+    LEAST_S = 1e-7
 
-    def __init__(self, sizes: Seq[float], seconds: Seq[float], rate: float) -> None:
-        """sizes: ascending, above 0. rate: weight of a new measurement against what the table holds, in (0, 1]."""
-        self.sizes = [float(size) for size in sizes]  # ascending
-        self._set(seconds)
-        self._at_start = tuple(self.sizes), tuple(self._seconds)
-        self._rate = rate
-        self._counts: dict[float, int] = {}  # measurements of each size, and one at start
-        self._measured: set[float] = set()  # sizes of the table that lie next to one measured since the start
-        self._weights: dict[float, list[float]] = {}  # of a measurement of a size, in the seconds of each size of the table
+    def __init__(self, sizes: Seq[float], seconds: Seq[float]) -> None:
+        """sizes: ascending."""
+        self.sizes, self.factor, self._count = [float(size) for size in sizes], 1.0, 0
+        self._seconds = list(itertools.accumulate((max(float(own), self.LEAST_S) for own in seconds), max))
+        if len(self.sizes) == 1:
+            self.sizes.append(self.sizes[0] + 1)
+            self._seconds *= 2
 
     def at(self, size: npt.ArrayLike) -> Floats:
-        """Expected seconds of each size."""
+        """Return the expected seconds of each size."""
         sizes = np.asarray(size, dtype=np.float64)
-        if len(self.sizes) < 2:
-            return np.full(sizes.shape, self._seconds[0] if self._seconds else 0.0)
-        inside: Floats = np.interp(sizes, self.sizes, self._seconds)
-        extended: Floats = inside + self._slope(-2) * np.maximum(sizes - self.sizes[-1], 0.0)
-        return extended
+        beyond: Floats = self._slope(len(self.sizes) - 2) * np.maximum(sizes - self.sizes[-1], 0.0)
+        return self.factor * (np.interp(sizes, self.sizes, self._seconds) + beyond)
 
     def seconds(self, size: float) -> float:
-        """`at` of a single size, in less time."""
-        if len(self.sizes) < 2:
-            return self._seconds[0] if self._seconds else 0.0
+        """Return `at` of a single size, in less time."""
         left = min(max(bisect_right(self.sizes, size) - 1, 0), len(self.sizes) - 2)
-        return self._seconds[left] + self._slope(left) * max(size - self.sizes[left], 0.0)
+        return self.factor * (self._seconds[left] + self._slope(left) * max(size - self.sizes[left], 0.0))
 
     def observe(self, size: float, seconds: float) -> None:
-        """Move the table towards a measurement, by ratios, most near its size."""
-        if not self.sizes:
-            self.sizes = list(self.FIRST_SIZES)
-            self._set([seconds] * len(self.sizes))
-            return
-        if size not in self._weights and abs(math.log(self._nearest(size) / size)) > self.SPACING:
-            at, own_s = bisect_right(self.sizes, size), self.seconds(size)
-            self.sizes.insert(at, float(size))
-            self._seconds.insert(at, own_s)
-            self._weights.clear()
-        ratio = min(max(seconds, self.LEAST_S) / self.seconds(size), self.MAX_SURPRISE)
-        if size not in self._counts and (nearest := self._nearest(size)) not in self._measured:
-            self._measured.add(nearest)
-            self._weights.clear()
-        self._counts[size] = count = self._counts.get(size, 1) + 1
-        self.scale(size, ratio ** max(self._rate, 1 / count))
-
-    def scale(self, size: float, ratio: float) -> None:
-        """Multiply the seconds, most near a size."""
-        if (weights := self._weights.get(size)) is None:
-            near = [float(np.interp(size, self.sizes, unit)) for unit in np.eye(len(self.sizes))]
-            far = [self.FAR_WEIGHT if not self._measured or own in self._measured else 1.0 for own in self.sizes]
-            weights = self._weights[size] = [own + weight * (1 - own) for own, weight in zip(near, far, strict=True)]
-        self._set([own * ratio**weight for own, weight in zip(self._seconds, weights, strict=True)])
-
-    def relax(self, factor: float) -> None:
-        """Multiply all seconds, but expect no less than a third of those at the start: a busy machine measures too much."""
-        sizes, seconds = self._at_start
-        least = np.interp(self.sizes, sizes, seconds) / self.MAX_SURPRISE if sizes else [self.LEAST_S] * len(self.sizes)
-        self._set([max(own * factor, min(own, float(bound))) for own, bound in zip(self._seconds, least, strict=True)])
-
-    def _set(self, seconds: Seq[float]) -> None:
-        self._seconds = list(itertools.accumulate((max(float(own), self.LEAST_S) for own in seconds), max))
-
-    def _nearest(self, size: float) -> float:
-        """The size of the table that is next to `size`, by ratios."""
-        return min(self.sizes, key=lambda own: abs(math.log(own / size)))
+        """Move the factor towards a measurement."""
+        self._count += 1
+        surprise = min(seconds / self.seconds(size), self.MAX_SURPRISE) - 1
+        self.factor *= 1 + max(self.RATE, 1 / (self._count + 1)) * surprise
 
     def _slope(self, left: int) -> float:
-        """Seconds per size between a size of the table and the next one."""
+        """Return the seconds per size between a size of the table and the next one."""
         return (self._seconds[left + 1] - self._seconds[left]) / (self.sizes[left + 1] - self.sizes[left])
 
 
 class DraftCosts:
-    """Seconds to wait for trees: those of a round with one level by number of trees, and of each further level by its rows.
+    """Seconds that a step waits for trees: what is expected of their number and levels, times the mean measured at a depth.
 
-    A level has a row for each drafted node of a tree, but `top_k` at most. A measurement corrects both tables, the more
-    uncertain one more (a Kalman filter of their relative errors). So rounds of different depths show what a level costs:
-    as much as the first one for EAGLE, next to nothing for one-pass heads.
+    Drafters in this process are timed at start: a first level by number of trees, and a further one by its rows, one for
+    each drafted node of a tree, but `top_k` at most. Of others nothing is known before they have answered.
     """
 
-    # Relative errors: of tables that were measured before, of those that were not, what rounds add, and of a measurement.
-    MEASURED, UNKNOWN, DRIFT, NOISE = 0.3, 1.0, 0.02, 0.2
-    FIRST_SHARE = 2 / 3  # with less, shallow trees seem to pay before a round has shown what its levels cost
-    NUM_FIRST = 6  # measurements of an empty table: their least counts, as a drafter apart loads and connects at first
+    RATE = 0.2  # weight of a measurement
+    LEVEL_SHARE = 0.1  # of the first level in a further one, of a drafter that was not timed
+    NUM_FIRST = 6  # of its first measurements the least counts, as it loads and connects meanwhile
 
-    def __init__(self, first: CostModel, level: CostModel, top_k: int) -> None:
+    def __init__(self, first: CostModel | None, level: CostModel | None, top_k: int) -> None:
+        """first, level: None for a drafter that was not timed."""
         self._first, self._level, self._top_k = first, level, top_k
-        self._num_first, self._first_size = 0 if first.sizes else self.NUM_FIRST, NO_TREE
-        error = (self.MEASURED if first.sizes else self.UNKNOWN) ** 2
-        self._spread = error, 0.0, error  # covariance of both errors: of the first table, of both, of the other
+        self._means: dict[int, float] = {}  # by depth, of measured over expected seconds
+        self._num_first = 0 if first else self.NUM_FIRST
 
-    def at(self, num_trees: int, size: TreeSize) -> float:
-        """Expected seconds."""
-        return sum(self._parts(num_trees, size))
+    def at(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Floats:
+        """Return the expected seconds of sizes that have levels."""
+        known = sorted(self._means)
+        if not known:
+            return self._expected(num_trees, nodes, depths) * bool(self._first)
+        means = np.interp(np.asarray(depths), known, [self._means[depth] for depth in known])
+        return np.asarray(means * self._expected(num_trees, nodes, depths))
 
     def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
-        """Correct the tables by a measurement. Into empty ones it goes in parts, FIRST_SHARE of it for the first level."""
-        rows, further = self._rows(num_trees, size), size.depth - 1
-        if not self._first.sizes:
-            self._first.observe(num_trees, self.FIRST_SHARE * seconds if further else seconds)
-            self._level.observe(rows, (1 - self.FIRST_SHARE) * seconds / max(further, 1))
-            self._first_size = size
-        one, more = self._parts(num_trees, size)
-        total = one + more
-        self._num_first = max(self._num_first - 1, 0) if size == self._first_size else 0
+        """Learn how long a step has waited for trees of one size."""
+        ratio, is_new = seconds / float(self._expected(num_trees, *size)), size.depth not in self._means
+        mean = float(self.at(num_trees, *size) / self._expected(num_trees, *size)) or ratio
         if self._num_first:
-            if seconds < total:
-                self._first.relax(seconds / total)
-                self._level.relax(seconds / total)
-            return
-        error = min(seconds, CostModel.MAX_SURPRISE * total) - total
-        a, b, c = self._spread
-        a, c = a + self.DRIFT**2, c + self.DRIFT**2
-        left, right = a * one + b * more, b * one + c * more
-        variance = one * left + more * right + (self.NOISE * total) ** 2
-        self._spread = a - left * left / variance, b - left * right / variance, c - right * right / variance
-        most = CostModel.MAX_SURPRISE
-        self._first.scale(num_trees, min(max(1 + left / variance * error, 1 / most), most))
-        if further:
-            self._level.scale(rows, min(max(1 + right / variance * error, 1 / most), most))
-            one, more = self._parts(num_trees, size)
-            if more > further * one:  # no level costs more than the first one
-                self._first.scale(num_trees, (one + more) / (1 + further) / one)
-                self._level.scale(rows, (one + more) / (1 + further) / (more / further))
+            self._num_first -= 1
+            self._means[size.depth] = ratio if is_new else min(mean, ratio)
+        else:
+            rate = 1.0 if is_new and not self._first else self.RATE
+            self._means[size.depth] = mean + rate * (min(ratio, CostModel.MAX_SURPRISE * mean) - mean)
 
-    def _parts(self, num_trees: int, size: TreeSize) -> tuple[float, float]:
-        """Seconds of the first level, and of all further ones."""
-        if not size.depth:
-            return 0.0, 0.0
-        return self._first.seconds(num_trees), (size.depth - 1) * self._level.seconds(self._rows(num_trees, size))
-
-    def _rows(self, num_trees: int, size: TreeSize) -> int:
-        return num_trees * max(min(size.nodes - 1, self._top_k), 1)
+    def _expected(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Floats:
+        further = np.asarray(depths, dtype=np.float64) - 1
+        if self._first is None or self._level is None:
+            return 1 + self.LEVEL_SHARE * further
+        rows = num_trees * np.clip(np.asarray(nodes) - 1, 1, self._top_k)
+        return np.asarray(self._first.seconds(num_trees) + further * self._level.at(rows))
 
 
 class SurvivalModel:
     """How likely a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
 
-    The latter is learned by a node's own score, as means over the nodes verified lately, beginning with what scores claim.
-    The own score is the log-probability below the parent. That of drafters with a network is calibrated, others only rank.
-    Sampled nodes have means of their own: these are accepted by what the target thinks of them relative to the drafter.
+    The latter is learned by a node's own score, its log-probability below the parent, as means over nodes verified lately.
+    Scores of drafters with a network are calibrated, others only rank. So a mean begins with what scores claim, times the
+    share of all claims that came true. Sampled nodes have means of their own: these are accepted by what the target thinks
+    of them relative to the drafter.
     """
 
     FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
-    PRIOR_NODES = 2.0  # nodes of each bin that the prior counts for
+    PRIOR_NODES = 2.0  # nodes of each bin that the claims count for
+    FIRST_CLAIMS, FIRST_TRUE = 4.0, 3.2  # claims and those that came true, before any tree was verified
     SAMPLED_PRIOR = 0.5
-    FEW_NODES = 64
-    EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1, -0.03]])
+    MAX_TREES = 16  # of a step that are learned from
+    EDGES = (-math.inf, *range(-8, -2), *(-2 + 0.25 * i for i in range(8)), -0.1, -0.03)
 
     def __init__(self) -> None:
-        uppers = np.append(self.EDGES[1:], 0.0)
-        claimed: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
-        self._prior = np.concatenate([claimed, np.full(len(self.EDGES), self.SAMPLED_PRIOR)])
-        self._edges: list[float] = self.EDGES.tolist()
-        self._verified, self._accepted = np.zeros(len(self._prior)), np.zeros(len(self._prior))
-
-    def forget(self) -> None:
-        """Let earlier trees count a little less, once for each step with trees."""
-        self._verified *= self.FORGETTING
-        self._accepted *= self.FORGETTING
+        edges = np.array(self.EDGES)
+        uppers = np.append(edges[1:], 0.0)
+        claimed: Floats = np.exp((np.maximum(edges, uppers - 1) + uppers) / 2)
+        self._claims = np.concatenate([claimed, np.full(len(edges), self.SAMPLED_PRIOR)])
+        self._verified, self._accepted = np.zeros(len(self._claims)), np.zeros(len(self._claims))
 
     def observe(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
-        """Count the nodes of verified trees whose parent was accepted. paths: accepted nodes of each, the root first."""
-        if sum(map(len, trees)) <= self.FEW_NODES:
-            self._observe_few(trees, paths)
-            return
-        packed, lengths = pack_trees(trees), np.array(list(map(len, paths)), dtype=np.int64)
-        accepted = np.zeros(len(packed.batch.tokens), np.bool_)
-        accepted[np.repeat(packed.batch.firsts, lengths) + np.fromiter(chain.from_iterable(paths), np.int64)] = True
-        numbers, is_counted = self._numbers(trees, packed), accepted[packed.above] & (packed.depths > 0)
-        self._verified += np.bincount(numbers[is_counted], minlength=len(self._prior))
-        self._accepted += np.bincount(numbers[is_counted & accepted], minlength=len(self._prior))
-
-    def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
-        """Probability that each node of each tree is accepted, 1 for the root."""
-        means: Floats = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
-        ranked = means[: len(self.EDGES)]
-        ranked[:] = np.minimum.accumulate(ranked[::-1])[::-1]  # no worse score is likelier
-        few = sum(map(len, trees)) <= self.FEW_NODES
-        return self._survival_of_few(trees, means.tolist()) if few else self._survival_of_many(trees, means)
-
-    def _observe_few(self, trees: Seq[DraftTree], paths: Seq[Seq[int]]) -> None:
-        """Node by node, which takes less time than arrays while there are few nodes."""
-        for tree, path in zip(trees, paths, strict=True):
-            for node, (number, parent) in enumerate(zip(self._numbers_of(tree), tree.parents, strict=True)):
+        """Count the nodes of a step's trees whose parent was accepted. paths: accepted nodes of each, the root first."""
+        self._verified *= self.FORGETTING
+        self._accepted *= self.FORGETTING
+        for tree, path in zip(trees[: self.MAX_TREES], paths, strict=False):
+            for node, (number, parent) in enumerate(zip(self._numbers(tree), tree.parents, strict=True)):
                 if node and parent in path:
                     self._verified[number] += 1
                     self._accepted[number] += node in path
 
-    def _survival_of_few(self, trees: Seq[DraftTree], means: list[float]) -> list[Floats]:
-        """As `_observe_few`."""
-        survivals = []
+    def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
+        """Return the probability that each node of each tree is accepted, 1 for the root."""
+        true = (self.FIRST_TRUE + self._accepted.sum()) / (self.FIRST_CLAIMS + self._verified @ self._claims)
+        prior = self.PRIOR_NODES * min(float(true), 1.0) * self._claims
+        means: Floats = (self._accepted + prior) / (self._verified + self.PRIOR_NODES)
+        ranked = means[: len(self.EDGES)]
+        ranked[:] = np.minimum.accumulate(ranked[::-1])[::-1]  # no worse score is likelier
+        chances, found = means.tolist(), list[Floats]()
         for tree in trees:
             survival = [1.0]
-            for number, parent in zip(self._numbers_of(tree)[1:], tree.parents[1:], strict=True):
-                survival.append(means[number] * survival[parent])
-            survivals.append(np.array(survival))
-        return survivals
+            for number, parent in zip(self._numbers(tree)[1:], tree.parents[1:], strict=True):
+                survival.append(chances[number] * survival[parent])
+            found.append(np.array(survival))
+        return found
 
-    def _numbers_of(self, tree: DraftTree) -> list[int]:
-        """`_numbers` of one tree."""
-        scores, first = tree.log_probs, len(self._edges) - 1 if tree.sampled else -1
+    def _numbers(self, tree: DraftTree) -> list[int]:
+        """Return the number of each node's mean; the root's means nothing."""
+        scores, first = tree.log_probs, len(self.EDGES) - 1 if tree.sampled else -1
         pairs = zip(scores, [scores[parent] for parent in tree.parents], strict=True)
-        return [first + bisect_right(self._edges, s - max(above, s) if s > -math.inf else s) for s, above in pairs]
-
-    def _survival_of_many(self, trees: Seq[DraftTree], means: Floats) -> list[Floats]:
-        """Level by level, the nodes of all trees at once, one tree behind the other."""
-        packed = pack_trees(trees)
-        survival: Floats = np.where(packed.depths > 0, means[self._numbers(trees, packed)], 1.0)
-        order, levels = np.argsort(packed.depths, kind="stable"), np.cumsum(np.bincount(packed.depths))
-        for first, end in itertools.pairwise(levels):
-            level = order[first:end]
-            survival[level] *= survival[packed.above[level]]
-        return np.split(survival, packed.batch.firsts[1:])
-
-    def _numbers(self, trees: Seq[DraftTree], packed: PackedTrees) -> Ints:
-        """The number of each node's mean; those of roots mean nothing."""
-        scores = packed.batch.log_probs
-        own = np.where(scores > -np.inf, scores - np.maximum(scores[packed.above], scores), -np.inf)
-        is_sampled = np.repeat([tree.sampled is not None for tree in trees], packed.batch.counts)
-        numbers: Ints = np.searchsorted(self.EDGES, own, side="right") - 1 + len(self.EDGES) * is_sampled
-        return numbers
-
-
-class DraftedNodes(NamedTuple):
-    """Drafted nodes, the likeliest first.
-
-    chances: to be accepted. weights: of their trees, 1 in all. places: in their trees, 1 for the likeliest drafted node.
-    """
-
-    chances: Floats
-    weights: Floats
-    depths: Ints
-    places: Ints
+        return [first + bisect_right(self.EDGES, s - max(above, s) if s > -math.inf else s) for s, above in pairs]
 
 
 class RecentTrees:
@@ -366,6 +255,7 @@ class RecentTrees:
 
     NUM_TREES, MIN_TREES = 32, 4
     FORGETTING = 0.94  # weight of a tree after the next one
+    NUM_CUTS = 16  # numbers of verified nodes that are considered
 
     def __init__(self) -> None:
         self._trees: deque[tuple[DraftTree, int]] = deque(maxlen=self.NUM_TREES)
@@ -376,19 +266,38 @@ class RecentTrees:
 
     @property
     def known_size(self) -> int:
-        """Nodes that enough of the trees could have had; 0 while there are too few."""
+        """Return how many nodes the largest trees could have had, leaving out few larger ones; 0 without any."""
         sizes = sorted((nodes for _, nodes in self._trees), reverse=True)
-        return sizes[self.MIN_TREES - 1] if len(sizes) >= self.MIN_TREES else 0
+        return sizes[min(len(sizes), self.MIN_TREES) - 1] if sizes else 0
 
-    def nodes(self, survival: SurvivalModel, most: int) -> DraftedNodes:
-        """The nodes of the trees that could have had `most` nodes; at least one tree could."""
+    def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeSize], cuts: bool) -> tuple[Floats, Floats] | None:
+        """Return how many drafted nodes of a tree are verified, and how many of these are accepted, [sizes, cuts].
+
+        Of trees of a size, those nodes are verified that are likelier than one of NUM_CUTS bounds; all without `cuts`.
+
+        Args:
+            survival: says how likely nodes are accepted.
+            most: nodes that the trees could have had at least; there must be such trees.
+            sizes: what they are cut to.
+            cuts: whether nodes may be left out.
+
+        Returns:
+            None if no tree has a drafted node.
+        """
         trees = [tree for tree, nodes in self._trees if nodes >= most]
         weights = self.FORGETTING ** np.arange(len(trees) - 1, -1, -1)
         chances = survival.survival(trees)
-        places = [np.argsort(np.argsort(-own, kind="stable")) for own in chances]
-        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
+        places = np.concatenate([np.argsort(np.argsort(-own, kind="stable")) for own in chances])
         depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        order = np.argsort(-np.concatenate(chances), kind="stable")
+        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
+        chance = np.concatenate(chances)
+        order = np.argsort(-chance, kind="stable")
         order = order[depths[order] > 0]
-        places_of: Ints = np.concatenate(places)[order]
-        return DraftedNodes(np.concatenate(chances)[order], of_trees[order], depths[order], places_of)
+        if not len(order):
+            return None
+        nodes, levels = np.array(sizes).T[:, :, None]
+        shares = of_trees[order] * ((places[order] < nodes) & (depths[order] <= levels))  # [sizes, nodes]
+        ends = np.unique(
+            np.linspace(0, len(order) - 1, self.NUM_CUTS + 1).astype(np.int64)[1:] if cuts else [len(order) - 1]
+        )
+        return np.cumsum(shares, 1)[:, ends], np.cumsum(shares * chance[order], 1)[:, ends]

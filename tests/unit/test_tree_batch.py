@@ -82,16 +82,13 @@ def test_cut_arrays_equal_cut_trees(has_sources: bool, rng: random.Random) -> No
     assert cut_trees(found, np.array([is_kept for own in kept for is_kept in own[1:]], dtype=np.bool_)) == expected
 
 
-def test_many_nodes_are_learned_from_as_few(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survival_is_learned_alike_from_tuples_and_arrays(rng: random.Random) -> None:
     found, trees = mixed(some_trees(rng, 6), rng)
-    few, many = SurvivalModel(), SurvivalModel()
-    monkeypatch.setattr(few, "FEW_NODES", 10**9)
-    monkeypatch.setattr(many, "FEW_NODES", 0)
-    for _ in range(3):
-        few.observe(trees, [tree.path(len(tree) - 1) for tree in trees])
-        many.observe(found, [tree.path(len(tree) - 1) for tree in trees])
-    for one, other in zip(few.survival(trees), many.survival(found), strict=True):
-        assert np.allclose(one, other)
+    one, other = SurvivalModel(), SurvivalModel()
+    for model, own in ((one, trees), (other, found)):
+        model.observe(own, [tree.path(len(tree) - 1) for tree in trees])
+    for a, b in zip(one.survival(trees), other.survival(found), strict=True):
+        assert np.allclose(a, b)
 
 
 def test_trees_without_nodes_have_no_arrays() -> None:

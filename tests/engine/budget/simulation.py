@@ -58,11 +58,10 @@ class Simulation:
     def budget(self, remote: bool = False) -> AdaptiveDraftBudget:
         """A budget that was warmed up under the present costs. remote: the drafter could not be timed."""
         sizes = (1, 4, 16, 64, 256)
-        verify = CostModel(sizes, [self.fixed + self.row * rows for rows in sizes], rate=0.1)
-        first, level = (CostModel(sizes, [seconds] * len(sizes), rate=0.5) for seconds in (self.draft, 0.0))
-        if remote:
-            first, level = CostModel((), (), rate=0.5), CostModel((), (), rate=0.5)
-        return AdaptiveDraftBudget(CHAINS, verify, DraftCosts(first, level, CHAINS.top_k), remote, self.context_token)
+        verify = CostModel(sizes, [self.fixed + self.row * rows for rows in sizes])
+        first, level = (CostModel(sizes, [seconds] * len(sizes)) for seconds in (self.draft, 0.0))
+        draft = DraftCosts(None, None, CHAINS.top_k) if remote else DraftCosts(first, level, CHAINS.top_k)
+        return AdaptiveDraftBudget(CHAINS, verify, draft, remote, self.context_token)
 
     def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The nodes that most requests got, step by step; 1 where only scouts have trees."""
@@ -81,8 +80,8 @@ class Simulation:
         for sizes in chosen:  # the same size for all but scouts
             drafting = Counter(size for size in sizes.values() if size.depth)
             assert len(drafting) <= 2
-            assert drafting.total() == self.batch or drafting.total() <= AdaptiveDraftBudget.MAX_SCOUTS
-            assert len(drafting) < 2 or drafting[max(drafting)] <= AdaptiveDraftBudget.MAX_SCOUTS
+            assert drafting.total() == self.batch or drafting.total() <= AdaptiveDraftBudget.MAX_TREES
+            assert len(drafting) < 2 or drafting[max(drafting)] <= AdaptiveDraftBudget.MAX_TREES
             assert all(size.depth < size.nodes for size in drafting)
             usual_sizes.append(Counter(min(size.nodes, size.depth + 1) for size in sizes.values()).most_common(1)[0][0])
         return usual_sizes

@@ -126,8 +126,8 @@ def priced_engine(
     scheduler = Scheduler(config, TREE, target.eos_ids)
     if budget is None:
         sizes = (1, 4, 16, 64)
-        verify = CostModel(sizes, [backend.seconds(rows) for rows in sizes], rate=0.1)
-        free = CostModel((1, 32), (0.0, 0.0), rate=0.5)
+        verify = CostModel(sizes, [backend.seconds(rows) for rows in sizes])
+        free = CostModel((1, 32), (0.0, 0.0))
         budget = AdaptiveDraftBudget(TREE, verify, DraftCosts(free, free, TREE.top_k))
     return Engine(scheduler, draft_manager, runner, 256, budget, backend.clock)
 

@@ -1,6 +1,7 @@
 """The size of draft trees under made-up costs: it follows what nodes cost and what they yield."""
 
 import itertools
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.api.request import Request
-from eyas.engine.draft_budget import AdaptiveDraftBudget, Credit, Plan
+from eyas.engine.draft_budget import AdaptiveDraftBudget, Choice
 from eyas.engine.draft_costs import CostModel, DraftCosts, StepTimes, SurvivalModel, TreeSize
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
@@ -17,7 +18,7 @@ from eyas.sampling.acceptance import VerifyOutput
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.strategies import trees
 
-SHARE = Credit.SHARE
+SHARE = AdaptiveDraftBudget.TRY_SHARE
 
 
 @pytest.mark.parametrize(("row", "expected"), [(0.0, NODES), (10.0, 1)])
@@ -117,15 +118,15 @@ def test_what_is_verified_is_about_the_best(row: float, batch: int) -> None:
     budget = simulation.budget()
     simulation.sizes(budget, 100)
     best = min(simulation.expected_seconds_per_token(nodes) for nodes in range(1, NODES + 1))
-    assert best > 0.9 * simulation.seconds_per_token(budget, 300), "what yields less than FIRST_MARGIN is not begun"
+    assert best > 0.85 * simulation.seconds_per_token(budget, 300), "what yields less than MARGIN is not begun"
 
 
 def test_a_tree_pays_for_its_rows_alone_among_others_without() -> None:
-    lone, among = Simulation(row=0.1, draft=0.1), Simulation(row=0.1, draft=0.1, others=15)
-    large, small = (usual(each.sizes(each.budget(), 600)[-200:]) for each in (lone, among))
-    assert small <= 5 < large
+    among = Simulation(row=0.1, draft=0.1, others=15)
+    budget = among.budget()
+    among.sizes(budget, 300)
     best = min(among.expected_seconds_per_token(nodes) for nodes in range(1, NODES + 1))
-    assert best > 0.98 * among.expected_seconds_per_token(small)
+    assert best > 0.98 * among.seconds_per_token(budget, 300)
 
 
 def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
@@ -152,14 +153,10 @@ def test_all_sequences_draft_after_a_step_of_scouts() -> None:
     assert [size > 1 for size in simulation.sizes(simulation.budget(), 20)] == [False] + [True] * 20
 
 
-def test_scouts_are_as_many_as_cost_little_more_than_one() -> None:
-    budget = Simulation(batch=64).budget()
-    names = [f"{i}" for i in range(64)]
-    assert sum(size.depth > 0 for size in budget.choose(names, NODES).values()) == 8
-    budget, sizes, costs = Simulation(batch=64).budget(), (1, 4, 64), [0.1, 0.2, 0.3]
-    budget._draft = DraftCosts(CostModel(sizes, costs, 0.5), CostModel(sizes, costs, 0.5), 1)
-    chosen = budget.choose(names, NODES)
-    assert [name for name in names if chosen[name].depth] == ["0"]
+@pytest.mark.parametrize(("draft", "count"), [(0.1, 8), (0.6, 1)])
+def test_as_many_sequences_try_as_cost_half_a_step_at_most(draft: float, count: int) -> None:
+    sizes = Simulation(draft=draft, batch=64).budget().choose([f"{i}" for i in range(64)], NODES)
+    assert sum(size.depth > 0 for size in sizes.values()) == count
 
 
 def test_no_tree_is_larger_than_a_step_allows() -> None:
@@ -183,10 +180,10 @@ def test_a_pause_of_the_machine_is_not_a_cost_of_rows() -> None:
 def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     """A budget whose rows cost `row`, beside `step` seconds of a step."""
     sizes = (1, 4, 16, 64, 256)
-    verify = CostModel(sizes, [step + row * rows for rows in sizes], rate=0.1)
-    free = CostModel(sizes, [0.0] * len(sizes), rate=0.5)
+    verify = CostModel(sizes, [step + row * rows for rows in sizes])
+    free = CostModel(sizes, [0.0] * len(sizes))
     budget = AdaptiveDraftBudget(CHAINS, verify, DraftCosts(free, free, 1))
-    budget._plan = Plan(TreeSize(NODES, NODES - 1), rate=1.0)
+    budget._choice, budget.is_on = Choice(TreeSize(NODES, NODES - 1), rate=1.0), True
     return budget
 
 
@@ -218,10 +215,11 @@ def test_no_other_number_of_nodes_yields_more(drafted: list[DraftTree], row: flo
 
 def test_survival_follows_what_was_verified() -> None:
     model = SurvivalModel()
+    for _ in range(9):
+        model.observe([LIKELY, UNLIKELY], [(0, 1, 2, 3), (0, 1)])
     (claimed,) = model.survival([LIKELY])
     assert claimed[1:4] == pytest.approx([0.95] * 3, abs=0.05)
     for _ in range(100):
-        model.forget()
         model.observe([LIKELY, UNLIKELY], [(0,), (0,)])
     likely, unlikely = model.survival([LIKELY, UNLIKELY])
     assert (likely[1:] < 0.2).all()
@@ -231,7 +229,6 @@ def test_survival_follows_what_was_verified() -> None:
 def test_survival_is_learned_below_accepted_parents_alone() -> None:
     model, tree = SurvivalModel(), DraftTree.chain(range(4))
     for step in range(300):
-        model.forget()
         model.observe([tree], [(0, 1) if step % 2 else (0,)])
     (survival,) = model.survival([tree])
     assert survival.tolist() == pytest.approx([1, 1 / 3, 1 / 9, 1 / 27], abs=0.08)
@@ -260,18 +257,6 @@ def test_bad_stretches_that_come_back_cost_little() -> None:
     assert simulation.now / simulation.tokens <= simulation.expected_seconds_per_token(1) / 0.98
 
 
-def test_a_long_time_between_steps_hides_no_cost() -> None:
-    """The first rounds of a drafter apart end while chunks go out, and it seems to cost nothing."""
-    simulation = Simulation(draft=1.5, row=0.05, gap=0.1)
-    budget = simulation.budget(remote=True)
-    simulation.sizes(budget, 20)
-    known = budget._draft.at(1, TreeSize(NODES, NODES - 1))
-    simulation.gap = 1.4
-    simulation.sizes(budget, 10)
-    assert known == pytest.approx(1.4, rel=0.1)
-    assert budget._draft.at(1, TreeSize(NODES, NODES - 1)) == pytest.approx(known, rel=0.4)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_what_single_trees_yield_is_estimated_without_bias(seed: int) -> None:
     """It is far from the mean, and is seen in one step of four."""
@@ -290,7 +275,7 @@ def test_trees_that_requests_keep_small_say_little_of_others(kind: str) -> None:
     assert usual(simulation.sizes(simulation.budget(), 200)[-100:]) == NODES
     setattr(simulation, kind, 5)
     budget = simulation.budget()
-    assert usual(simulation.sizes(budget, 200)[-100:]) == NODES
+    assert usual(simulation.sizes(budget, 200)[-100:]) > 4
     whole = [tree for tree, most in budget._recent._trees if most == NODES]
     assert len(whole) >= budget._recent.MIN_TREES
     assert {len(tree) for tree in whole} == {NODES}
@@ -320,14 +305,6 @@ def test_the_least_of_the_first_times_between_steps_counts() -> None:
     assert budget._step_s(1) == pytest.approx(1.0 + 0.5 + 0.25)
 
 
-def test_host_work_in_a_step_hides_no_draft() -> None:
-    """Commits and schedules come after the trees: while they last, the engine waits for no draft."""
-    budget = Simulation(draft=0.5).budget(remote=True)
-    budget._observe_others(0.1, 0.2)
-    assert budget._with_hidden(0.5, 0.1, 0.0) == 0.5
-    assert budget._with_hidden(0.5, 0.3, 0.0) == pytest.approx(0.7)
-
-
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.8, 0.97])
 def test_trees_are_never_slower_than_plain_decoding(batch: int, right: float) -> None:
@@ -340,22 +317,31 @@ def test_trees_are_never_slower_than_plain_decoding(batch: int, right: float) ->
 
 
 def test_a_useless_drafter_stops_within_few_steps() -> None:
-    """Four plain steps are lost at first, and a tree more."""
+    """Little is lost at first, and a tree more."""
     simulation = Simulation(row=0.3, draft=1.0, right=0.0, batch=8)
     simulation.sizes(simulation.budget(), 64)
     plain = simulation.fixed + simulation.row * simulation.batch
-    assert simulation.now <= (64 + 1 + Credit.FIRST) * plain + simulation.draft + simulation.row * 8 * NODES
+    assert simulation.now <= (64 + 1 + 4.0) * plain + simulation.draft + simulation.row * 8 * NODES
 
 
-@given(st.lists(st.tuples(st.floats(-3, 3), st.booleans()), max_size=200))
-def test_credit_bounds_what_trees_lose(steps: list[tuple[float, bool]]) -> None:
-    """All losses are within all gains, the first credit, the share of plain steps, and the step that ended it."""
-    credit, lost, num_plain = Credit(), 0.0, 0
-    for gain, pays in steps:
-        if credit.is_stopped:
-            num_plain += 1
-            credit.earn(1.0)
-        else:
-            lost -= gain
-            credit.add(gain, pays)
-    assert lost <= Credit.FIRST + Credit.SHARE * num_plain + 3 + 1e-6
+def test_a_first_claim_is_believed_in_part_until_it_comes_true() -> None:
+    """Scores of lookups only rank. A few nodes that are rejected lower what all other scores claim."""
+    model, chain = SurvivalModel(), DraftTree.chain(range(4))
+    first = model.survival([UNLIKELY, chain])
+    model.observe([chain] * 4, [(0,)] * 4)
+    assert model.survival([UNLIKELY])[0][1] < 0.8 * first[0][1]
+    assert first[1][1] < 0.8, "it claims nearly 1"
+
+
+def test_a_change_of_mind_is_logged_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(row=0.05, draft=0.5)
+    budget = simulation.budget()
+    with caplog.at_level(logging.INFO):
+        simulation.sizes(budget, 100)
+        simulation.right = 0.0
+        simulation.sizes(budget, 60)
+    on, off = caplog.messages[0], caplog.messages[1]
+    assert on.startswith("drafts for 1 sequences, whose steps would take")
+    assert "are on: they yield" in on
+    assert "are off; will try again in" in off
+    assert len(caplog.messages) < 8

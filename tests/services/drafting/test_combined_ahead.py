@@ -11,7 +11,7 @@ from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, Tre
 from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.engine.draft_budget import Credit
+from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from tests import reference
@@ -48,9 +48,8 @@ def test_combined_trees_sent_ahead_change_no_token(
         return tree
 
     monkeypatch.setattr(PreparedTrees, "take", counted)
-    monkeypatch.setattr(Credit, "FIRST", 1e6)  # a random head would soon draft no more
-    monkeypatch.setattr(Credit, "MOST", 1e6)
-    monkeypatch.setattr(Credit, "RESTART", 1e6)
+    monkeypatch.setattr(AdaptiveDraftBudget, "_stop", lambda *args: None)  # a random head would soon draft no more
+    monkeypatch.setattr(AdaptiveDraftBudget, "_wait", lambda *args: None)
     monkeypatch.setattr(PreparedTrees, "MIN_DRAFTED", 1)
     monkeypatch.setattr("eyas.drafters.combined.MIN_CLAIM", 0.5)
     heads = {"dspark": lambda: tiny_block_head(method, tiny_target), "eagle3": lambda: tiny_head, "lookahead": lambda: ""}
