@@ -137,7 +137,7 @@ class RemoteDrafter:
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
         self._prepared, self._num_missed = PreparedTrees(), dict[str, int]()  # the latter: a session's steps without a tree
-        self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
+        self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic(); `_changed` guards it
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
         self._method, self.needs_samples = "", False  # of the drafter that was connected last
@@ -164,7 +164,9 @@ class RemoteDrafter:
 
     def can_draft(self, session: str) -> bool:
         """Whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
-        return self.connected and not self.breaker.backing_off and self._refused.get(session, 0.0) <= time.monotonic()
+        with self._changed:
+            refused_until = self._refused.get(session, 0.0)
+        return self.connected and not self.breaker.backing_off and refused_until <= time.monotonic()
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """See Drafter."""
@@ -321,7 +323,8 @@ class RemoteDrafter:
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._stream, self._method, self.needs_samples = stream, info.method, info.needs_samples
-        self._refused.clear()
+        with self._changed:
+            self._refused.clear()
         try:
             for message in call:
                 self._receive(convert.draft_response_from_proto(message))
@@ -386,11 +389,12 @@ class CircuitBreaker:
 
     It opens after `max_failures` failures in a row: lost requests, and replies with invalid trees. After `reset_s` seconds
     one request may try again: an answer closes the circuit, a failure opens it for twice as long as before, up to
-    MAX_BACKOFF_S.
+    MAX_BACKOFF_S. The engine's thread and the connection's both report; `_lock` guards all that changes.
     """
 
     def __init__(self, max_failures: int, reset_s: float) -> None:
         self.state = "closed"
+        self._lock = threading.Lock()
         self._max_failures = max_failures
         self._reset_s = reset_s
         self._num_failures = 0
@@ -405,28 +409,35 @@ class CircuitBreaker:
 
     def admits(self, wants_trees: bool) -> bool:
         """Whether to send a request now; only one that wants trees may try a drafter that failed."""
-        if self.state == "open" and wants_trees and not self.backing_off:
-            self.state = "half-open"
-        return self.state != "open"
+        with self._lock:
+            if self.state == "open" and wants_trees and not self.backing_off:
+                self.state = "half-open"
+            return self.state != "open"
 
     def succeeded(self) -> None:
         """Close the circuit."""
-        self._before_success = (self.state, self._num_failures, self._backoff_s)
-        self.state, self._num_failures, self._backoff_s = "closed", 0, self._reset_s
+        with self._lock:
+            self._before_success = (self.state, self._num_failures, self._backoff_s)
+            self.state, self._num_failures, self._backoff_s = "closed", 0, self._reset_s
 
     def failed(self) -> None:
         """Count a lost request; open the circuit if it was one too many."""
+        with self._lock:
+            self._fail()
+
+    def rejected(self) -> None:
+        """Count the last success as a failure: the answer is invalid. A request that failed counts once."""
+        with self._lock:
+            if self._before_success is not None:
+                self.state, self._num_failures, self._backoff_s = self._before_success
+                self._fail()
+
+    def _fail(self) -> None:
         self._before_success = None
         self._num_failures += 1
         if self.state == "half-open" or self._num_failures >= self._max_failures:
             self.state, self._open_until = "open", time.monotonic() + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, max(MAX_BACKOFF_S, self._reset_s))
-
-    def rejected(self) -> None:
-        """Count the last success as a failure: the answer is invalid. A request that failed counts once."""
-        if self._before_success is not None:
-            self.state, self._num_failures, self._backoff_s = self._before_success
-            self.failed()
 
 
 @dataclass(frozen=True, eq=False)
