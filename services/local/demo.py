@@ -16,7 +16,7 @@ from eyas.services.lifecycle import is_loopback
 from eyas.services.local.cluster import CONFIG_TYPES, Cluster, ServiceSettings, assign, running_cluster
 from eyas.services.router.http.drafter_kill import KILL_SIGNAL, SUPERVISOR_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples" / "configs" / "local"
 WARM_UP_PROMPT = "class Cache:\n    def __init__(self, size):\n        self.size = size\n        self.entries = {}\n"
 WARM_UP_TOKENS = 96

@@ -104,7 +104,7 @@ class RequestSpan:
                 "gen_ai.usage.output_tokens": self.num_output_tokens,
                 "gen_ai.usage.cache_read.input_tokens": sum(total.num_cached_tokens for total in totals),
                 "gen_ai.response.finish_reasons": [str(last.chunk.finish_reason) for last in self.last_chunks],
-                "eyas.api.request.id": request.id,
+                "eyas.request.id": request.id,
                 "eyas.verify_steps": sum(stat.num_verify_steps for stat in stats),
                 "eyas.accepted_tokens": sum(stat.num_accepted for stat in stats),
             }

@@ -86,7 +86,7 @@ class VerifierTelemetry:
         request: with the id that the engine knows. trace: trace context of the caller.
         """
         tracer = self._telemetry.tracer
-        attributes = {"eyas.api.request.id": request.id, "gen_ai.request.model": self._model}
+        attributes = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
         span = tracer.start_span("serve", context_of(trace), SpanKind.SERVER, attributes)
         own = self._traces[request.id] = RequestTrace(tracer, span, self._telemetry.config.step_span_ratio)
         status = grpc.StatusCode.OK

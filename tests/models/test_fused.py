@@ -373,7 +373,7 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
 @pytest.mark.parametrize("name", ["qwen-2", "qwen-3", "phi-3", "mixtral", "qwen-3-moe", "gemma-2", *GEMMA_4])
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
-    monkeypatch.setattr("eyas.models.target.optimize_for_cpu", lambda *_: None)  # weights stay plain, as on a GPU
+    monkeypatch.setattr("eyas.models.loading.optimize_for_cpu", lambda *_: None)  # weights stay plain, as on a GPU
     if name in GEMMA_4:
         target = gemma_4(name, tmp_path)
     else:

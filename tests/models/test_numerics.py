@@ -58,7 +58,7 @@ def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_
 
 @pytest.mark.parametrize("name", ["llama-3", "llama-tied", "gemma-2", "gemma-4", "hunyuan-moe", "gpt-2", "mixtral"])
 def test_logits_that_nothing_scales_are_written_in_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.models.target.optimize_for_cpu", lambda *_: None)  # the head stays as on a GPU
+    monkeypatch.setattr("eyas.models.loading.optimize_for_cpu", lambda *_: None)  # the head stays as on a GPU
     kind, settings = FAMILIES[name]
     target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.bfloat16), "bfloat16")
     expected, room = logits_of(target), torch.empty(50, target.vocab_size)

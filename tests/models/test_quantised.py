@@ -108,7 +108,7 @@ def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monke
             if name.endswith(layers):
                 module.__class__ = OpaqueLinear
 
-    monkeypatch.setattr("eyas.models.target.optimize_for_cpu", make_opaque)
+    monkeypatch.setattr("eyas.models.loading.optimize_for_cpu", make_opaque)
     target = load_target(tiny_target, aux_hidden_state_layers=(0, 1, FINAL_NORM_OUTPUT))
     fused = target.model.model.layers[0].forward.__self__
     assert [type(product) for product in fused._gate_up] == [OpaqueLinear] * 2

@@ -252,8 +252,8 @@ def test_torch_takes_one_thread_where_kernels_can_run(
     monkeypatch.delenv("OMP_NUM_THREADS")
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("eyas.device.transfer.num_cores", lambda: cores)
-    monkeypatch.setattr("eyas.device.transfer.has_numba", lambda: True)
+    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: cores)
+    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
     torch.set_num_threads(3)
     try:
         use_threads(threads, *placements)
@@ -279,8 +279,8 @@ def test_a_number_of_threads_below_0_is_refused() -> None:
 )
 def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("eyas.device.transfer.num_cores", lambda: 2)
-    monkeypatch.setattr("eyas.device.transfer.has_numba", lambda: True)
+    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: 2)
+    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
     torch.set_num_threads(3)
     try:
         assert CliRunner().invoke(app, [*arguments, "--model", "nowhere", "--device", "cpu"]).exit_code

@@ -12,7 +12,7 @@ import torch
 
 from eyas.engine.runner import BatchInvariantRunner
 from eyas.errors import ConfigError
-from eyas.models import target
+from eyas.models import loading
 from eyas.models.backends.attention_metadata import Tiling, bucket_shape, count_parts, has_room
 from eyas.models.backends.cuda import FixedProducts, KernelBackend, check_batch_invariance, check_kernels
 from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
@@ -40,11 +40,11 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
     """A target whose layers run as they do on CUDA, kernel by kernel, on the CPU."""
     folder = write_target(tmp_path_factory.mktemp("shallow"), layers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "optimize_for_cpu", lambda *_: None)  # products are those of torch
+        patch.setattr(loading, "optimize_for_cpu", lambda *_: None)  # products are those of torch
         patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
         patch.setattr("eyas.models.backends.cuda.CHECKED_PROMPT", 20)
         fixed_products(patch)
-        yield target.load_target(str(folder))
+        yield loading.load_target(str(folder))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError, Unavailable
-from eyas.models import target as target_module
+from eyas.models import loading as loading_module
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
 from eyas.models.backends.cuda import KernelBackend, build_backend, plan_backend, release_backend
@@ -236,7 +236,7 @@ def run_worker_of(folder: str, info: RankInfo) -> None:
 
 def be_a_wrong_rank(folder: str, info: RankInfo) -> None:
     """A rank that cannot fuse layers, and whose kernels give other logits in its part of the vocabulary."""
-    target_module.fuse_layers = lambda model: False  # type: ignore[attr-defined]
+    loading_module.fuse_layers = lambda model: False  # type: ignore[attr-defined]
     right = KernelBackend.forward
 
     def doubled(backend: KernelBackend, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:

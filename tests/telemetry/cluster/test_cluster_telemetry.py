@@ -49,7 +49,7 @@ def test_one_trace_goes_from_an_http_client_through_all_services(run: Watched) -
     assert (attempt.span.parent_span_id, serve.span.parent_span_id) == (request.span.span_id, attempt.span.span_id)
     assert {span.name for span in spans if span.span.parent_span_id == serve.span.span_id} == ENGINE_SPANS
     assert {span.service for span in spans} == {"eyas-router", "eyas-verifier", "eyas-draft"}
-    assert request.attributes["eyas.api.request.id"] == "cmpl-web"
+    assert request.attributes["eyas.request.id"] == "cmpl-web"
     lines = [json.loads(line) for line in run.logs["router"] if line.startswith("{")]
     [ended] = [line for line in lines if line.get("request_id") == "cmpl-web"]
     assert (ended["trace_id"], ended["status"]) == (HTTP_TRACE_ID, "OK")
@@ -82,12 +82,12 @@ def test_the_request_span_has_parameters_and_results(run: Watched) -> None:
     attributes = named(run.collector.trace(TRACE_ID), "text_completion demo").attributes
     assert (attributes["gen_ai.usage.output_tokens"], attributes["gen_ai.request.temperature"]) == (48, 0.8)
     assert attributes["eyas.accepted_tokens"] + attributes["eyas.verify_steps"] + 1 == 48
-    assert attributes["eyas.api.request.id"] == "drafted"
+    assert attributes["eyas.request.id"] == "drafted"
 
 
 def test_a_refused_request_is_a_failed_span_and_counts(run: Watched) -> None:
     assert run.refusal is not None
-    spans = [span for span in run.collector.spans if span.attributes.get("eyas.api.request.id") == "refused"]
+    spans = [span for span in run.collector.spans if span.attributes.get("eyas.request.id") == "refused"]
     assert [span.attributes["error.type"] for span in spans] == [run.refusal.name] == ["INVALID_ARGUMENT"]
     assert 'status="INVALID_ARGUMENT"' in run.metrics["router"]
 
