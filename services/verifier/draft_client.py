@@ -212,9 +212,11 @@ class RemoteDrafter:
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
                     self._num_missed[context.session] = 0
             wanting = [i for i, context in enumerate(contexts) if context.budget.wants_tree]
-            missing = [i for i in wanting if pending.drafts[i] is None and contexts[i].proposal == "deterministic"]
+            missing = [i for i in wanting if pending.drafts[i] is None]
             waits = len(missing) >= WAITED_SHARE * len(wanting)
             for i in missing:
+                if contexts[i].proposal == "sampled":  # always waited for: under rejection sampling the text depends on it
+                    continue
                 session = contexts[i].session
                 self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
                 if self._num_missed[session]:

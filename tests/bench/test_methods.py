@@ -143,7 +143,7 @@ def test_a_run_without_matplotlib_says_what_is_missing(
     options = f"--model {tiny_target} --prompts {tmp_path}/prompts.jsonl --max-tokens 3 --out {tmp_path} --temperature 0"
     result = CliRunner().invoke(app, ["bench", "methods", *options.split(), "--method", "prompt_lookup"])
     assert result.exit_code == 0, result.output
-    assert "no picture: the chart needs matplotlib" in result.output
+    assert "no picture: the chart needs the package matplotlib" in result.output
     assert list(tmp_path.glob("*-methods-*.md"))
 
 

@@ -52,7 +52,7 @@ def test_a_run_writes_what_it_measured(tmp_path: Path) -> None:
     path, key, body = server.bodies[0]
     assert (path, key, body["model"], body["max_tokens"]) == ("/v1/chat/completions", "Bearer k", "words", 8)
     assert body["return_speculation"] is True
-    assert "6 requests" in result.stderr
+    assert "requests: 0 of 6" in result.stderr
 
 
 def test_other_servers_get_no_fields_of_eyas() -> None:

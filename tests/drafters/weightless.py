@@ -60,7 +60,7 @@ def drafter_of(method: str, tree: TreeConfig = TREE, config: DraftingConfig = CO
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
         if method.startswith(("dspark", "dflash")):
-            return BlockDrafter(block_head(method), tree, config, capture, is_ahead=True)
+            return BlockDrafter(block_head(method), tree, config, capture)
         if "eagle" in method:
             plan = StaticTree(MethodsConfig().eagle1.tree_choices, META) if method == "eagle1" else None
             return EagleDrafter(eagle_head(method), tree, config, plan, capture, num_grown_slots=1000)

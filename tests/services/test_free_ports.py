@@ -11,7 +11,8 @@ from eyas.services.local.cluster import free_port
 # Few enough that ports drawn without a memory would repeat.
 PORTS = (20_000, 20_064)
 ASK = (
-    "from eyas.services import cluster as c; c.SERVICE_PORTS = (20_000, 20_064); print(*(c.free_port() for _ in range(20)))"
+    "from eyas.services.local import cluster as c; c.SERVICE_PORTS = (20_000, 20_064); "
+    "print(*(c.free_port() for _ in range(20)))"
 )
 
 

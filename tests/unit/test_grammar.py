@@ -324,7 +324,7 @@ def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler)
 
 
 EXIT = """
-from eyas import grammar
+from eyas.grammar import compiler as grammar
 from eyas.grammar.timed_calls import BoundedCalls
 from eyas.errors import InvalidRequest
 from eyas.api.request import StructuredOutputs

@@ -16,7 +16,7 @@ from eyas.protocol.commit import KnownLogitBias, TreeBudget
 from eyas.protocol.tree import DraftTree, TreeBatch
 from tests.drafters.lookup.corpora import commit, grown
 
-lookups = pytest.importorskip("eyas.kernels.cpu.lookups", reason="numba is not installed")
+lookups = pytest.importorskip("eyas.drafters.lookup.compiled", reason="numba is not installed")
 
 TOKENS = st.sampled_from([0, 1, 2, 9, 150_000])
 CONFIGS = st.builds(

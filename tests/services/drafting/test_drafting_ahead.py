@@ -25,7 +25,6 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     )
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     assert isinstance(drafter, DraftAheadDrafter)
-    drafter._demand.clock = float  # time stands still: whether another level pays does not depend on this machine
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle, prepared = session("a", 9), list[DraftResponse](), list[int](), list[DraftResponse]()
     work = drafter.draft_ahead
