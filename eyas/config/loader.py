@@ -1,4 +1,4 @@
-"""Reading configuration from YAML files and --set assignments, and the checks that configuration classes share.
+"""Reads configuration from YAML files and --set assignments.
 
 pydantic and yaml are imported only by the functions that read.
 """

@@ -1,4 +1,4 @@
-"""What this process may use and what it keeps: cores, kernels, and freed memory where malloc is glibc's.
+"""The host's cores, numba, and the freed memory that this process keeps where malloc is glibc's.
 
 Between two steps a process that computes on the CPU keeps what it frees, and a service gives it back from time to time.
 By default every thread has a heap of its own, and large blocks go back to the kernel at once, which clears them again.

@@ -1,7 +1,4 @@
-"""Moves numbers to a device and back, turns tensors into bytes and back, and moves their memory to huge pages.
-
-A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB (docs/decisions/0025-huge-pages.md).
-"""
+"""Moves numbers to a device and back, and turns tensors into bytes and back."""
 
 from __future__ import annotations
 

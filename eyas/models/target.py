@@ -1,8 +1,8 @@
 """The target model: any causal LM of transformers whose layers all attend, run over packed rows with our attention.
 
-No list of model names decides what is supported: a forward pass without weights shows what an architecture needs. What a
-family of models needs from Eyas goes into `_adapt` and into the tables below. Legend: R packed rows, N rows whose logits
-are computed, V vocabulary, C hidden width, T layers whose hidden states are collected.
+No list of model names decides what is supported: a forward pass without weights shows what an architecture needs
+(`supported`), and `loading` adapts families. Legend: R packed rows, N rows whose logits are computed, V vocabulary, C hidden
+width, T layers whose hidden states are collected.
 """
 
 from __future__ import annotations

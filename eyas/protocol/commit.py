@@ -1,4 +1,4 @@
-"""What a verifier and a drafter exchange in each round.
+"""Commits and answers: the values that a verifier and a drafter exchange in each round.
 
 The committed tokens of a session are t_0 .. t_n; t_n is the root of the next tree. A target that has processed
 t_0 .. t_{n-1} has features f_0 .. f_{n-1}. A drafter whose committed length is b knows t_0 .. t_{b-1} and

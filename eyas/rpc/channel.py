@@ -1,7 +1,4 @@
-"""gRPC channels and credentials: how services dial and serve each other, and prove who they are.
-
-Certificates and tokens in files are reloaded on change.
-"""
+"""gRPC channels: how services dial each other. `identity` has their credentials."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an assistant's text means: content, reasoning and tool calls, read from the formats that models write.
+"""Reads content, reasoning and tool calls from the text of an assistant, in the formats that models write.
 
 A parser takes the text in pieces of any length; the message does not depend on where the pieces end. Text that breaks its
-format is never dropped: it becomes content, or part of the arguments that it broke. `call_formats` reads each format, and
-says what becomes of a call that the end of the output cuts.
+format is never dropped: it becomes content, or part of the arguments that it broke. `tool_call_formats` reads each format,
+and says what becomes of a call that the end of the output cuts.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ def trees_from_columns(columns: Reals, roots: Sequence[int]) -> list[DraftTree]:
 
 
 def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
-    """The trees that a kernel of `cpu_kernels` wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
+    """Return the trees that kernels of the CPU wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
     (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
     return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
 

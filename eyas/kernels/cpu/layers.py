@@ -1,4 +1,4 @@
-"""What a fused layer does between its products, compiled for the CPU with numba (docs/decisions/0038-compiled-cpu.md).
+"""The work of a fused layer between its products, compiled for the CPU with numba (docs/decisions/0038-compiled-cpu.md).
 
 Small operations of torch take 3 to 20 us each, whatever they compute. A kernel here takes 1 us and its arithmetic. Arrays
 are float32 and contiguous. One thread runs, but several may share `run_layers`. A row's result does not depend on the other

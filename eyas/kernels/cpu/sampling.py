@@ -1,4 +1,4 @@
-"""Drawing, ranking and the trees of a step on the CPU, compiled with numba, and what other kernels share.
+"""Drawing, ranking and the trees of a step on the CPU, compiled with numba, and functions that other kernels share.
 
 See docs/decisions/0038-compiled-cpu.md; eyas.sampling.packed_trees has the plain way of each kernel for trees. Arrays are
 contiguous. Legend: N rows, V vocabulary, k candidates, B trees, R nodes of all of them.

@@ -1,4 +1,4 @@
-"""All fused layers of a model on the CPU, run by compiled kernels that threads can share."""
+"""Runs the fused layers of a model by compiled kernels of the CPU, which threads can share."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The choice of how forward passes run: plainly, through the attention kernel, or as captured CUDA graphs.
+"""Chooses and builds what runs forward passes: plain PyTorch, the attention kernel, or captured CUDA graphs.
 
 With several ranks, rank 0 plans and every rank builds what was planned. To add an attention kernel: write a function with
-the signature of `eyas.models.layers.attention.attend` and a ForwardBackend that packs for it, then extend BackendKind,
+the signature of `eyas.models.layers.attention.attend` and a ForwardBackend that packs for it, then extend `BackendKind`,
 `plan_backend` and `build_backend`.
-
-Memory of passes and graphs is computed, so that the KV cache can take a share of what they leave.
 """
 
 from __future__ import annotations
@@ -226,7 +224,7 @@ class KernelBackend:
 
 
 class FixedProducts(TorchFunctionMode):
-    """Inside the context every linear layer multiplies by `layer_kernels.linear`, whose tiles do not depend on the rows."""
+    """Inside the context every linear layer multiplies by the kernel `linear`, whose tiles do not depend on the rows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the two functions that linear layers and output heads call."""

@@ -1,4 +1,4 @@
-"""Faster forward passes on the CPU: packed linear layers, and decoder layers that run as kernels.
+"""Linear layers on the CPU whose weights are packed for faster products.
 
 Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, others as
 float32, both by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several threads, libraries

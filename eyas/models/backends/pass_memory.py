@@ -1,4 +1,4 @@
-"""Bytes that passes and captured graphs take on a GPU."""
+"""Computes the bytes of passes and captured graphs on a GPU, so that the KV cache can take a share of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What draft heads are made of: a decoder layer of the Llama kind, the fuser beside the target, the draft vocabulary.
+"""Parts that draft heads share: a decoder layer of the Llama kind, norms, rotary tables, the draft vocabulary.
 
 Legend: R rows, H draft hidden, X width of the inputs (2 H in an EAGLE-3 head's first layer), d head width, T hidden states
 that are collected, C target hidden, D draft vocabulary.

@@ -1,7 +1,7 @@
 """Experts of a fused layer: what routes rows to them and their weights, as the kernels of CUDA take them.
 
 transformers' modules stay the definition, and compute wherever kernels cannot: on the CPU, and with quantised weights that
-are not blocks of 8 bits. Over ranks each expert is split, and outputs are summed by what `tensor_parallel` has added to the
+are not blocks of 8 bits. Over ranks each expert is split, and outputs are summed by what `parallel.shards` has added to the
 module.
 """
 

@@ -1,4 +1,4 @@
-"""API keys of both listeners: who calls, what the key may do, and how much of it.
+"""API keys of both listeners: who calls, and what the key may do.
 
 A file of keys holds hashes only. A key is random, so that one SHA-256 of it cannot be turned back; passwords are no keys.
 """

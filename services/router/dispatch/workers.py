@@ -1,4 +1,4 @@
-"""The workers of a router: which are live and healthy, one channel to each, and whether the router is ready to serve."""
+"""The workers of a router: which are live and healthy, and one channel to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server, body limits, server-sent events, and the cancellation of work whose client has disconnected."""
+"""The HTTP server of a router: its listeners, its certificates, and how it drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses in blocks and events, and what bounds bodies and ends calls of clients that left."""
+"""Responses in blocks and events, limits of bodies, and the end of calls whose client has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as a translation of chats: its bodies become a ChatBody, chats become its messages and events.
+"""Bodies of Anthropic's Messages API, which become a ChatBody.
 
 The shapes are those of https://docs.anthropic.com/en/api/messages and of its streaming events.
 """
@@ -18,9 +18,6 @@ from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody, chat
 
 _PARTS = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-# Bodies
 
 
 def _to_block(text: str) -> object:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as a translation of chats: its bodies become a ChatBody, chats become its responses and events.
+"""Bodies of OpenAI's Responses API, which become a ChatBody.
 
 Responses are not stored. The shapes are those of https://platform.openai.com/docs/api-reference/responses.
 """
@@ -19,9 +19,6 @@ _PARTS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
-
-
-# Bodies
 
 
 class TextPart(StrictModel):

@@ -1,6 +1,6 @@
 """Tools in chats: their definitions, the choice among them, earlier calls, and calls in answers.
 
-`eyas.text.chat_parser` reads calls from the output, and `call_constraints` says what the output must match.
+`eyas.text.chat_parser` reads calls from the output, and `tool_constraints` says what the output must match.
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ _DELTAS = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
 _BYTES_PER_EVENT = 256  # that are kept until the message is sent, estimated
 
 
-# Responses
-
-
 @dataclass
 class MessagesWriter:
     """Writes a chat as Anthropic's message. chat: writes the chat."""

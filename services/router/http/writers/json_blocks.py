@@ -1,4 +1,4 @@
-"""JSON of responses, written in small parts from values that are made when they are written; and log-probabilities."""
+"""JSON of responses, written in small parts from values that are made when they are written."""
 
 from __future__ import annotations
 

@@ -18,9 +18,6 @@ from eyas.services.router.http.writers.openai import ResponseWriter
 _BYTES_PER_CHUNK, _BYTES_PER_VALUE = 128, 96
 
 
-# Responses
-
-
 @dataclass
 class ResponsesWriter:
     """Writes a chat as OpenAI's response. chat: writes the chat."""
