@@ -110,7 +110,15 @@ def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyP
 def children() -> list[int]:
     """The processes in which grammars are tried."""
     found = "".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
-    return [int(child) for child in found if "grammar_trial" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in found if "eyas.grammar.trial" in command_line(child)]
+
+
+def command_line(process: str) -> str:
+    """The command line of a process, empty once it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def busy_ticks() -> int:
