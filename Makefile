@@ -85,7 +85,7 @@ gpu: $(READY) ## on a machine with a GPU: its tests, kernels, prefill, steps, dr
 count: $(READY) ## files, lines, functions and class names of the code, and what two journeys through it cross
 	@$(BIN)/python -m benchmarks.scripts.count_code
 
-FAST := unit cli contract requests scheduling engine drafters acceptance
+FAST := api cache cli config device drafters engine grammar llm protocol sampling text
 test-fast: $(KERNELS) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
 	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not nightly" $(FAST:%=tests/%)
 
@@ -104,7 +104,7 @@ nightly-tests: $(KERNELS)
 	@$(CLEAN_ENV) $(BIN)/python -m pytest -q $(SHARED) -m nightly $(NIGHTLY)
 
 soak: $(KERNELS) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
-	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak
+	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.engine.soak
 
 chaos: $(KERNELS) ## kill, freeze, cut and overload services on loopback, about 5 minutes; no token may be lost; CHAOS="--minutes 60" for more
 	@$(BIN)/python -m tests.chaos $(CHAOS)
@@ -116,7 +116,7 @@ clients: $(READY) ## install other projects' clients into build/clients and run 
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 ray: $(KERNELS) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
-	@$(BIN)/python -m tests.ray.cluster.soak
+	@$(BIN)/python -m tests.services.ray.cluster.soak
 
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet

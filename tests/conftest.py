@@ -5,7 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 # Folders and files that take the longest. Those that wait for processes of their own are spread over those that compute.
 LONGEST = (
-    "tests/ray/cluster/", "tests/e2e/", "tests/acceptance/test_rejection_engine.py", "tests/models/parallel/",
-    "tests/repo/test_readme.py", "tests/deploy/running/", "tests/engine/", "tests/models/test_fused.py",
+    "tests/services/ray/cluster/", "tests/e2e/", "tests/sampling/test_rejection_engine.py", "tests/models/parallel/",
+    "tests/repo/test_readme.py", "tests/deploy/running/", "tests/engine/", "tests/models/layers/test_fused.py",
     "tests/models/heads/", "tests/chaos/", "tests/train/", "tests/models/cuda/", "tests/bench/test_gpu.py",
-    "tests/services/test_verifier_ranks.py", "tests/drafters/test_cuda_graph_trees.py", "tests/scheduling/test_soak.py",
-    "tests/repo/", "tests/services/drafting/", "tests/drafters/", "tests/unit/test_ea_model.py",
+    "tests/services/verifier/test_ranks.py", "tests/drafters/trees/test_cuda_graph_trees.py", "tests/engine/test_soak.py",
+    "tests/repo/", "tests/drafters/", "tests/llm/test_ea_model.py",
     "tests/services/test_start_failures.py", "tests/fuzz/",
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ SHARING = ("cluster", "e2e", "parallel")
 # Files that share a server of forks, which takes as long to start as a service; those of tests/e2e/ have another.
 FORKING = (
     "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
-    "tests/services/test_verifier_ranks.py", "tests/telemetry/cluster/", "tests/train/test_resume.py",
+    "tests/services/verifier/test_ranks.py", "tests/telemetry/cluster/", "tests/train/test_resume.py",
 )  # fmt: skip
 
 settings.register_profile("eyas", derandomize=True, deadline=None, max_examples=40)
@@ -40,7 +40,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start; several tests run at once
 
 # Clients of HTTP first read all public authorities, which takes longer than most tests. One is enough for servers here.
-ONE_AUTHORITY = Path(__file__).with_name("authority.pem")
+ONE_AUTHORITY = Path(__file__).parent / "support" / "authority.pem"
 os.environ["SSL_CERT_FILE"] = str(ONE_AUTHORITY)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and their children ignore it
@@ -56,7 +56,7 @@ if importlib.util.find_spec("torch"):
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a tiny random target."""
-    from tests.tiny import write_target
+    from tests.support.tiny import write_target
 
     return str(write_target(tmp_path_factory.mktemp("target")))
 
@@ -64,7 +64,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a tiny random EAGLE-3 head for `tiny_target`; an EAGLE-1 head is in its subfolder eagle1."""
-    from tests.tiny import write_eagle1_head, write_head
+    from tests.support.tiny import write_eagle1_head, write_head
 
     folder: Path = tmp_path_factory.mktemp("head")
     write_eagle1_head(folder / "eagle1")
@@ -83,9 +83,29 @@ def eagle3_llm() -> "LLM":
     return _demo_llm("models/demo/eagle3")
 
 
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """URL of a Redis that the tests of a process share."""
+    from eyas.services.local.cluster import free_port
+    from tests.support.services.redis_server import running_redis
+
+    with running_redis(free_port()) as url:
+        yield url
+
+
+@pytest.fixture
+def url(redis_url: str) -> str:
+    """URL of an empty registry."""
+    from redis import Redis
+
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+    return redis_url
+
+
 def _demo_llm(head: str | None) -> "LLM":
     from eyas import LLM
-    from tests.tiny import fixed_config
+    from tests.support.tiny import fixed_config
 
     return LLM("models/demo/target", head, engine=fixed_config(max_kv_tokens=8192), validate_head="never")
 
@@ -113,7 +133,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     """Quicken Triton's interpreter, if tests may use it."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
-        from tests.interpreter import quicken
+        from tests.support.devices.interpreter import quicken
 
         quicken()
 

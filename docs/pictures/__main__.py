@@ -24,7 +24,7 @@ from typing import Any
 from PIL import Image
 
 from eyas.services.local.cluster import free_port
-from tests.e2e.browser import Page, browser_page
+from tests.support.services.browser import Page, browser_page
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -27,7 +27,7 @@ from eyas.config import TreeConfig
 from eyas.emulation.costs import DeviceCosts
 from eyas.models.backends.base import BackendPlan
 from eyas.models.backends.cuda import plan_backend
-from tests.gpu.waits import NOTICE, WAIT, recorded_waits, waits_noted
+from tests.support.devices.waits import NOTICE, WAIT, recorded_waits, waits_noted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD = replace(llama_head(32, 48, 2), num_kv_heads=1, head_dim=16, vocab_size=64, draft_vocab_size=40, max_positions=128)

@@ -25,7 +25,7 @@ from eyas.models.heads.medusa import MedusaHead
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.methods import Case
+from tests.support.methods import Case
 
 
 def timed(seconds: float, tokens: tuple[int, ...], rounds: int = 0) -> Run:

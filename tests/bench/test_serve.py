@@ -20,7 +20,7 @@ from eyas.bench.serve import (
 )
 from eyas.cli.main import app
 from eyas.errors import ConfigError, Unavailable
-from tests.openai_server import NUM_WORDS, openai_server
+from tests.support.services.openai_server import NUM_WORDS, openai_server
 
 
 def settings(**changes: object) -> ServeSettings:

@@ -10,7 +10,7 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.loading import load_target
 from eyas.protocol.tree import DraftTree
-from tests.tiny import fixed_config
+from tests.support.tiny import fixed_config
 
 DRAFTING, FORWARD = 7.0, 11.0
 

@@ -27,7 +27,7 @@ from benchmarks.scripts.virtual_rates import (
 )
 from benchmarks.scripts.virtual_split import Settings, VirtualSplit
 from eyas.config import DraftAheadConfig
-from tests.tiny import DEMO
+from tests.support.tiny import DEMO
 
 LEVELS = (("draft_round", 4), ("draft_level", 8), ("draft_level", 8))
 DEEP = Trace("24:3", 8, (Step(1, 24, LEVELS), Step(1, 24, LEVELS)))  # type: ignore[arg-type]

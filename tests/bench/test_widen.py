@@ -31,9 +31,9 @@ from eyas.models.loading import load_target
 from eyas.progress import Progress
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.tiny import fixed_config, write_eagle1_head, write_head, write_small, write_target
-from tests.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
-from tests.tiny_medusa_hydra import config_of, tensors_of, tiny_heads
+from tests.support.tiny import fixed_config, write_eagle1_head, write_head, write_small, write_target
+from tests.support.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
+from tests.support.tiny_medusa_hydra import config_of, tensors_of, tiny_heads
 
 # Twelve heads in four groups, wider heads, more of everything.
 WIDE = Shape(96, 112, 7, 12, 4, 16, vocab_size=75, draft_vocab_size=40)

@@ -25,7 +25,7 @@ from tests.chaos.fleet import VOCAB_SIZE, build_fleet, write_models
 from tests.chaos.overload import LoadLevel, OverloadResult, OverloadSettings
 from tests.chaos.storm import MAX_GROWTH, MAX_SLOPE, StormResult, StormSettings, storm
 from tests.chaos.traffic import Counts
-from tests.memory import FEW_PRODUCTS
+from tests.support.memory import FEW_PRODUCTS
 
 # What the project promises.
 MAX_GAP_S, MIN_GOODPUT_RATIO = 2.0, 0.9

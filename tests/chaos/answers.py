@@ -12,7 +12,7 @@ from eyas import LLM
 from eyas.api.request import SamplingParams
 from eyas.config import EngineConfig
 from eyas.kernels.noise import exponential_noise
-from tests import reference
+from tests.support import reference
 
 NUM_FAMILIES = 8
 # Two scores nearer than this might swap by rounding. Requests that meet such a pair are not asked.

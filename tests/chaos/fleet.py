@@ -25,8 +25,8 @@ from eyas.rpc.channel import Peers
 from eyas.services.discovery.redis_registry import Registry
 from tests.chaos.proxy import Proxy
 from tests.chaos.services import DISK_FULL, start
-from tests.services.connections.authority import Authority, peers
-from tests.tiny import DEMO, write_head, write_target
+from tests.support.services.authority import Authority, peers
+from tests.support.tiny import DEMO, write_head, write_target
 
 # Services listen on the first address and announce the second, where their proxies listen.
 HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"

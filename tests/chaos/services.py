@@ -32,7 +32,7 @@ from eyas.services.router import __main__ as router
 from eyas.services.verifier import __main__ as verifier
 from eyas.v1 import draft_pb2
 from tests.chaos.freezing import hold_the_lock
-from tests.engine.drafters import RandomDrafter
+from tests.support.bad_drafters import RandomDrafter
 
 DISK_FULL = Path("/dev/full")
 _FORKS = multiprocessing.get_context("forkserver")

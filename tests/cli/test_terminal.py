@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
 from eyas.cli.main import app
-from tests.tiny import fixed_config
+from tests.support.tiny import fixed_config
 
 TARGET = "models/demo/target"
 DRAFTED = (TARGET, "--draft-model", "models/demo/eagle3")

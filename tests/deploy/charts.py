@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from deploy.binaries import helm
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 Object = dict[str, Any]
 # The quick one, where PyYAML is built with it.

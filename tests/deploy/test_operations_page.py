@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from tests.deploy.charts import CHART, of_kind, rendered
-from tests.repo.repository import ROOT
-from tests.telemetry.promql import names
+from tests.support.repository import ROOT
+from tests.support.services.promql import names
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

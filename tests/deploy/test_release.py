@@ -10,7 +10,7 @@ import yaml
 from deploy.notes import notes
 from eyas.cli.main import SUBCOMMANDS
 from eyas.errors import REPOSITORY, MissingPackage, install_command
-from tests.repo.repository import ROOT, files, name
+from tests.support.repository import ROOT, files, name
 
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 CHANGELOG = (

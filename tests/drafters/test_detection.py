@@ -11,10 +11,10 @@ from eyas.drafters.registry import build_drafter, build_fuser, default_method, r
 from eyas.errors import CheckpointError
 from eyas.models.heads.block import block_tensors, write_block_head
 from eyas.models.heads.block_config import Dialect
-from tests.models.heads.checkpoint_formats import CHECKPOINT_FORMATS, TINY, random_tensors, save
-from tests.tiny import write_small
-from tests.tiny_block import KINDS, random_block_head, tiny_block_head, tiny_peagle_head
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, random_tensors, save
+from tests.support.tiny import write_small
+from tests.support.tiny_block import KINDS, random_block_head, tiny_block_head, tiny_peagle_head
+from tests.support.tiny_medusa_hydra import tiny_heads
 
 DEMO = Path("models/demo")
 OF_DEMO = {

@@ -14,8 +14,8 @@ from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from tests.tiny_block import tiny_block_head
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.support.tiny_block import tiny_block_head
+from tests.support.tiny_medusa_hydra import tiny_heads
 
 TREE = TreeConfig(8, 3, 2)
 METHODS = ("eagle2", "eagle3", "dspark", "hydra", "sps")

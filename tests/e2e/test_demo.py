@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eyas.services.local.cluster import free_port
-from tests.forks import Popen
+from tests.support.services.forks import Popen
 
 # A drafter without a model, for tests of processes only.
 SETTINGS = (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from eyas.services.local.cluster import free_port
-from tests.e2e.browser import browser_page
 from tests.e2e.test_demo import LIGHT
 from tests.e2e.test_serve import ENVIRONMENT, READY
-from tests.forks import Popen
+from tests.support.services.browser import browser_page
+from tests.support.services.forks import Popen
 
 SETTINGS = (
     "verifier.draft_client.draft_timeout_s=0.2",

@@ -17,8 +17,8 @@ from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.local.cluster import free_port
 from eyas.services.verifier.draft_pool import DraftPool
-from tests.services.drafting.toy_drafting import eventually, serving
-from tests.tiny import DEMO, build_engine, fixed_config
+from tests.support.services.toy_drafting import eventually, serving
+from tests.support.tiny import DEMO, build_engine, fixed_config
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
 INFO = DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)

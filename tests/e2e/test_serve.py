@@ -27,8 +27,8 @@ from eyas.errors import ConfigError, Unavailable
 from eyas.services.local import cluster
 from eyas.services.local.cluster import assign, free_port
 from eyas.services.local.serve import plan, share_cores, with_keys
-from tests.e2e.client import generate
-from tests.forks import Popen
+from tests.support.services.forks import Popen
+from tests.support.services.grpc_client import generate
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"

@@ -29,7 +29,7 @@ from eyas.emulation.device import PassRecord
 from eyas.errors import ConfigError
 from eyas.progress import Progress
 from eyas.services.local.split import DelayingProxy, measure
-from tests.forks import forked_services
+from tests.support.services.forks import forked_services
 
 
 def record(began: float, ended: float, late: bool = False, label: str = "") -> PassRecord:

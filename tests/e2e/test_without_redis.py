@@ -11,8 +11,8 @@ from eyas.errors import Unavailable
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.local.cluster import free_port
 from eyas.services.local.demo import CONFIGS
-from tests.e2e.client import Generated, generate
-from tests.forks import Popen
+from tests.support.services.forks import Popen
+from tests.support.services.grpc_client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)
 

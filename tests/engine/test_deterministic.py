@@ -20,9 +20,9 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
-from tests.engine.drafters import RandomDrafter
-from tests.models.families import FAMILIES, VOCAB, config_of, write_model
-from tests.tiny import DEMO, fixed_config
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.families import FAMILIES, VOCAB, config_of, write_model
+from tests.support.tiny import DEMO, fixed_config
 
 ROWS = 8
 TREE = DraftTree((7, 8, 9, 10, 11, 12), (0, 0, 1, 0, 2, 4), (0.0,) * 6)

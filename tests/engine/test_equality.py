@@ -18,11 +18,11 @@ from eyas.drafters.base import Drafter
 from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from tests import reference
-from tests.drafters.lookup.corpora import write_datastore
-from tests.engine.drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
-from tests.methods import CASES, Case
-from tests.tiny import fixed_config, shared_target, token_without_numbers
+from tests.support import reference
+from tests.support.bad_drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
+from tests.support.corpora import write_datastore
+from tests.support.methods import CASES, Case
+from tests.support.tiny import fixed_config, shared_target, token_without_numbers
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

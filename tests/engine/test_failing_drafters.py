@@ -10,9 +10,9 @@ import pytest
 from eyas.api.request import Request
 from eyas.drafters.base import Draft, LocalDrafter
 from eyas.protocol.commit import Commit
-from tests import reference
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, tokens_of
-from tests.methods import CASES
+from tests.support import reference
+from tests.support.methods import CASES
 
 FAILS_AT = 3  # calls
 

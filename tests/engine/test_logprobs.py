@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from eyas.api.request import Chunk, Request, SamplingParams, TokenLogprob
-from tests import reference
-from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import make_drafter, make_engine, prompts, run, tokens_of
+from tests.support import reference
+from tests.support.bad_drafters import KnowingDrafter
 
 ASKED = SamplingParams(max_tokens=14, temperature=0.8, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 KINDS = (

@@ -21,8 +21,8 @@ from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.inputs import Segment
 from eyas.sampling.acceptance import StepOutput
-from tests import reference
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, shared_target, tokens_of
+from tests.support import reference
 
 
 def no_memory(*args: Any, **named: Any) -> Any:

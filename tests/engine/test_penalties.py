@@ -19,11 +19,11 @@ from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.logit_rules import LogitRules
-from tests import reference
-from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts, run, tokens_of
-from tests.strategies import trees
-from tests.tiny import fixed_config, shared_target
+from tests.support import reference
+from tests.support.bad_drafters import KnowingDrafter
+from tests.support.strategies import trees
+from tests.support.tiny import fixed_config, shared_target
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 NO_SLOTS = np.zeros(0, np.int64)

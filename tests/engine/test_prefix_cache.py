@@ -10,9 +10,9 @@ import torch
 from eyas.api.request import Request, SamplingParams
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
-from tests import reference
 from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
-from tests.tiny import token_without_numbers
+from tests.support import reference
+from tests.support.tiny import token_without_numbers
 
 SHARED = prompts(1, seed=9)[0]
 

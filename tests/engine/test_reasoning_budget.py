@@ -11,8 +11,8 @@ import pytest
 
 from eyas.api.request import ReasoningBudget, Request, SamplingParams, StructuredOutputs
 from eyas.text.tokenizer import load_tokenizer
-from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_structured_outputs import RECORD, case_engine, make_engine, run, target, text_of, tokens_of
+from tests.support.bad_drafters import KnowingDrafter
 
 __all__ = ["target"]  # a fixture
 

@@ -6,8 +6,8 @@ from itertools import cycle
 import pytest
 
 from eyas.api.request import Request
-from tests import reference
 from tests.engine.test_equality import BATCHES, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
+from tests.support import reference
 
 
 @pytest.mark.slow

@@ -30,11 +30,11 @@ from eyas.grammar import trial as grammar_trial
 from eyas.grammar.compiler import OutputMatchers
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.text.tokenizer import load_tokenizer
-from tests import reference
-from tests.drafters.lookup.corpora import write_datastore
-from tests.engine.drafters import RandomDrafter
-from tests.methods import KINDS_OF_DRAFTS, Case
-from tests.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
+from tests.support import reference
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.corpora import write_datastore
+from tests.support.methods import KINDS_OF_DRAFTS, Case
+from tests.support.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 RECORD = {

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from eyas.bench.report import Report, Table, number
 from tests.fuzz.servers import running_services
 from tests.fuzz.storm import REST_S, WARM_UP_SHARE, FuzzResult, FuzzSettings, storm
-from tests.memory import FEW_PRODUCTS
+from tests.support.memory import FEW_PRODUCTS
 
 MAX_GROWTH_MIB = 16.0  # as in the storm of faults
 LINE_INTERVAL = 2

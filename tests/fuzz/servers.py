@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from eyas.rpc.channel import open_sync_channel
 from eyas.services.local.cluster import Child, ServiceSettings, free_port, is_serving
-from tests.tiny import DEMO, write_head, write_target
+from tests.support.tiny import DEMO, write_head, write_target
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 32
 SECRET = "key-and-token-of-the-fuzzed-services"  # of clients at the router, and of services at each other

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.v1 import draft_pb2, generation_pb2
-from tests.forks import forked_services
 from tests.fuzz.bodies import Request, changed, malformed_requests
 from tests.fuzz.calls import call, drafting_stream, generate_request, speculate_requests
 from tests.fuzz.messages import change, chunks_of, malformed
 from tests.fuzz.servers import Services, running_services
 from tests.fuzz.sockets import HttpConnection
 from tests.fuzz.storm import Client, FuzzResult, FuzzSettings, connected, is_http_fine, storm
+from tests.support.services.forks import forked_services
 
 NUM_MESSAGES, MAX_CHANGES, MAX_SIZE = 500, 40_000, 2000
 METHODS = (

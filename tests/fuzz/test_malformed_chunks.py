@@ -33,7 +33,7 @@ from eyas.services.router.auth.keys import ApiKeys
 from eyas.v1.generation_pb2 import Finish, GenerateChunk, GenerateRequest, TokenLogprob, VerifyStep
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.fuzz.messages import malformed
-from tests.services.router.scripted_verifier import DEMO, MODEL, call_with
+from tests.support.services.scripted_verifier import DEMO, MODEL, call_with
 
 if TYPE_CHECKING:
     from eyas.v1.generation_pb2_grpc import GenerationAsyncStub

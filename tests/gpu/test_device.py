@@ -20,13 +20,13 @@ from eyas.models.inputs import pack
 from eyas.models.layers.attention import attend
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
-from tests import reference
-from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
-from tests.acceptance.test_device_syncs import ASKED
-from tests.engine.drafters import RandomDrafter
-from tests.gpu.waits import recorded_waits, waits_noted
-from tests.models.cuda.random_passes import Heads, make_pass, scaling_of
-from tests.tiny import fixed_config
+from tests.sampling.test_device_syncs import ASKED
+from tests.support import reference
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.devices.random_passes import Heads, make_pass, scaling_of
+from tests.support.devices.waits import recorded_waits, waits_noted
+from tests.support.sampling_drafters import BigramDrafter, bigram_logits
+from tests.support.tiny import fixed_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

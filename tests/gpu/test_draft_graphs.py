@@ -13,11 +13,11 @@ from eyas.drafters.trees.cuda_graphs import TreeGraphs
 from eyas.models.backends.cuda_graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
 from eyas.protocol.tree import DraftTree
-from tests import reference
-from tests.drafters.emulated_graphs import METHODS
-from tests.gpu.waits import recorded_waits
-from tests.tiny import build_engine, fixed_config, write_small
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.support import reference
+from tests.support.devices.emulated_graphs import METHODS
+from tests.support.devices.waits import recorded_waits
+from tests.support.tiny import build_engine, fixed_config, write_small
+from tests.support.tiny_medusa_hydra import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

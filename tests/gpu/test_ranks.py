@@ -11,9 +11,9 @@ from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.backends.base import BackendKind
 from eyas.models.backends.cuda import plan_backend
 from eyas.models.parallel.workers import RankInfo
-from tests import reference
-from tests.engine.drafters import RandomDrafter
-from tests.tiny import fixed_config
+from tests.support import reference
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.tiny import fixed_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 

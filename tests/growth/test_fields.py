@@ -20,7 +20,7 @@ from eyas.services.router.http.fill_in_middle import FORMATS, middle_format, mid
 from eyas.services.router.http.missing_routes import instead_of
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
-from tests.tiny import DEMO
+from tests.support.tiny import DEMO
 
 KNOWN = field_names(ChatBody)
 POLICY = FieldPolicy("ignore", KNOWN)

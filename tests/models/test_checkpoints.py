@@ -13,7 +13,7 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
-from tests.tiny import write_head, write_target
+from tests.support.tiny import write_head, write_target
 
 
 def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:

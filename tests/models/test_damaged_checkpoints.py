@@ -21,10 +21,10 @@ from eyas.protocol.tree import DraftTree
 from eyas.text.chat_template import load_template, special_tokens
 from eyas.text.tokenizer import load_tokenizer
 from tests.models.damage import Damage, damaged, damages
-from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target
-from tests.tiny_block import tiny_block_head, tiny_peagle_head
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiny import write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
+from tests.support.tiny_medusa_hydra import tiny_heads
 
 # Damages of each checkpoint that a test of every day tries.
 SAMPLE = 25

@@ -14,11 +14,11 @@ from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
-from tests.engine.drafters import RandomDrafter
-from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment
-from tests.reference import load_reference
-from tests.tiny import fixed_config
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.reference import load_reference
+from tests.support.tiny import fixed_config
 
 PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3)

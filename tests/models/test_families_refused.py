@@ -10,9 +10,9 @@ from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
 from eyas.models.supported import measure_kv_shapes
-from tests.models.families import FAMILIES, LONG, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment
-from tests.tiny import write_head
+from tests.support.families import FAMILIES, LONG, config_of, write_model
+from tests.support.tiny import write_head
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from eyas.models.backends.packed_weights import PackedEmbedding, PackedWeight, pack_weights
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
-from tests.models.families import FAMILIES, config_of, write_model
+from tests.support.families import FAMILIES, config_of, write_model
 
 TOKENS = torch.tensor([[5, 0, 47, 5]])
 MAPPINGS = Path("/proc/self/maps")

@@ -18,9 +18,9 @@ from eyas.models.layers import fused
 from eyas.models.layers.attention import attend
 from eyas.models.layers.norms import HeadLayout
 from eyas.models.loading import load_target
-from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.random_passes import make_pass, num_slots
-from tests.tiny import shared_target, write_target
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.devices.random_passes import make_pass, num_slots
+from tests.support.tiny import shared_target, write_target
 
 NARROW = ("fp8_e4m3", "fp8_e5m2")
 CPU = torch.device("cpu")

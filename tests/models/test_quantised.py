@@ -26,12 +26,12 @@ from eyas.models.heads.medusa import load_medusa
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.loading import load_target
-from tests.engine.drafters import RandomDrafter
-from tests.models.families import config_of, write_model
-from tests.models.test_fused import assert_equal_to_unfused, is_fused, use_torch
-from tests.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
-from tests.tiny_block import tiny_block_head
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.models.layers.test_fused import assert_equal_to_unfused, is_fused, use_torch
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.families import config_of, write_model
+from tests.support.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.support.tiny_block import tiny_block_head
+from tests.support.tiny_medusa_hydra import tiny_heads
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs the package torchao")
 

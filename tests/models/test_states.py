@@ -14,7 +14,7 @@ from eyas.models.backends.packed_weights import _has_fbgemm
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
-from tests.models.families import FAMILIES, config_of, write_model
+from tests.support.families import FAMILIES, config_of, write_model
 
 FUSED = ("llama-3", "rope-yarn", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
 ROWS = 20

@@ -15,8 +15,8 @@ from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
-from tests.reference import load_reference
-from tests.strategies import trees
+from tests.support.reference import load_reference
+from tests.support.strategies import trees
 
 
 def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment:

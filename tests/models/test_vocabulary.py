@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas import LLM, SamplingParams
-from tests.models.families import config_of, write_model
-from tests.tiny import DEMO
+from tests.support.families import config_of, write_model
+from tests.support.tiny import DEMO
 
 PADDED, KNOWN = 4160, 4096
 

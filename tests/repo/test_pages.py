@@ -18,7 +18,7 @@ from eyas.config.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKE
 from eyas.drafters.registry import METHODS
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling
 from eyas.models.backends.pass_memory import WORKSPACES, PassSizes, graph_bytes, launched_bytes
-from tests.repo.repository import ROOT, files, name, python_files, syntax
+from tests.support.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"
 PAGES = [path for path in files() if path.suffix == ".md" and (DOCS in path.parents or path.parent == ROOT)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
-from tests.repo.repository import GENERATED, ROOT
+from tests.support.repository import GENERATED, ROOT
 
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
 

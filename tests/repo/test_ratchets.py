@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scripts.count_code import package_lines, sources, unrelated_assignments
 from benchmarks.scripts.journeys import Journey, generate_journey, step_journey
-from tests.repo.repository import ROOT, syntax
+from tests.support.repository import ROOT, syntax
 
 WRITTEN = tomllib.loads((ROOT / "tests" / "repo" / "ratchets.toml").read_text(encoding="utf-8"))
 

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from eyas import LLM
 from eyas.cli.main import app
-from tests.repo.repository import ROOT, files, name
+from tests.support.repository import ROOT, files, name
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")

@@ -9,7 +9,7 @@ import pytest
 
 from docs.site.__main__ import CONFIG, LINK, main, pages, pictures
 from docs.site.reference import commands
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 LISTED = ("docs/decisions/", "docs/lab-notes/", "benchmarks/results/")
 MENU = re.compile(r"^ +- .*?([\w./-]+\.md)$", re.MULTILINE)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from tests.repo.repository import GENERATED, name, python_files, syntax
+from tests.support.repository import GENERATED, name, python_files, syntax
 
 MAX_FUNCTION_LINES = 60
 MAX_RETURNED = 2

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 
 def test_pre_commit_pins_the_ruff_of_the_constraints() -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.repo.repository import ROOT, files, name
+from tests.support.repository import ROOT, files, name
 
 DATA = ROOT / "models"
 CONTAINERS = ROOT / "deploy" / "helm" / "templates"  # paths in these are in a container

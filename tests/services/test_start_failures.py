@@ -8,8 +8,8 @@ from subprocess import STDOUT
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.forks import Popen
-from tests.tiny import DEMO, write_head
+from tests.support.services.forks import Popen
+from tests.support.tiny import DEMO, write_head
 
 CONFIGS = Path("examples/configs/local")
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from eyas.telemetry.metrics import ALL_METRICS
-from tests.telemetry.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, selectors, tool
+from tests.support.services.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, selectors, tool
 
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 EXPOSED = {metric.family + suffix for metric in ALL_METRICS for suffix in SUFFIXES[metric.kind]}

@@ -23,8 +23,8 @@ from eyas.telemetry.exporters import exposition, serving_metrics, telemetry, to_
 from eyas.telemetry.logging import configure_logging, request_log
 from eyas.telemetry.metrics import counter, histogram
 from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
-from tests.telemetry.promql import ROOT
-from tests.telemetry.spans import TRACE, Spans
+from tests.support.services.promql import ROOT
+from tests.support.services.spans import TRACE, Spans
 
 OTEL = (
     "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT",

@@ -19,7 +19,7 @@ from eyas.services.discovery.redis_registry import Lease
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.router.dispatch.routing import Pair
 from eyas.services.router.telemetry import RouterTelemetry
-from tests.telemetry.spans import TRACE, Spans
+from tests.support.services.spans import TRACE, Spans
 
 FINISH_REASONS = "gen_ai.response.finish_reasons"
 REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))

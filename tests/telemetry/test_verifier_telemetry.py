@@ -10,7 +10,7 @@ from eyas.config import TelemetryConfig
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import Overloaded
 from eyas.services.verifier.telemetry import VerifierTelemetry
-from tests.telemetry.spans import TRACE, Spans
+from tests.support.services.spans import TRACE, Spans
 
 UNSAMPLED = (("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"),)
 REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))

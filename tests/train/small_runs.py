@@ -12,7 +12,7 @@ import torch
 from eyas.config.loader import validated
 from eyas.train.config import HEAD_SETTINGS, LOSS_SETTINGS, TrainConfig
 from eyas.train.data import Prepared, prepare
-from tests.tiny import write_spelling_tokenizer, write_target
+from tests.support.tiny import write_spelling_tokenizer, write_target
 
 MASK = 2
 HEAD = {

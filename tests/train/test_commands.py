@@ -13,7 +13,7 @@ from eyas.cli.main import app
 from eyas.cli.train import _peak_memory
 from eyas.models.heads.block import load_block_head
 from eyas.train.data import draft_vocabulary, read_prepared, vocabulary_coverage
-from tests.tiny_block import tiny_block_head
+from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target, write_ids
 
 QUESTION = [{"role": "user", "content": '{"ab": 12, "ab": '}]

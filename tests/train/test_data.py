@@ -34,8 +34,8 @@ from eyas.train.data import (
     vocabulary_coverage,
 )
 from eyas.train.methods import build_trainer
-from tests.tiny import DEMO, write_spelling_tokenizer, write_target
-from tests.tiny_block import tiny_block_head
+from tests.support.tiny import DEMO, write_spelling_tokenizer, write_target
+from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target, write_ids
 
 TARGET = str(DEMO / "target")

@@ -36,8 +36,8 @@ from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weight
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from eyas.train.trainer import _schedule
-from tests.drafters.naive_eagle import NaiveEagle
-from tests.drafters.test_eagle_trees import GREEDY, commit
+from tests.drafters.trees.test_eagle_trees import GREEDY, commit
+from tests.support.naive_eagle import NaiveEagle
 from tests.train.small_runs import MASK, prepared, settings, tiny_target
 
 

@@ -10,8 +10,8 @@ from eyas.errors import CheckpointError
 from eyas.train.data import Batch
 from eyas.train.features import OnlineTarget, load_target_weights
 from eyas.train.methods import TRAINEES, build_trainer
-from tests.models.families import FAMILIES, config_of, write_model
-from tests.reference import load_reference
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.reference import load_reference
 from tests.train.small_runs import prepared, read_by, settings, tiny_target
 
 DOCUMENTS, LENGTH = 3, 16

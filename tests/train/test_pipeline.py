@@ -29,8 +29,8 @@ from eyas.train.features import StoredFeatures, store_features
 from eyas.train.methods import build_online_target, build_source, build_trainer
 from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
 from eyas.train.trainer import Progressed
-from tests.tiny import DEMO, fixed_config
-from tests.tiny_block import tiny_block_head
+from tests.support.tiny import DEMO, fixed_config
+from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
 SETTINGS = RegenerateSettings("tiny", max_tokens=6, prompt_tokens=5, batch=3, prompts_per_document=2)

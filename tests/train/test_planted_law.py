@@ -17,7 +17,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
 from eyas.train.trainer import Trainer
-from tests.tiny import fixed_config, write_spelling_tokenizer
+from tests.support.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import read_by, settings
 
 SURE, RING, FIRST, VOCABULARY, HIDDEN = 0.8, 9, 3, 48, 64

@@ -20,8 +20,8 @@ from eyas.services.local.cluster import free_port
 from eyas.train.config import TrainConfig
 from eyas.train.data import Windows
 from eyas.train.methods import build_trainer
-from tests.forks import Popen
-from tests.tiny_block import tiny_block_head
+from tests.support.services.forks import Popen
+from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
 STEPS = 6

@@ -15,8 +15,8 @@ from eyas.train.data import Windows
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import OnlineTarget
 from eyas.train.methods import build_evaluator, build_online_target, build_trainer
-from tests.tiny_block import tiny_block_head
-from tests.tiny_medusa_hydra import tiny_heads
+from tests.support.tiny_block import tiny_block_head
+from tests.support.tiny_medusa_hydra import tiny_heads
 from tests.train.small_runs import prepared, settings, tiny_target
 
 ROOT = Path(__file__).parents[2]

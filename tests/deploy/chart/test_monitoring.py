@@ -17,7 +17,7 @@ import yaml
 
 from eyas.services.local.cluster import free_port
 from tests.deploy.charts import named, of_kind, rendered, settings, template, write_values
-from tests.telemetry.promql import ALERTS, MISSING, selectors, tool
+from tests.support.services.promql import ALERTS, MISSING, selectors, tool
 
 SCALED = "kubernetes discovery, no redis"
 RELEASE = 'namespace="eyas",release="demo"'

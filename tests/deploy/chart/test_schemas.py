@@ -14,7 +14,7 @@ from kubernetes_validate.utils import all_versions
 from packaging.version import Version
 
 from tests.deploy.charts import CHART, RENDERINGS, VALUES, rendered, run_helm
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 OLDEST = "1.32"
 KNOWN = {version.rpartition(".")[0] for version in all_versions()}

@@ -20,7 +20,7 @@ from tests.deploy.charts import (
     template,
     write_values,
 )
-from tests.repo.repository import name as path_name
+from tests.support.repository import name as path_name
 
 KINDS = {"router": RouterConfig, "verifier": VerifierConfig, "draft": DraftConfig}
 

@@ -16,7 +16,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 FOLDERS = ("/src", "/venv", "/app")
 SKIPPED = ("apt-get",)

@@ -14,7 +14,7 @@ import pytest
 
 from eyas.services.local.cluster import free_port
 from tests.deploy.images.dockerfile import Machine, command, of
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 

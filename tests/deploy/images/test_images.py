@@ -11,7 +11,7 @@ import pytest
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from tests.deploy.charts import containers, rendered
 from tests.deploy.images.dockerfile import of, sources, steps
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 DOCKER = ROOT / "deploy" / "docker"
 FILES = sorted(DOCKER.glob("*.Dockerfile"))

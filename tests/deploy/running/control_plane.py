@@ -10,7 +10,7 @@ import yaml
 from tests.deploy.charts import of_kind
 from tests.deploy.running.kubelet import PERIOD, Node, Pod, selects
 from tests.deploy.running.substitutions import ADDRESS, KUBECONFIG
-from tests.services.discovery.api_server import ApiServer, pod, running
+from tests.support.services.api_server import ApiServer, pod, running
 
 
 @contextmanager

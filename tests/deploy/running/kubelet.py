@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.services.local.cluster import free_port
 from tests.deploy.charts import Object, matches, named, of_kind
 from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
-from tests.forks import Popen
+from tests.support.services.forks import Popen
 
 PERIOD = 0.5  # seconds between looks; a cluster's are longer
 

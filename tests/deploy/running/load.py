@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from eyas.api.request import SamplingParams
 from eyas.errors import EyasError
-from tests.e2e.client import Generated, generate
+from tests.support.services.grpc_client import Generated, generate
 
 NUM_CLIENTS = 2
 AFTER = 2  # requests of each client between two steps of a test

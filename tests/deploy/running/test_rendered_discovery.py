@@ -10,7 +10,7 @@ from eyas.rpc.messages import NO_DRAFTER
 from tests.deploy.charts import CHART, settings, template
 from tests.deploy.running.control_plane import control_plane
 from tests.deploy.running.kubelet import Node, started
-from tests.e2e.client import generate
+from tests.support.services.grpc_client import generate
 
 pytestmark = pytest.mark.nightly
 

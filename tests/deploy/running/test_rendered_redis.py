@@ -22,7 +22,7 @@ from eyas.services.discovery.redis_registry import Registry
 from eyas.services.local.cluster import free_port
 from tests.deploy.charts import containers, rendered
 from tests.deploy.running.substitutions import Local
-from tests.services.redis_server import answers
+from tests.support.services.redis_server import answers
 
 pytestmark = pytest.mark.nightly
 

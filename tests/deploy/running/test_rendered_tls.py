@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.charts import CHART, Object, settings, template
 from tests.deploy.running.kubelet import Node, running
-from tests.services.connections.authority import Authority
+from tests.support.services.authority import Authority
 
 pytestmark = pytest.mark.nightly
 

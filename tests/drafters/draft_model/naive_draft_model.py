@@ -6,7 +6,7 @@ import torch
 
 from eyas.config import TreeConfig
 from eyas.protocol.commit import NoiseKey
-from tests import reference
+from tests.support import reference
 
 
 @dataclass

@@ -11,8 +11,8 @@ from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import AcceptanceRule, DraftingConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
-from tests import reference
-from tests.tiny import build_engine, fixed_config, write_target
+from tests.support import reference
+from tests.support.tiny import build_engine, fixed_config, write_target
 
 HOT = SamplingParams(17, 0.9, seed=5, ignore_eos=True)
 SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": replace(HOT, top_k=20, top_p=0.9)}

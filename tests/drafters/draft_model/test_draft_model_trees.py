@@ -15,10 +15,10 @@ from eyas.models.target import TargetModel
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.draft_model import naive_draft_model
-from tests.drafters.emulated_graphs import checked_capture
-from tests.drafters.naive_eagle import best_tree
-from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import write_small
+from tests.support.devices.emulated_graphs import checked_capture
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.naive_eagle import best_tree
+from tests.support.tiny import write_small
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 WHOLE = TreeBudget(14, 4)

@@ -14,7 +14,7 @@ from eyas.drafters.lookup.base import PRIOR_TRIALS, tokens_to
 from eyas.drafters.lookup.prompt_lookup import NgramIndex, PromptLookupDrafter, prompt_lookup
 from eyas.protocol.commit import KnownLogitBias, TreeBudget
 from eyas.protocol.tree import DraftTree, TreeBatch
-from tests.drafters.lookup.corpora import commit, grown
+from tests.support.corpora import commit, grown
 
 lookups = pytest.importorskip("eyas.drafters.lookup.compiled", reason="numba is not installed")
 

@@ -8,7 +8,7 @@ from eyas.config import LookaheadConfig, TreeConfig
 from eyas.drafters.lookup.lookahead import LookaheadDrafter, NgramPool
 from eyas.protocol.commit import KnownLogitBias, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.drafters.lookup.corpora import commit
+from tests.support.corpora import commit
 
 ROOMY = TreeConfig(64, 12)
 BUDGET = TreeBudget(64, 12)

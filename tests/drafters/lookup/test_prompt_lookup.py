@@ -7,7 +7,7 @@ from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.lookup.prompt_lookup import NgramIndex, PromptLookupDrafter
 from eyas.protocol.commit import ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.drafters.lookup.corpora import commit
+from tests.support.corpora import commit
 
 
 def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int) -> list[tuple[int, int]]:

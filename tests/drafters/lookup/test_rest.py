@@ -18,7 +18,7 @@ from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
 from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.drafters.lookup.corpora import GREEDY, commit, write_datastore, write_tokenizer
+from tests.support.corpora import GREEDY, commit, write_datastore, write_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=5)
 

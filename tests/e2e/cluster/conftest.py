@@ -10,9 +10,9 @@ import pytest
 from eyas import SamplingParams
 from eyas.services.local.cluster import Cluster, free_port
 from eyas.services.local.demo import running_demo
-from tests.e2e.client import generate
-from tests.forks import forked_services
-from tests.tiny import write_head
+from tests.support.services.forks import forked_services
+from tests.support.services.grpc_client import generate
+from tests.support.tiny import write_head
 
 RUNNING, CLUSTERS = ExitStack(), dict[str, Cluster]()
 

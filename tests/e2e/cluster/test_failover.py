@@ -24,7 +24,7 @@ from eyas.services.local.cluster import TOKEN_VARIABLE, Child, Cluster, free_por
 from eyas.services.local.demo import CONFIGS
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
-from tests.e2e.client import Generated, generate
+from tests.support.services.grpc_client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)
 NUMBERS = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}

@@ -14,7 +14,7 @@ from eyas.api.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.local.cluster import Cluster
 from eyas.services.local.demo import ROOT
-from tests.e2e.client import generate
+from tests.support.services.grpc_client import generate
 
 PROMPT = "class Queue:\n    def __init__(self"
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.95, seed=7, logprobs=2, n=2)

@@ -12,9 +12,9 @@ from eyas.api.request import SamplingParams, StructuredOutputs
 from eyas.errors import InvalidRequest
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.local.cluster import Cluster
-from tests import reference
-from tests.e2e.client import Generated, generate, generate_staggered
-from tests.tiny import DEMO
+from tests.support import reference
+from tests.support.services.grpc_client import Generated, generate, generate_staggered
+from tests.support.tiny import DEMO
 
 TARGET = str(DEMO / "target")
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, seed=0)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from eyas.services.local.cluster import Cluster, free_port
-from tests.e2e.browser import Page, browser_page
+from tests.support.services.browser import Page, browser_page
 
 DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 IS_DONE = "document.querySelector('#status').textContent.startsWith('Done')"

@@ -24,9 +24,9 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftTree
-from tests import reference
-from tests.engine.drafters import KnowingDrafter, RandomDrafter
-from tests.tiny import DEMO, shared_target
+from tests.support import reference
+from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
+from tests.support.tiny import DEMO, shared_target
 
 TREE = TreeConfig(num_draft_tokens=10, num_steps=3, top_k=4)
 REQUESTS = [

@@ -13,8 +13,8 @@ from eyas.emulation.device import VirtualClock
 from eyas.engine.build import TIME_LIMIT_S, _measure, assemble_engine
 from eyas.engine.draft_costs import CostModel
 from eyas.models.loading import load_target
-from tests.engine.drafters import RandomDrafter
 from tests.engine.test_out_of_memory import no_memory
+from tests.support.bad_drafters import RandomDrafter
 
 
 def measured(seconds: dict[str, float], largest: int = 1024) -> tuple[CostModel, VirtualClock]:

@@ -16,7 +16,7 @@ from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import VerifyOutput
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
-from tests.strategies import trees
+from tests.support.strategies import trees
 
 SHARE = AdaptiveDraftBudget.TRY_SHARE
 

@@ -27,8 +27,8 @@ from eyas.models.heads.block import (
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import Projected
-from tests.tiny import write_target
-from tests.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
+from tests.support.tiny import write_target
+from tests.support.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
 
 LENGTH = 20
 

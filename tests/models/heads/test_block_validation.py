@@ -15,8 +15,8 @@ from eyas.models.heads.validation import observe
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from tests.models.heads.test_block_heads import written
-from tests.tiny import write_target
-from tests.tiny_block import DSPARK
+from tests.support.tiny import write_target
+from tests.support.tiny_block import DSPARK
 
 STEPS = 50
 

@@ -25,9 +25,9 @@ from eyas.models.target import TargetModel
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import TargetInfo
 from eyas.services.verifier.__main__ import load_engine
-from tests.reference import load_reference
-from tests.tiny import DEMO, fixed_config, write_target
-from tests.tiny_block import tiny_peagle_head
+from tests.support.reference import load_reference
+from tests.support.tiny import DEMO, fixed_config, write_target
+from tests.support.tiny_block import tiny_peagle_head
 
 TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
 RIGHT = HeadWiring((2, 6, 9))

@@ -15,7 +15,7 @@ from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import Kind
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.models.heads.checkpoint_formats import (
+from tests.support.checkpoint_formats import (
     TINY,
     TINY_EAGLE1,
     Tensors,

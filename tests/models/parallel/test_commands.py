@@ -15,7 +15,7 @@ from eyas.models.inputs import Segment, TreeSegments
 from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
 from eyas.models.parallel.shards import Shard, SharedVocabulary
 from eyas.protocol.commit import NoiseKey
-from tests.growing_trees import batch_of_trees, counted, grown_steps
+from tests.support.devices.growing_trees import batch_of_trees, counted, grown_steps
 
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))
 

@@ -38,10 +38,10 @@ from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, load_shard, shard_model, weightless_model
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
 from eyas.models.target import TargetModel
-from tests import reference
-from tests.engine.drafters import RandomDrafter
-from tests.models.families import FAMILIES, config_of, write_model
-from tests.tiny import fixed_config, write_head
+from tests.support import reference
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiny import fixed_config, write_head
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 PLAN = BackendPlan(BackendKind.PLAIN, CaptureLimits(0, 0, 0))

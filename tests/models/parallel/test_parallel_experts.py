@@ -25,9 +25,9 @@ from eyas.models.loading import load_target
 from eyas.models.parallel.shards import Shard, shard_model
 from eyas.models.supported import measure_kv_shapes
 from eyas.models.target import TargetModel
-from tests.models.families import FAMILIES, config_of, write_model
-from tests.models.test_fused import GEMMA_4
-from tests.rank_threads import RankThreads
+from tests.models.layers.test_fused import GEMMA_4
+from tests.support.devices.rank_threads import RankThreads
+from tests.support.families import FAMILIES, config_of, write_model
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -41,10 +41,10 @@ from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKV
 from eyas.models.parallel.shards import Exchanges, Shard, _weightless
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, start_workers
 from eyas.models.target import TargetModel, TargetOutput
-from tests import reference
-from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.random_passes import Heads, make_kv_cache, passes, scaling_of
-from tests.tiny import fixed_config, write_target
+from tests.support import reference
+from tests.support.bad_drafters import RandomDrafter
+from tests.support.devices.random_passes import Heads, make_kv_cache, passes, scaling_of
+from tests.support.tiny import fixed_config, write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(rows=12, segments=2, prefix=100))

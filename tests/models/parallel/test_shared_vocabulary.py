@@ -18,8 +18,8 @@ from eyas.protocol.commit import NoiseKey
 from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 from eyas.sampling.verify import can_draw_in_parts
-from tests.device_syncs import Waits
-from tests.rank_threads import RankThreads
+from tests.support.devices.device_syncs import Waits
+from tests.support.devices.rank_threads import RankThreads
 
 VOCAB = 256
 TOP_P = (0.9, 1e-50, 0.3, 0.999999, 0.5, 1.0)

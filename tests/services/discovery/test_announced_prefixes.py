@@ -21,7 +21,7 @@ from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
-from tests.services.router.scripted_verifier import DEMO, MODEL, failure, until
+from tests.support.services.scripted_verifier import DEMO, MODEL, failure, until
 
 runs = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), max_size=4)
 tokens = runs.map(lambda parts: [token for token, count in parts for _ in range(count)])

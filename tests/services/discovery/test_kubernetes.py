@@ -11,9 +11,9 @@ from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
 from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
 from eyas.services.local.cluster import free_port
-from tests.services.discovery.api_server import ApiServer, pod, running
-from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker, settings
-from tests.services.router.scripted_verifier import CALL, REST, send, tokens_of, until
+from tests.support.services.api_server import ApiServer, pod, running
+from tests.support.services.pods import discovering, kubernetes, names, pod_router, pod_worker, settings
+from tests.support.services.scripted_verifier import CALL, REST, send, tokens_of, until
 
 DRAFTERS = "app.kubernetes.io/component=draft"
 FOR_EVER = 600.0

@@ -16,8 +16,8 @@ from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
 from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
-from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings
-from tests.services.router.scripted_verifier import CALL, MODEL, REST, send, tokens_of, until
+from tests.support.services.pods import discovering, names, pod_router, pod_worker, settings
+from tests.support.services.scripted_verifier import CALL, MODEL, REST, send, tokens_of, until
 
 
 def port_of(address: str) -> int:

@@ -16,8 +16,8 @@ from unittest.mock import patch
 from eyas.cli.main import main
 from eyas.services.local.cluster import free_port
 from eyas.text.tokenizer import load_tokenizer
-from tests.services.http.http_router import REST_TEXT, http_router
-from tests.services.router.scripted_verifier import (
+from tests.support.services.http_router import REST_TEXT, http_router
+from tests.support.services.scripted_verifier import (
     DEMO,
     PROMPT_TEXT,
     REST,

@@ -9,7 +9,8 @@ import grpc
 
 from eyas.api.request import SamplingParams
 from eyas.text.tokenizer import load_tokenizer
-from tests.services.router.scripted_verifier import (
+from tests.services.router.test_router_cli import eyas
+from tests.support.services.scripted_verifier import (
     CALL,
     DEMO,
     PROMPT,
@@ -24,7 +25,6 @@ from tests.services.router.scripted_verifier import (
     tokens_of,
     worker,
 )
-from tests.services.router.test_router_cli import eyas
 
 PARAMETERS: dict[str, Any] = {
     "temperature": 0.5, "min_p": 0.1, "logit_bias": ((5, 2.0),), "repetition_penalty": 1.1, "presence_penalty": 0.5,

@@ -16,7 +16,7 @@ import grpc.aio
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, worker
+from tests.support.services.scripted_verifier import CALL, REST, TOKENS, Script, worker
 
 BLOCKED_TORCH = (
     "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('eyas.services.router', run_name='__main__')"

@@ -17,8 +17,8 @@ from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests import strategies
-from tests.services.router.scripted_verifier import (
+from tests.support import strategies
+from tests.support.services.scripted_verifier import (
     CALL,
     DEMO,
     MODEL,

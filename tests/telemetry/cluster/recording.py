@@ -26,10 +26,10 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.local.cluster import Cluster, free_port
 from eyas.services.local.demo import running_demo
 from eyas.v1 import generation_pb2_grpc
-from tests.forks import forked_services
-from tests.strategies import unchecked
-from tests.telemetry.cluster.collector import Collector, collecting
-from tests.telemetry.promql import alert_rules, dashboard_queries, tool
+from tests.support.services.collector import Collector, collecting
+from tests.support.services.forks import forked_services
+from tests.support.services.promql import alert_rules, dashboard_queries, tool
+from tests.support.strategies import unchecked
 
 SERVICES = ("router", "verifier", "draft")
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"

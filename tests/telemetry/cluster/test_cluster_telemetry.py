@@ -5,9 +5,9 @@ import json
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.telemetry.cluster.collector import Received, plain
+from tests.support.services.collector import Received, plain
+from tests.support.services.promql import MISSING, ROOT, alert_rules, dashboard_queries, names
 from tests.telemetry.cluster.recording import CALLER, HTTP_CALLER, HTTP_TRACE_ID, SECRET, SERVICES, TRACE_ID, Watched
-from tests.telemetry.promql import MISSING, ROOT, alert_rules, dashboard_queries, names
 
 ENGINE_SPANS = {"queue", "prefill", "decode"}
 

@@ -1,0 +1,332 @@
+"""Whether to draft ahead, decided by the tokens per second of sessions; and drafters that change between both ways."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.scripts.virtual_rates import Cell
+from benchmarks.scripts.virtual_split import Settings, VirtualSplit
+from eyas.cache.prefix_cache import SlotAllocator
+from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
+from eyas.device.transfer import Ints, Reals
+from eyas.drafters.ahead import trees as trees_ahead
+from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.trees import GrownTree
+from eyas.drafters.ahead.trial import Trial
+from eyas.drafters.base import PreparedTrees
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import DrafterParts
+from eyas.drafters.trees.rows import GrownRows
+from eyas.emulation.costs import flat
+from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
+from tests.drafters.ahead.test_draft_ahead import (
+    AHEAD,
+    SHAPE,
+    assert_equal_trees,
+    going_on,
+    last_of,
+    likeliest,
+    make,
+    session,
+    work,
+)
+from tests.support.tiny import DEMO
+
+NO_TREE = TreeBudget(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "has_idle_time", "kind"),
+    [
+        ("", "cuda", True, DraftAheadDrafter),
+        ("", "cuda", False, EagleDrafter),
+        ("", "cpu", True, EagleDrafter),
+        ("auto", "cpu", True, DraftAheadDrafter),
+        ("auto", "cpu", False, EagleDrafter),
+        ("always", "cpu", False, DraftAheadDrafter),
+        ("never", "cuda", True, EagleDrafter),
+    ],
+)
+def test_draft_services_on_gpus_try_it_by_default(
+    mode: DraftAheadMode, device: str, has_idle_time: bool, kind: type, tiny_target: str, tiny_head: str
+) -> None:
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=mode))
+    parts = DrafterParts(
+        tiny_target, tiny_head, "float32", device, SHAPE, drafting, MethodsConfig(), has_idle_time=has_idle_time
+    )
+    assert type(parts.with_ahead(make(tiny_target, tiny_head))) is kind
+
+
+def test_an_emulated_gpu_tries_it_by_default_too(tiny_target: str, tiny_head: str) -> None:
+    drafting = DraftingConfig(2048, emulated_device="eagle3-8b@h200")
+    parts = DrafterParts(tiny_target, tiny_head, "float32", "cpu", SHAPE, drafting, MethodsConfig(), has_idle_time=True)
+    assert parts.ahead_mode == "auto"
+    assert replace(parts, has_idle_time=False).ahead_mode == "never"
+
+
+class Served:
+    """Sessions that get 4.5 tokens a commit. A commit takes a second, or less where drafting ahead gains."""
+
+    def __init__(self, gain: float, num_sessions: int = 1) -> None:
+        self.trial, self.gain, self.names = Trial(), gain, [f"{i}" for i in range(num_sessions)]
+        self.seconds = 0.0
+        self._rng = random.Random(7)
+
+    def run(self, num_commits: int) -> list[bool]:
+        """Whether the drafter drafts ahead, commit by commit."""
+        modes = []
+        for _ in range(num_commits // len(self.names)):
+            for name in self.names:
+                seconds = 1 / self.gain if self.trial.is_on else 1.0
+                modes.append(self.trial.is_on)
+                stamp, num_tokens = self.trial.stamp(name), min(max(round(self._rng.gauss(4.5, 2.0)), 1), 9)
+                self.seconds += seconds
+                self.trial.observe(stamp, num_tokens, seconds, len(self.names))
+        return modes
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+@pytest.mark.parametrize(("gain", "is_ahead"), [(1.25, True), (0.8, False)])
+def test_the_better_way_is_found_and_kept(gain: float, is_ahead: bool, num_sessions: int) -> None:
+    served = Served(gain, num_sessions)
+    modes = served.run(4000)
+    assert modes[0] is False, "it begins without"
+    assert True in modes, "both are tried"
+    assert set(modes[400:2000]) == {is_ahead}
+    assert modes.count(is_ahead) > 0.93 * len(modes)
+
+
+def test_ways_are_compared_ever_more_rarely() -> None:
+    served = Served(1.25)
+    modes = served.run(40000)
+    trials = [at for at, is_ahead in enumerate(modes) if not is_ahead]
+    pauses = [after - before for before, after in pairwise(trials) if after - before > 1000]
+    assert len(pauses) >= 3
+    assert all(after > 1.8 * before for before, after in pairwise(pauses))
+
+
+def test_another_load_is_another_question() -> None:
+    served = Served(0.8)
+    served.run(600)
+    assert not any(served.run(300)), "decided"
+    served.names, served.gain = ["a", "b", "c"], 1.3
+    assert all(served.run(900)[-300:])
+
+
+def test_sessions_of_few_commits_decide_too(trial: Trial, tiny_target: str, tiny_head: str) -> None:
+    """Each has fewer commits than a block waits for."""
+    drafter, trial._pause = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), 0
+    modes = []
+    for number in range(600):
+        name, stamp = f"{number}", 0
+        for _ in range(3):
+            trial.observe(stamp, 3 + number % 3, 0.5 if trial.is_on else 1.0, 1)
+            modes.append(trial.is_on)
+            stamp = trial.stamp(name)
+        drafter.release([name])
+        assert len(trial._seen) <= 1
+    assert all(modes[-1000:])
+
+
+@pytest.fixture
+def trial() -> Trial:
+    """One that a test sets by hand."""
+    found = Trial()
+    found._pause = 10**9
+    found._load = 1
+    return found
+
+
+def test_a_drafter_that_changes_its_way_drafts_valid_trees(
+    trial: Trial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without drafting ahead its trees are those of the drafter inside; the verifier may still have a prepared one."""
+    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), make(tiny_target, tiny_head)
+    first, store = session("a", 9), PreparedTrees()
+    for number in range(9):
+        is_ahead = trial.is_on
+        (tree,), (expected,) = last_of(drafter, [first]), last_of(plain, [first])
+        tree.validate(first.tokens[-1], 48, SHAPE.num_draft_tokens, SHAPE.num_steps)
+        assert tree.num_drafted > 0
+        if not is_ahead:
+            assert_equal_trees(tree, expected)
+            assert not drafter.draft_ahead()
+            assert not drafter.take_prepared()
+        elif number % 3:
+            work(drafter)
+            for prepared in drafter.take_prepared():
+                store.put(prepared)
+        trial.is_on, before = number % 4 in (1, 2), trial.is_on
+        if before and not trial.is_on:
+            drafter._stop()
+        first = going_on(first, likeliest(expected))
+
+
+def test_drafting_ahead_that_fails_is_not_tried_again_soon(
+    trial: Trial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service forgets all sessions after an error, so that none would ever be measured."""
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial)
+    trial.is_on, trial._pause = True, 0
+    last_of(drafter, [session("a", 9)])
+    with monkeypatch.context() as broken:
+        broken.delattr(drafter._ahead.__class__, "step")
+        with pytest.raises(AttributeError):
+            drafter.draft_ahead()
+    drafter.release(["a"])
+    (tree,) = last_of(drafter, [session("a", 9)])
+    assert tree.num_drafted > 0
+    assert not drafter.draft_ahead()
+    assert trial._pause >= Trial.FIRST_PAUSE
+
+
+def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    last_of(drafter, [session("a", 9)])
+    sent = []
+    while True:
+        more = drafter.draft_ahead()
+        sent.append(drafter.take_prepared())
+        if not more:
+            break
+    numbers = [number for number, trees in enumerate(sent, 1) if trees]
+    likely = [number for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if number < len(sent)]
+    assert len(sent) > 8
+    assert numbers == [*likely, *numbers[len(likely) :]]
+    assert numbers[-1] in (len(sent), len(sent) - 1), "the last one as well"
+
+
+@pytest.mark.parametrize("place", ["_run_rows", "_best_next"])
+def test_a_pass_ahead_that_fails_keeps_no_slots(
+    place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    ahead, first = drafter._ahead, session("a", 9)
+    last_of(drafter, [first, session("b", 20)])
+    assert drafter.draft_ahead()
+    with monkeypatch.context() as patch:
+        patch.setattr(EagleDrafter, place, lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft_ahead()
+    drafter.release(["a", "b"])
+    assert not drafter.draft_ahead()
+    ahead._free.check_owners([])
+    last_of(drafter, [first])
+    work(drafter)
+    ahead._free.check_owners([tree.slots for tree in ahead._trees.values()])
+
+
+def test_drafting_ahead_gains_tokens_per_virtual_second() -> None:
+    """Real trees of the demo's head on the other end of a wire, with a level of `c` verify passes; no time is measured."""
+    head, c = "eagle3-full", 0.1
+    config = DraftAheadConfig(top_k=64)
+    settings = Settings(str(DEMO / "target"), (head,), (c,), (0.03,), (0.0,), (1,), 1, 32, config, 1, 0.0, ("ahead",))
+    prompt = json.loads((DEMO / "prompts.jsonl").read_text().splitlines()[0])["token_ids"]
+    split = VirtualSplit(settings, str(DEMO / head), [prompt])
+    recordings = split.record(0.0, 1)
+    serial, ahead = (split.cell(recordings, Cell(head, 0.0, 1, c, 0.03, mode), 0.0) for mode in ("serial", "ahead"))
+    assert ahead.speedup > 1.1 * serial.speedup
+    assert ahead.prepared > 0.4
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
+def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    rng, kernels = np.random.default_rng(3), trees_ahead._kernels()
+
+    def found(count: int) -> tuple[Ints, Reals]:
+        scores = -rng.exponential(1.0, (count, 9))
+        return np.stack([rng.permutation(40)[:9] for _ in range(count)]), np.round(scores / step) * step if step else scores
+
+    (candidates,), (scores,) = found(1)
+    trees = [GrownTree(1, torch.zeros(4), candidates, scores.copy(), SlotAllocator(90)) for _ in range(2)]
+    for number in range(30):
+        rows = list[GrownRows]()
+        for tree, used in zip(trees, (kernels, None), strict=True):
+            monkeypatch.setattr(trees_ahead, "_kernels", lambda used=used: used)
+            rows += [chosen] if (chosen := tree.next_rows(20, 6, 60)) else []
+        if rows:
+            for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
+                assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))
+            states, results = torch.randn(len(rows[0].tokens), 4), found(len(rows[0].tokens))
+        for i, (tree, used) in enumerate(zip(trees, (kernels, None), strict=True)):
+            monkeypatch.setattr(trees_ahead, "_kernels", lambda used=used: used)
+            if rows:
+                tree.apply(rows[i], states, *(each.copy() for each in results), 60)
+            if number % 5 == 4:
+                tree.move_root(2)
+                tree.set_root(torch.zeros(4), candidates, scores.copy())
+        for name in ("tokens", "parents", "depths", "slots", "is_exact", "cumulative", "expanded"):
+            assert np.array_equal(getattr(trees[0], name), getattr(trees[1], name))
+        assert torch.equal(trees[0].states, trees[1].states)
+
+
+def growing(target: str, head: str) -> DraftAheadDrafter:
+    """Trees of three sessions after two passes."""
+    drafter = DraftAheadDrafter(make(target, head), AHEAD)
+    drafter.propose([session("a", 9), session("b", 20), session("c", 14)])
+    for _ in range(2):
+        drafter.draft_ahead()
+    return drafter
+
+
+def test_sessions_share_the_rows_of_a_pass_by_worth(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chosen rows are worth more than those left out, whichever tree has them."""
+    drafter, names = growing(tiny_target, tiny_head), ["a", "b", "c"]
+    ahead = drafter._ahead
+    monkeypatch.setattr(trees_ahead, "MAX_ROWS", 20)
+    worth = {name: np.sort(ahead._trees[name].useful(24, 7, 99)[1])[::-1] for name in names}
+    planned = ahead._plan(names)
+    counts = {name: len(planned[name].tokens) if name in planned else 0 for name in names}
+    assert sum(counts.values()) == 20
+    least = min(worth[name][counts[name] - 1] for name in names if counts[name])
+    assert all(least >= worth[name][counts[name]] for name in names if counts[name] < len(worth[name]))
+
+
+def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, first = growing(tiny_target, tiny_head), session("a", 9)
+    missed = going_on(first, [47])
+    monkeypatch.setattr(drafter._drafter, "_admit_all", None)
+    (answer,) = drafter.propose([replace(missed, has_tree=True, budget=TreeBudget(1, 0))])
+    monkeypatch.undo()
+    assert answer == DraftTree.root_only(47), "without a pass"
+    work(drafter)
+    assert not drafter._sessions["a"].backlog
+    (tree,) = drafter._ahead.trees([missed], [()])
+    plain = make(tiny_target, tiny_head)
+    plain.propose([first])
+    assert_equal_trees(tree, plain.propose([missed])[0])  # type: ignore[arg-type]
+
+
+def test_nothing_grows_once_all_sessions_have_ended(tiny_target: str, tiny_head: str) -> None:
+    drafter = growing(tiny_target, tiny_head)
+    drafter.release(["a", "b", "c"])
+    assert not drafter.draft_ahead()
+
+
+def test_only_nodes_behind_a_predicted_state_are_repaired(
+    tiny_target: str, tiny_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree grown on demand has none; after a hit, all below the new root are. The log names passes that repair."""
+    eagle, log = make(tiny_target, tiny_head), tmp_path / "log"
+    eagle.emulate(EmulatedDevice(replace(flat("short", draft_level=1.0), log=str(log)), VirtualClock()))
+    drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
+    (tree,) = last_of(drafter, [first])
+    work(drafter)
+    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"", "grow"}
+    log.unlink()
+    last_of(drafter, [going_on(first, likeliest(tree)[:1])])
+    work(drafter)
+    assert {json.loads(line)["label"] for line in log.read_text().splitlines()} == {"grow", "repair"}

@@ -1,0 +1,336 @@
+"""Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
+from eyas.drafters.trees.growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
+from eyas.errors import ConfigError
+from eyas.models.heads.eagle import load_head
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree
+from tests.support.naive_eagle import NaiveEagle, best_tree
+
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
+GREEDY = NoiseKey(0)
+
+
+def session(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 48, (length,), generator=generator).tolist()
+    return tokens, torch.randn(length - 1, 32, generator=generator)
+
+
+def commit(
+    name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: TreeBudget
+) -> Commit:
+    return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
+
+
+def naive(target: str, head: str) -> NaiveEagle:
+    embedding = load_file(Path(target, "model.safetensors"))["model.embed_tokens.weight"]
+    return NaiveEagle(load_file(Path(head, "model.safetensors")), embedding, heads=4, kv_heads=2)
+
+
+def make(target: str, head: str, ranking_temperature: float = 1.0, **drafting: object) -> EagleDrafter:
+    config = DraftingConfig(ranking_temperature=ranking_temperature, **drafting)  # type: ignore[arg-type]
+    return EagleDrafter(load_head(head, target), SHAPE, config)
+
+
+def assert_same(tree: DraftTree, naive_nodes: list, root: int) -> None:
+    assert tree.tokens == (root, *(node.token for node in naive_nodes))
+    assert list(tree.depths[1:]) == [node.depth for node in naive_nodes]
+    torch.testing.assert_close(
+        torch.tensor(tree.log_probs[1:]), torch.tensor([n.score for n in naive_nodes]), atol=1e-4, rtol=1e-4
+    )
+
+
+NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(tiny_target, tiny_head, ranking_temperature=scale), naive(tiny_target, tiny_head)
+    sessions = {f"s{i}": session(i, 4 + 5 * i) for i in range(4)}
+    contexts = [commit(n, t, f, 0, len(t), noise, TreeBudget(14, 4)) for n, (t, f) in sessions.items()]
+    for (tokens, features), tree in zip(sessions.values(), drafter.propose(contexts), strict=True):
+        assert isinstance(tree, DraftTree)
+        assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE, scale), 13), tokens[-1])
+    drafter.sessions.check()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_kernels_grow_the_trees_of_the_plain_path(
+    kind: Literal["eagle", "eagle3"], tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more sessions than grow at a time, with budgets and noise of their own, over several commits."""
+    kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
+    head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
+    sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
+    budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
+    for compiled in (True, False):
+        monkeypatch.setattr("eyas.drafters.eagle.runs_compiled", lambda device, found=compiled: found)
+        drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8))
+        for base, end, speed in ((0, 1, 0.0), (1, 16, 0.0), (16, 18, 0.0), (18, 24, 1e-9)):
+            drafts += drafter.propose(
+                [
+                    commit(
+                        f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], replace(budgets[i % 5], tokens_per_s=speed)
+                    )
+                    for i, (tokens, features) in enumerate(sessions)
+                ]
+            )
+    trees = [draft for draft in drafts if isinstance(draft, DraftTree)]
+    assert len(trees) == len(drafts)
+    half = len(trees) // 2
+    for tree, plain in zip(trees[:half], trees[half:], strict=True):
+        assert (tree.tokens, tree.parents) == (plain.tokens, plain.parents)
+        assert tree.log_probs == pytest.approx(plain.log_probs, abs=1e-4)
+    assert len(kernels.grow_level.signatures) == len(kernels.select_trees.signatures) == 1, "compiled while serving"
+
+
+def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
+    """The tree depends on true features only, not on the sizes of commits or on earlier trees."""
+    drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
+    tokens, features = session(1, 30)
+    other, other_features = session(2, 12)
+    base = 0
+    for end, nodes in ((9, 1), (14, 1), (15, 14), (19, 14), (20, 8), (30, 14)):
+        contexts = [commit("a", tokens, features, base, end, GREEDY, TreeBudget(nodes, 4))]
+        if nodes == 8:
+            contexts.append(commit("b", other, other_features, 0, 12, NoiseKey(3, 1.0), TreeBudget(14, 2)))
+        tree = drafter.propose(contexts)[0]
+        assert isinstance(tree, DraftTree)
+        expected = best_tree(plain.candidates(tokens[:end], features[: end - 1], GREEDY, SHAPE), nodes - 1)
+        assert_same(tree, expected, tokens[end - 1])
+        base = end
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_narrow_rounds_find_the_best_nodes_of_wide_ones(nodes: int, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
+    tokens, features = session(1, 9)
+    for noise in NOISES[:2]:
+        (tree,) = drafter.propose([commit(f"{noise.seed}", tokens, features, 0, 9, noise, TreeBudget(nodes, 4))])
+        assert isinstance(tree, DraftTree)
+        assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE), nodes - 1), tokens[-1])
+
+
+def test_without_shared_noise_the_temperature_changes_nothing(tiny_target: str, tiny_head: str) -> None:
+    tokens, features = session(1, 9)
+    trees = [
+        make(tiny_target, tiny_head, shared_noise=False).propose(
+            [commit("a", tokens, features, 0, 9, noise, TreeBudget(14, 4))]
+        )
+        for noise in NOISES
+    ]
+    assert trees[0] == trees[1] == trees[2]
+
+
+def test_depth_and_nodes_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head)
+    tokens, features = session(4, 8)
+    budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(40, 9)]
+    trees = drafter.propose([commit(f"{i}", tokens, features, 0, 8, GREEDY, b) for i, b in enumerate(budgets)])
+    for tree, budget in zip(trees, budgets, strict=True):
+        assert isinstance(tree, DraftTree)
+        tree.validate(tokens[-1], 48, budget.max_nodes, budget.max_depth)
+    assert [len(tree) for tree in trees if isinstance(tree, DraftTree)] == [14, 4, 2, 14]
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
+def test_logits_that_are_no_numbers_are_not_drafted(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    """One token of the draft vocabulary is broken; the others are drafted as if it were not there."""
+    trees, (tokens, features) = [], session(1, 12)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        drafter = make(tiny_target, tiny_head)
+        intact = drafter._head.logits
+        best = int(intact(torch.ones(1, 32)).argmax())
+        fill = torch.zeros(24, dtype=torch.bool).index_fill_(0, torch.tensor(best), True)
+        drafter._head.logits = lambda states, x=broken, f=intact, m=fill: f(states).masked_fill(m, x)  # type: ignore[method-assign]
+        trees += drafter.propose([commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4))])
+    assert trees[0] == trees[1] == trees[2]
+    assert isinstance(trees[0], DraftTree)
+    assert trees[0].num_drafted > 5
+
+
+class _Tied:
+    """An expansion whose children all have probability 1, so that every score ties."""
+
+    def first(self) -> torch.Tensor:
+        return torch.zeros(1, 1, 6)
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 3, 6)
+
+
+@given(st.integers(2, 22))
+def test_ties_never_orphan_a_node(nodes: int) -> None:
+    columns = select_nodes(grow_dynamic(_Tied(), SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
+    (tree,) = trees_from_columns(columns.numpy(), [7])
+    tree.validate(7, 8, nodes, 4)
+    assert len(tree) == min(nodes, 31)
+    assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
+
+
+@given(st.integers(0, 10**6), st.integers(2, 20), st.integers(0, 4))
+def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    class Coarse(_Tied):
+        def first(self) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 1, 6), generator=generator).float()
+
+        def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
+
+    candidates: Candidates = grow_dynamic(Coarse(), SHAPE)
+    columns = select_nodes(candidates, [TreeBudget(nodes, depth)], torch.arange(6))
+    (tree,) = trees_from_columns(columns.numpy(), [7])
+    tree.validate(7, 8, nodes, depth)
+    order = sorted(range(candidates.scores.shape[1]), key=lambda i: (-candidates.scores[0, i].item(), i))
+    reach = candidates.ends[depth - 1] if depth else 0
+    expected = sorted([i for i in order if i < reach][: nodes - 1])
+    assert tree.tokens[1:] == tuple(candidates.tokens[0, expected].tolist())
+
+
+def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=10)
+    tokens, features = session(1, 30)
+    assert drafter.propose([commit("a", tokens, features, 0, 8, GREEDY, TreeBudget(14, 4))]) != [
+        DraftTree.root_only(tokens[7])
+    ]
+    for base, end in ((8, 20), (20, 21)):
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
+        assert answer == [DraftTree.root_only(tokens[end - 1])]
+    assert drafter.sessions.num_free == 10
+
+
+def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=44)
+    tokens, features = session(1, 30)
+    crowd = [commit(name, tokens, features, 0, 20, GREEDY, TreeBudget(14, 4)) for name in ("a", "c", "b")]
+    assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
+    drafter.release(["a", "c"])
+    assert drafter.propose([commit("b", tokens, features, 20, 21, GREEDY, TreeBudget(14, 4))]) == [ResyncRequired("b", 0, 0)]
+    drafter.sessions.check()
+
+
+def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str, tiny_head: str) -> None:
+    """Free slots alone do not resume it: it would be resent whole every other round without ever getting a tree."""
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=1024)
+    tokens, features = session(1, 260)
+    assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, TreeBudget(14, 4))])[0]) > 1  # type: ignore[arg-type]
+    for end in (258, 259, 260):
+        base = 250 if end == 258 else end - 1
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
+        assert answer == [DraftTree.root_only(tokens[end - 1])]
+    assert drafter.sessions.num_free == 1024
+
+
+def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=25)
+    tokens, features = session(1, 40)
+    for name in ("x", "y"):
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, TreeBudget(14, 4))])
+    for name in ("x", "y"):
+        (draft,) = drafter.propose([commit(name, tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))])
+        assert isinstance(draft, DraftTree)
+        assert len(draft) > 1
+
+
+def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=25)
+    tokens, features = session(1, 12)
+    for name in ("old", "new"):
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("old", tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("third", tokens, features, 0, 9, GREEDY, TreeBudget(14, 4))])
+    assert drafter.propose([commit("new", tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))]) == [
+        ResyncRequired("new", 0, 0)
+    ]
+    assert isinstance(drafter.propose([commit("old", tokens, features, 11, 12, GREEDY, TreeBudget(14, 4))])[0], DraftTree)
+    drafter.sessions.check()
+
+
+def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown drafter 'eagle9'; known: .*eagle3"):
+        build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, DraftingConfig())
+
+
+def rated(ranking: Ranking, num_visits: int, claimed: float, right: int, key: NoiseKey = GREEDY) -> float:
+    """The ranking temperature after trees of one child that claims a probability; every `right`-th was right."""
+    tree = DraftTree((5, 6), (0, 0), (0.0, math.log(claimed)))
+    for visit in range(num_visits):
+        context = Commit("a", 0, visit, (6 if visit % right == 0 else 7,), None, key, TreeBudget(2, 1))
+        ranking.observe(context)
+        ranking.proposed(context, tree)
+    return ranking.temperature(key)
+
+
+def test_the_ranking_temperature_follows_what_is_accepted() -> None:
+    key, other = NoiseKey(0, 0.6), NoiseKey(0, 1.0)
+    ranking = Ranking(DraftingConfig())
+    first = ranking.temperature(key)
+    assert rated(ranking, NUM_VISITS, 0.5, 1, key) == first, "too few nodes for a change"
+    assert rated(ranking, 2, 0.5, 1, key) < first, "all were right, more than was claimed"
+    assert ranking.temperature(other) == FIRST_RANKING_TEMPERATURES[3]
+    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.9, 2) > first
+    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.5, 2) == pytest.approx(first, rel=0.01)
+    assert rated(Ranking(DraftingConfig(ranking_temperature=1)), NUM_VISITS + 2, 0.9, 2) == 1
+    assert rated(Ranking(DraftingConfig(shared_noise=False)), NUM_VISITS + 2, 0.9, 2, key) == 1
+
+
+def test_the_ranking_temperature_stays_within_bounds() -> None:
+    for claimed, right, bound in ((1.0, 10**9, RANKING_TEMPERATURES[1]), (1e-9, 1, RANKING_TEMPERATURES[0])):
+        assert rated(Ranking(DraftingConfig()), 12 * NUM_VISITS, claimed, right) == bound
+
+
+class Halving:
+    """Children with probabilities 1/2, 1/4, 1/8, 1/8: of two nodes a level, 3/4 reach the first one, 3/8 the second."""
+
+    def first(self) -> torch.Tensor:
+        return torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.first().expand(len(tokens), tokens.shape[1], -1)
+
+
+def levels(costs: LevelCosts, *tokens_per_s: float) -> int:
+    rule = costs.rule([TreeBudget(8, 4, rate) for rate in tokens_per_s])
+    return len(grow_dynamic(Halving(), TreeConfig(8, 4, 2), rule).ends)
+
+
+def seconds_of(*marks: float) -> LevelCosts:
+    """Costs whose clock shows these times in turn, then goes on in steps of a second."""
+    times = itertools.chain(marks, itertools.count(max(marks, default=0) + 1))
+    return LevelCosts(lambda: float(next(times)))
+
+
+def test_a_level_that_yields_less_than_its_time_is_not_grown() -> None:
+    costs = seconds_of()
+    assert levels(costs, 9.0) == 2, "a first level is grown to measure it"
+    assert [levels(costs, rate) for rate in (0.58, 0.5, 0.1, 0.0)] == [1, 2, 3, 4]
+    assert levels(seconds_of(), 0.0, 9.0) == 4, "one session wants all levels"
+
+
+def test_a_pause_of_the_machine_does_not_end_all_growth() -> None:
+    costs = seconds_of(1, 2, 1000)
+    assert levels(costs, 0.01) == 4
+    grown = [levels(costs, 0.5) for _ in range(60)]
+    assert grown[0] == 1
+    assert grown[-1] == 2

@@ -1,0 +1,381 @@
+"""The engine's thread: what it promises to those who wait in an event loop, on the demo target."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
+
+from eyas.api.request import Chunk, Request, SamplingParams
+from eyas.cache.kv_cache import KVCache
+from eyas.config import ServerConfig, TreeConfig, VerifierConfig
+from eyas.device.transfer import download
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
+from eyas.emulation.costs import flat
+from eyas.emulation.device import VirtualClock
+from eyas.engine.async_engine import AsyncEngine
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine, StepReport
+from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
+from eyas.models.inputs import PackedInputs
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel, TargetOutput
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import ModelInfo
+from eyas.rpc.server import LIVE, RpcServer
+from eyas.sampling import verify
+from eyas.services.discovery.base import cancel_task
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.verifier.__main__ import watch_steps
+from eyas.services.verifier.servicer import announced_load
+from tests.support.tiny import fixed_config
+
+PROMPT = (0, 282, 659, 276)
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return load_target("models/demo/target", "float32", "cpu", ())
+
+
+def engine_of(target: TargetModel, failures: int = 0) -> Engine:
+    """An engine whose first `failures` steps break."""
+    config = fixed_config(max_kv_tokens=1024, max_queued_requests=4)
+    engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), None)
+    step, broken = engine.step, iter(range(failures))
+
+    def failing(meanwhile: Callable[[], None]) -> list[Chunk]:
+        if next(broken, None) is not None:
+            raise ZeroDivisionError("a step that breaks")
+        return step(meanwhile)
+
+    engine.step = failing  # type: ignore[method-assign]
+    return engine
+
+
+def request_of(request_id: str, max_tokens: int = 12) -> Request:
+    return Request(request_id, PROMPT, SamplingParams(max_tokens, temperature=0.8, seed=7, ignore_eos=True))
+
+
+async def collect(loop: AsyncEngine, request: Request) -> list[Chunk]:
+    return [chunk async for chunk in loop.generate(request)]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine, **options: Any) -> None:
+    """Run `body` beside an engine, which must be whole and empty at the end."""
+
+    async def entered() -> None:
+        async with AsyncEngine(engine, **options) as loop:
+            free = loop.load.free_kv_tokens
+            await asyncio.wait_for(body(loop), 60)
+            await until(lambda: loop.load.free_kv_tokens == free)
+
+    asyncio.run(entered())
+    engine.check()
+    assert not engine.has_work
+
+
+def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
+    """A slow reader gets what was kept, then Overloaded; a request that continues from there gives the rest."""
+    engine = engine_of(target)
+    request = replace(request_of("slow"), sampling=SamplingParams(48, temperature=0.8, seed=7, ignore_eos=True, logprobs=5))
+
+    async def body(loop: AsyncEngine) -> None:
+        whole = tokens_of(await collect(loop, replace(request, id="whole")))
+        kept: list[Chunk] = []
+
+        async def read_late() -> None:
+            async for chunk in loop.generate(request):
+                kept.append(chunk)
+                if len(kept) == 1:
+                    await until(lambda: not engine.has_work)
+
+        with pytest.raises(Overloaded, match="read too slowly"):
+            await read_late()
+        assert sum(chunk.num_bytes for chunk in kept[1:]) <= 2**14
+        tokens = tokens_of(kept)
+        assert tokens == whole[: len(tokens)]
+        assert 1 < len(tokens) < len(whole)
+        rest = replace(request, id="rest", prompt_ids=(*PROMPT, *tokens), num_emitted=len(tokens))
+        rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
+        assert tokens + tokens_of(await collect(loop, rest)) == whole
+
+    run(body, engine, max_unread_bytes=2**15)
+
+
+def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        alone = tokens_of(await collect(loop, request_of("alone")))
+        together = await asyncio.gather(*(collect(loop, request_of(f"{n}", 12 + n)) for n in range(3)))
+        assert [len(tokens_of(chunks)) for chunks in together] == [12, 13, 14]
+        assert all(tokens_of(chunks)[:12] == alone for chunks in together)
+        assert [chunks[-1].finish_reason for chunks in together] == ["length"] * 3
+
+    run(body, engine_of(target))
+
+
+def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
+            await anext(chunks)
+            await until(lambda: loop.load.num_running == 1)
+        await until(lambda: loop.load.num_running == 0)
+
+    run(body, engine_of(target))
+
+
+def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
+    engine = engine_of(target)
+    step, reached, cancelled = engine.step, threading.Event(), threading.Event()
+    steps: list[list[Chunk]] = []
+
+    def watched(meanwhile: Callable[[], None]) -> list[Chunk]:
+        if len(steps) == 3:
+            reached.set()
+            assert cancelled.wait(30)
+        steps.append(step(meanwhile))
+        return steps[-1]
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    async def body(loop: AsyncEngine) -> None:
+        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
+            await anext(chunks)
+            await until(reached.is_set)
+        cancelled.set()
+        await until(lambda: loop.load.num_running == 0)
+
+    run(body, engine)
+    reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
+    assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
+
+
+def test_a_rejected_request_has_a_reason_and_harms_no_other(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            await collect(loop, Request("empty", (), SamplingParams(seed=1)))
+        assert len(tokens_of(await collect(loop, request_of("good")))) == 12
+
+    run(body, engine_of(target))
+
+
+def test_a_step_that_fails_fails_its_requests_and_no_later_one(
+    target: TargetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        chunks = await collect(loop, request_of("unlucky"))
+        assert (chunks[-1].finish_reason, "see the verifier's log" in chunks[-1].message) == ("error", True)
+        assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
+
+    with caplog.at_level(logging.ERROR):
+        run(body, engine_of(target, failures=1))
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with AsyncEngine(engine_of(target, failures=1000)) as loop:
+            chunks = await collect(loop, request_of("unlucky"))
+            assert chunks[-1].finish_reason == "error"
+            await asyncio.sleep(60)
+
+    with pytest.raises(RequestFailed, match="engine broke"):
+        asyncio.run(body())
+    assert "the engine is broken" in caplog.text
+
+
+@pytest.mark.parametrize("has_service", [False, True])
+def test_chunks_are_sent_while_something_else_works(
+    has_service: bool, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the launch of a pass and its results, or between the request for drafts and their arrival."""
+    flat("test", verify=10.0).write(tmp_path / "costs.json")
+    config, events = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json")), list[str]()
+    drafter = EmptyService(events) if has_service else None
+    engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter, clock=VirtualClock())
+    forward = engine._runner.backend.forward
+
+    def noted_forward(packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
+        events.append("pass")
+        return forward(packed, kv_cache)
+
+    def noted_download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
+        found = download(*tensors)
+        events.append("results")
+        return found
+
+    def sent(report: StepReport, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        events.append("sent")
+        return chunks
+
+    engine._runner.backend.forward = noted_forward  # type: ignore[method-assign]
+    monkeypatch.setattr(verify, "download", noted_download)
+
+    async def body(loop: AsyncEngine) -> None:
+        assert len(tokens_of(await collect(loop, request_of("one", 4)))) == 4
+
+    run(body, engine, on_step=sent)
+    step = ["pass", "results", "asked", "sent", "answered"]
+    beside_service = [*step * 2, "pass", "results", "pass", "sent", "results", "sent"]  # the last token is not drafted for
+    beside_pass = ["pass", "results", *["pass", "sent", "results"] * 3, "sent"]
+    assert events == (beside_service if has_service else beside_pass)
+
+
+@pytest.mark.parametrize("failing_at", [2, 3])
+def test_no_request_waits_for_chunks_that_telemetry_failed_on(
+    failing_at: int, target: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails while the next pass runs: one request has ended in the step before, or neither has."""
+    flat("test", verify=10.0).write(tmp_path / "costs.json")
+    config = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json"))
+    engine, num_reports = (
+        assemble_engine(target, None, config, TreeConfig(num_steps=5), None, clock=VirtualClock()),
+        count(1),
+    )
+
+    def failing(report: StepReport, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        if next(num_reports) == failing_at:
+            raise ZeroDivisionError("telemetry that fails")
+        return chunks
+
+    async def body(loop: AsyncEngine) -> None:
+        requests = request_of("short", 3), request_of("long", 12)
+        chunks = [chunk async for chunk in loop.generate(*requests)]
+        reasons = {chunk.request_id: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+        assert reasons == {"short": "length" if failing_at == 3 else "error", "long": "error"}
+
+    run(body, engine, on_step=failing)
+    assert "ZeroDivisionError" in caplog.text
+
+
+class EmptyService:
+    """Implements Drafter: a draft service with nothing to propose. events: what is asked and answered."""
+
+    needs, can_sample = DrafterNeeds(), False
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def can_draft(self, session: str) -> bool:
+        return True
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def reject(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        self._events.append("asked")
+
+        def collect() -> list[Draft]:
+            self._events.append("answered")
+            return [None] * len(contexts)
+
+        return collect
+
+
+def stuck_engine(target: TargetModel) -> tuple[Engine, threading.Event]:
+    """An engine whose steps wait for the event."""
+    engine, may_go_on = engine_of(target), threading.Event()
+    step = engine.step
+
+    def waiting(meanwhile: Callable[[], None]) -> list[Chunk]:
+        assert may_go_on.wait(60)
+        return step(meanwhile)
+
+    engine.step = waiting  # type: ignore[method-assign]
+    return engine, may_go_on
+
+
+def join_engines() -> None:
+    """Wait for the threads that `fail` left in a step."""
+    for thread in [thread for thread in threading.enumerate() if thread.name == "engine"]:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@asynccontextmanager
+async def watched(
+    loop: AsyncEngine, **limits: float
+) -> AsyncIterator[tuple[Callable[[str], Awaitable[bool]], WorkerRegistration]]:
+    """A server whose health follows the engine's steps; gives whether a service is SERVING, and the registration."""
+    server, model = RpcServer(ServerConfig()), ModelInfo("demo", "f", 10, 10)
+    registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", model, lambda: announced_load(loop.load)))
+    address = await server.start([])
+    await registration.register(address)
+    config = VerifierConfig("demo", "models/demo/target", **limits)  # type: ignore[arg-type]
+    watchdog = asyncio.create_task(watch_steps(loop, registration, config, loop.fail))
+    async with open_channel(address) as channel:
+
+        async def is_serving(service: str) -> bool:
+            answer: Any = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        try:
+            yield is_serving, registration
+        finally:
+            await cancel_task(watchdog)
+            await server.stop(0)
+
+
+def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine, may_go_on = stuck_engine(target)
+
+    async def body(loop: AsyncEngine) -> None:
+        async with watched(loop, stuck_step_timeout_s=0.05) as (is_serving, registration):
+            assert await is_serving("")
+            request = asyncio.create_task(collect(loop, request_of("r")))
+            while await is_serving(""):
+                await asyncio.sleep(0.01)
+            assert await is_serving(LIVE), "a supervisor does not end it yet"
+            assert "assert may_go_on.wait(60)" in caplog.text, "the log says where the step is"
+            for stuck, kind in ((request, WorkerLost), (collect(loop, request_of("new")), Unavailable)):
+                with pytest.raises(Unavailable, match="a step has not ended") as raised:
+                    await stuck
+                assert type(raised.value) is kind, "the new one cannot be the reason"
+            may_go_on.set()
+            while not await is_serving(""):
+                await asyncio.sleep(0.01)
+            await registration.deregister()
+            await registration.set_serving(True)
+            assert not await is_serving(""), "a stopping service stays NOT_SERVING"
+        assert len(tokens_of(await collect(loop, request_of("later")))) == 12
+
+    run(body, engine)
+
+
+def test_a_step_that_never_ends_ends_its_owner(target: TargetModel) -> None:
+    engine, may_go_on = stuck_engine(target)
+
+    async def body() -> None:
+        async with AsyncEngine(engine) as loop, watched(loop, stuck_step_timeout_s=0.05, stuck_step_exit_timeout_s=0.1):
+            with pytest.raises(Unavailable, match="a step has not ended"):
+                await collect(loop, request_of("r"))
+            await asyncio.sleep(60)
+
+    try:
+        with pytest.raises(Unavailable, match="a step has not ended"):
+            asyncio.run(body())
+    finally:
+        may_go_on.set()
+        join_engines()

@@ -1,0 +1,125 @@
+"""The sizes that passes are padded to."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.api.request import Request, SamplingParams
+from eyas.engine.runner import segment_of, tree_segments
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.models.backends.attention_metadata import Tiling, _words_of_all, bucket_shape, build_words, max_words, tight_shape
+from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
+from eyas.models.inputs import Segment, TreeSegments, pack
+from eyas.protocol.tree import DraftTree
+from tests.support.devices.random_passes import make_pass, passes
+from tests.support.strategies import trees
+
+
+def test_buckets_are_few_and_end_with_the_most() -> None:
+    assert row_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert row_buckets(64)[-2:] == (48, 64)
+    assert row_buckets(1) == (1,)
+
+
+@given(most=st.integers(1, 5000))
+def test_padding_costs_at_most_half_of_a_pass(most: int) -> None:
+    buckets = row_buckets(most)
+    assert list(buckets) == sorted(set(buckets))
+    for smaller, larger in pairwise(buckets):
+        assert larger <= 1.5 * (smaller + 1) or larger <= 16
+
+
+@given(most=st.integers(1, 300), rows=st.integers(1, 400))
+def test_a_pass_takes_the_smallest_bucket_that_holds_it(most: int, rows: int) -> None:
+    buckets = row_buckets(most)
+    chosen = choose_bucket(buckets, rows, rows)
+    assert chosen == min((b for b in buckets if b >= rows), default=None)
+
+
+def test_long_prompts_are_not_padded_to_an_all_logits_graph() -> None:
+    buckets = row_buckets(1024)
+    assert choose_bucket(buckets, 512, 1) is None
+    assert choose_bucket(buckets, MAX_UNUSED_LOGITS, 1) == MAX_UNUSED_LOGITS
+    assert choose_bucket(buckets, 512, 300) == 512
+
+
+@given(segments=passes(max_segments=6, max_rows=50), spare=st.integers(0, 40), heads=st.integers(1, 8))
+def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spare: int, heads: int) -> None:
+    rows, tiling = sum(len(s.tokens) for s in segments), Tiling(heads, 2, 16)
+    bucket = bucket_shape(rows + spare, 6, tiling)
+    words = build_words(segments, bucket, scratch=0)
+    assert len(words) <= max_words(bucket) + sum(len(s.prefix) for s in segments)
+    assert tight_shape(segments, tiling).rows == rows
+
+
+@given(passes(max_segments=1, max_rows=70), st.integers(0, 40), st.integers(1, 8), st.integers(0, 500))
+def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
+    tiling, kept = Tiling(heads, 2, 16, prefill_rows=128), np.array([prefix])
+    for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
+        ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, _words_of_all))
+        assert ours.dtype == plain.dtype
+        assert ours.tolist() == plain.tolist()
+
+
+def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
+    """A tree behind a prefix of some length, in slots of its own."""
+    prompt, slots = tuple(range(3, 5 + 7 * number)), np.arange(100 * number, 100 * (number + 1))
+    sequence = Sequence(Request(f"{number}", prompt, SamplingParams(seed=0)), QueueKey(0.0, number), list(prompt), slots)
+    sequence.computed = len(prompt) - 1
+    return ScheduledSequence(sequence, slots[::-1][: len(tree)], sequence.computed, tree)
+
+
+def test_tall_tiles_are_for_passes_of_prompts() -> None:
+    """Not for trees, not in graphs, and not in deterministic mode, whose tiles are the same in any pass."""
+    usual = Tiling(4, 8, 132)
+    tiling, fixed = replace(usual, prefill_rows=128), replace(usual, fixed_part=1024)
+    trees, prompt = make_pass([(True, 16, 40)] * 20), make_pass([(False, 1000, 9)])
+    for segments in (prompt, [*trees[:9], *prompt]):
+        plain, tall = tight_shape(segments, usual), tight_shape(segments, tiling)
+        assert (plain.tile_rows, plain.product_rows, tall.tile_rows, tall.product_rows) == (16, 64, 32, 128)
+        assert tall.num_results == plain.num_results, "as much memory"
+        assert tight_shape(segments, replace(fixed, prefill_rows=128)) == tight_shape(segments, fixed)
+    for segments in (trees, [*trees, *make_pass([(False, 60, 9)])], make_pass([(True, 60, 9)])):
+        assert tight_shape(segments, tiling) == tight_shape(segments, usual)
+    whole_trees = tree_segments([scheduled(DraftTree.chain(range(60)), number) for number in range(2)], False)
+    assert tight_shape(whole_trees, tiling) == tight_shape(whole_trees, usual)
+    assert bucket_shape(1024, 32, tiling) == bucket_shape(1024, 32, usual)
+
+
+def test_more_tiles_than_a_pass_has_are_no_words() -> None:
+    batch = [scheduled(DraftTree.chain(range(40)), number) for number in range(2)]
+    ours = tree_segments(batch, draws_on_ranks=False)
+    assert isinstance(ours, TreeSegments)
+    shape = tight_shape(ours, Tiling(2, 2, 16))
+    for build in (build_words, _words_of_all):
+        with pytest.raises(ValueError, match=r"tiles|broadcast|shape"):
+            build(ours, replace(shape, tiles=shape.tiles - 1), 0, kept_prefixes=np.zeros(2, np.int64))
+
+
+@settings(max_examples=50)
+@given(st.lists(trees(max_nodes=40), min_size=2, max_size=5), st.booleans())
+def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_on_ranks: bool) -> None:
+    """Each way has its own words, for masks and for parts at fixed positions, and its own inputs of a plain pass."""
+    batch = [scheduled(tree, number) for number, tree in enumerate(found)]
+    plain, ours = [segment_of(each, draws_on_ranks) for each in batch], tree_segments(batch, draws_on_ranks)
+    assert isinstance(ours, TreeSegments)
+    for tiling in (Tiling(2, 2, 16), Tiling(2, 2, 16, fixed_part=16, longest=64)):
+        shape = tight_shape(plain, tiling)
+        assert tight_shape(ours, tiling) == shape
+        assert np.array_equal(build_words(ours, shape, 0), build_words(plain, shape, 0))
+        kept = 1000 * np.arange(len(found))
+        for padded in (shape, bucket_shape(shape.rows + 9, 6, tiling)):
+            words = build_words(ours, padded, 3, kept_prefixes=kept)
+            assert np.array_equal(words, _words_of_all(plain, padded, 3, kept_prefixes=kept))
+    for one, other in zip(plain, ours, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
+        assert one.noise_key == other.noise_key
+    one, other = pack(plain, torch.device("cpu")), pack(ours, torch.device("cpu"))
+    for name in ("tokens", "positions", "slots", "logits_indices"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert all(torch.equal(a.mask, b.mask) for a, b in zip(one.groups, other.groups, strict=True))

@@ -1,0 +1,197 @@
+"""A body that cannot be served is rejected with an error that names the field; no verifier is called."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.services.http_router import ALL, CHAT, PLAIN, Script, http_router, post, worker
+from tests.support.services.scripted_verifier import TOKENS
+
+JSON = {"Content-Type": "application/json"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": None}, "prompt", "is missing"),
+    ({"prompt": []}, "prompt", "must be a text"),
+    ({"prompt": 7}, "prompt", "must be a text"),
+    ({"prompt": [1, "a"]}, "prompt", "must be a text"),
+    ({"prompt": [True]}, "prompt", "must be a text"),
+    ({"prompt": ""}, "prompt", "is empty"),
+    ({"prompt": [[]]}, "prompt", "is empty"),
+    ({"prompt": [4096]}, "prompt", "token id 4096, outside"),
+    ({"prompt": [-1], "echo": True}, "prompt", "token id -1, outside"),
+    ({"prompt": [10**30], "echo": True}, "prompt", "outside the vocabulary"),
+    ({"prompt": "return " * 9000}, "prompt", "exceed the context length 2048"),
+    ({"prompt": "return " * 90000}, "prompt", "exceeds the context of 2048"),
+    ({"prompt": "\ud800"}, "prompt", "no character"),
+    ({"stop": "\ud800"}, "stop[0]", "no character"),
+    ({"stop": ""}, "stop", "empty string"),
+    ({"stop": 3}, "stop", "stop is 3: must be a string or a list of strings"),
+    ({"stop": ["a", 3]}, "stop[1]", "stop[1] is 3: Input should be a valid string"),
+    ({"stream_options": 3}, "stream_options", "is 3: Input should be a valid dictionary"),
+    ({"max_tokens": 0}, "max_tokens", "whole number from 1"),
+    ({"max_tokens": 4096}, "max_tokens", "exceed the context length 2048"),
+    ({"max_tokens": 1.5}, "max_tokens", "1.5"),
+    ({"temperature": "0.5"}, "temperature", "valid number"),
+    ({"temperature": -1}, "temperature", "lie in [0, 1000000]"),
+    ({"top_p": 0}, "top_p", "(0, 1]"),
+    ({"top_k": -2}, "top_k", "whole number from 0"),
+    ({"n": 0}, "n", "from 1 to 128"),
+    ({"n": 2}, "n", "at temperature 0"),
+    ({"n": 128, "temperature": 1, "prompt": ["a"] * 9}, "n", "more than 1024"),
+    ({"seed": -2}, "seed", "whole number from 0"),
+    ({"presence_penalty": 3}, "presence_penalty", "[-2.0, 2.0]"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias", "outside"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5", "valid number"),
+    ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    ({"logprobs": 21, "echo": True}, "logprobs", "from 0 to 20"),
+    ({"logprobs": 1, "echo": True, "n": 2, "temperature": 1}, "n", "ask for n = 1"),
+    ({"logprobs": 1, "echo": True, "prompt_logprobs": 1}, "prompt_logprobs", "leave prompt_logprobs out"),
+    ({"min_tokens": 100}, "min_tokens", "above max_tokens"),
+    ({"priority": -1}, "priority", "0 (normal) or more"),
+    ({"stop_token_ids": [5000]}, "stop_token_ids", "outside"),
+    ({"bad_token_ids": [[]]}, "bad_token_ids", "0 tokens"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not a known field"),
+    ({"stream": 1}, "stream", "valid boolean"),
+    ({"temperatur": 1}, "temperatur", "did you mean temperature?"),
+    ({"\ud800": 1}, None, "must be a JSON object"),
+    ({"best_of": 3}, "best_of", "not supported"),
+    ({"suffix": "x"}, "suffix", "no tokens to fill in the middle"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "is missing"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "needs format"),
+    ({"response_format": {"type": "json_object", "format": {}}}, "response_format", "has no format"),
+    ({"guided_json": "{"}, "guided_json", "is not JSON"),
+    ({"guided_json": 7}, "guided_json", "7: must be a JSON object, or its text"),
+    ({"guided_choice": []}, "guided_choice", "no constraint"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "no text of 1 to 4096"),
+    ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar", "both say what the output must match"),
+    ({"structured_outputs": {}}, "structured_outputs", "no constraint"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "2 constraints (regex, choice)"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "no constraint"),
+    ({"drafter": "eagle"}, "drafter", "'none'"),
+    ({"messages": []}, "messages", "a field of /v1/chat/completions"),
+]
+CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": None}, "messages", "is missing"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'user'"),
+    ({"messages": [{"role": "user"}]}, "messages", "has no content"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content", "images, audio and files"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "is 3: must be text, or parts"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]},
+        "messages[0].tool_calls[0].function.arguments", "is 3: must be a JSON object, or its text",
+    ),
+    ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content", "no character"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "is missing"),
+    ({"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {"bos_token": ""}}, "messages", "is empty"),
+    ({"messages": [{"role": "user", "content": "return " * 90000}]}, "messages", "exceeds the context of 2048"),
+    ({"chat_template_kwargs": {"bos_token": "\ud800"}}, "messages", "chat template refuses"),
+    ({"max_tokens": 0}, "max_tokens", "whole number from 1"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "whole number from 1"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
+    ({"logprobs": 2}, "logprobs", "valid boolean"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({"tools": [TOOL]}, "tools", "no format of tool calls"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"store": 1}, "store", "valid boolean"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradict"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    ({"modalities": ["audio"]}, "modalities", "not supported"),
+    ({"echo": True}, "echo", "a field of /v1/completions"),
+]  # fmt: skip
+NEUTRAL = {
+    "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "u", "seed": None,
+    "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "stop": None, "stream_options": None,
+}  # fmt: skip
+
+
+async def sent(base: str, path: str, body: Any) -> httpx.Response:
+    """Post JSON whose escapes may encode half a character."""
+    async with httpx.AsyncClient(base_url=base, timeout=30) as client:
+        return await client.post(path, content=json.dumps(body).encode(), headers=JSON)
+
+
+def check(answer: httpx.Response, status: int, param: str | None, part: str) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param), error
+    assert part in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "good", "cases"),
+    [("/v1/completions", ALL, COMPLETIONS), ("/v1/chat/completions", CHAT, CHATS)],
+    ids=["completions", "chat"],
+)
+def test_a_bad_body_gets_an_error_with_the_wrong_field(
+    url: str, path: str, good: dict[str, Any], cases: list[tuple[dict[str, Any], str | None, str]]
+) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), http_router(url) as base:
+            for changes, param, part in cases:
+                check(await sent(base, path, good | changes), 400, param, part)
+            assert script.calls == []
+
+    asyncio.run(body())
+
+
+def test_bodies_that_are_not_json_or_too_long_are_rejected(url: str) -> None:
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 2**20
+
+    async def body() -> None:
+        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+            check(await sent(base, "/v1/completions", [1]), 400, None, "must be a JSON object")
+            check(await client.post("/v1/completions", content=b"{}"), 400, None, "Content-Type: application/json")
+            check(await client.post("/v1/completions", content=b"{", headers=JSON), 400, None, "not JSON")
+            check(await client.post("/v1/completions", content=b" " * (17 * 2**20)), 413, None, "longer than 16777216")
+            check(await client.post("/v1/completions", content=chunks(), headers=JSON), 413, None, "longer than 16777216")
+
+    asyncio.run(body())
+
+
+def test_unknown_paths_methods_and_models_share_an_error_shape(url: str) -> None:
+    async def body() -> None:
+        async with (
+            worker(url, Script(TOKENS)),
+            http_router(url) as base,
+            httpx.AsyncClient(base_url=base, timeout=30) as client,
+        ):
+            check(await client.post("/v1/embeddings", json={}), 404, None, "embeddings need another server")
+            check(await client.get("/v1/completions"), 405, None, "Method Not Allowed")
+            for answer in (
+                await post(base, "/v1/completions", ALL | {"model": "other"}),
+                await post(base, "/v1/chat/completions", CHAT | {"model": "other"}),
+                await client.get("/v1/models/org/other"),
+            ):
+                check(answer, 404, "model", "'other'" if answer.request.method == "POST" else "'org/other'")
+                assert answer.json()["error"]["code"] == "model_not_found"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("template", [PLAIN, ""])
+def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=template) as base:
+            answer = await post(base, "/v1/chat/completions", CHAT | NEUTRAL)
+            if template:
+                assert answer.status_code == 200, answer.text
+            else:
+                check(answer, 400, "messages", "model 'demo' has no chat template; use /v1/completions")
+
+    asyncio.run(body())

@@ -1,0 +1,292 @@
+"""Tools and reasoning in chats: what reaches the template, what the output must match, and what the client gets."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.services.http_router import CHAT, TOKENIZER, Script, http_router, post, with_router, worker
+from tests.support.services.scripted_verifier import PROMPT, TOKENS
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "strict": True}}
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+HERMES = PLAIN + "{# <tool_call> </think> #}"
+SHOWN = "{{ [messages, tools] | tojson }}{{ bos_token }}{# <tool_call> #}"
+CALLS = (
+    '<think>Hm</think>Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+def script(text: str) -> Script:
+    """Return a verifier that answers CHAT with a text."""
+    return Script((*PROMPT, *TOKENIZER.encode_rendered(text)))
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in CHAT.items() if name != "max_tokens"} | fields
+
+
+def answer(text: str, template: str = HERMES, **fields: Any) -> Any:
+    """Return the choice for a request whose output is a text."""
+    request = asked(max_tokens=len(TOKENIZER.encode_rendered(text)), **fields)
+
+    async def body(client: AsyncOpenAI) -> Any:
+        return await client.chat.completions.create(**request)
+
+    return with_router(url_of[0], body, script(text), template=template)
+
+
+url_of: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def router_url(url: str) -> None:
+    url_of[:] = [url]
+
+
+def structural_tag(tokens: Script) -> dict[str, Any]:
+    (call,) = tokens.calls
+    structured = call.request.sampling.structured_outputs
+    assert structured is not None
+    tag: dict[str, Any] = json.loads(structured.structural_tag)
+    return tag
+
+
+def test_calls_and_reasoning_have_fields_of_their_own() -> None:
+    message = answer(CALLS, tools=[ADD, NOW]).choices[0].message
+    assert (message.content, message.reasoning_content, message.reasoning) == ("Well.", "Hm", "Hm")
+    first, second = message.tool_calls
+    assert (first.type, first.function.name, first.function.arguments) == ("function", "add", '{"a": 1}')
+    assert (second.function.name, second.function.arguments) == ("now", "{}")
+    assert first.id != second.id
+
+
+def test_calls_stream_with_index_id_and_name_first(url: str) -> None:
+    async def body(client: AsyncOpenAI) -> list[Any]:
+        events = await client.chat.completions.create(**asked(tools=[ADD, NOW], stream=True))
+        return [event.choices[0].delta async for event in events]
+
+    deltas = with_router(url, body, script(CALLS), template=HERMES)
+    assert "".join(delta.content or "" for delta in deltas) == "Well."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm"
+    pieces = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in pieces if call.id] == [(0, "add"), (1, "now")]
+    for index, arguments in enumerate(['{"a": 1}', "{}"]):
+        own = [call for call in pieces if call.index == index]
+        assert own[0].id
+        assert not any(call.id or call.function.name for call in own[1:])
+        assert "".join(call.function.arguments or "" for call in own) == arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_finished_call_has_its_own_finish_reason(url: str, stream: bool) -> None:
+    """The verifier ends with "length" at the last token; a stop string ends the text before."""
+    request = asked(tools=[ADD], stop=["END"], stream=stream)
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>END and more'
+
+    async def body(client: AsyncOpenAI) -> Any:
+        answered = await client.chat.completions.create(**request)
+        if stream:
+            return [event.choices[0].finish_reason async for event in answered][-1]
+        return answered.choices[0].finish_reason
+
+    assert with_router(url, body, script(text), template=HERMES) == "tool_calls"
+    assert with_router(url, body, script("No.END and more"), template=HERMES) == "stop"
+
+
+def test_a_message_without_calls_is_as_before() -> None:
+    choice = answer("Hello", tools=[ADD]).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("Hello", None, "length")
+
+
+def test_reasoning_can_be_left_out_and_its_tokens_are_counted() -> None:
+    kept, dropped = answer("<think>a b c</think>d"), answer("<think>a b c</think>d", extra_body={"include_reasoning": False})
+    assert (kept.choices[0].message.reasoning, dropped.choices[0].message.reasoning) == ("a b c", None)
+    assert dropped.choices[0].message.content == "d"
+    assert (
+        kept.usage.completion_tokens_details.reasoning_tokens == dropped.usage.completion_tokens_details.reasoning_tokens > 0
+    )
+
+
+def test_one_call_is_returned_without_parallel_tool_calls() -> None:
+    assert len(answer(CALLS, tools=[ADD, NOW], parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+
+
+def test_choice_none_leaves_calls_in_the_text() -> None:
+    choice = answer('<tool_call>{"name": "add"}</tool_call>', tools=[ADD], tool_choice="none").choices[0]
+    assert (choice.message.tool_calls, choice.message.content) == (None, '<tool_call>{"name": "add"}</tool_call>')
+
+
+def shown(**fields: Any) -> Any:
+    """Return the messages and tools that the template gets."""
+    tokens = Script(TOKENS * 20)
+    with_router(
+        url_of[0], lambda client: client.chat.completions.create(**asked(max_tokens=1, **fields)), tokens, template=SHOWN
+    )
+    return json.loads(TOKENIZER.decode(tokens.calls[0].request.prompt_ids))
+
+
+def test_earlier_turns_reach_the_template_as_it_expects_them() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    broken = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
+    messages = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken], "reasoning_content": "Hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "1"}]},
+        {"role": "assistant", "content": "Done", "reasoning": "Ah", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "Again."},
+    ]
+    (user, calls, result, done, _), tools = shown(messages=messages, tools=[ADD, NOW])
+    assert user == {"role": "user", "content": "Add."}
+    assert [one["function"]["arguments"] for one in calls["tool_calls"]] == [{"a": 1}, '{"a": ']
+    assert (calls["content"], calls["reasoning_content"]) == ("", "Hm")
+    assert result == {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "1"}
+    assert (done["reasoning_content"], done["reasoning"], "tool_calls" in done) == ("Ah", "Ah", False)
+    now = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert tools == [ADD, {"type": "function", "function": now}]
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    assert shown(tools=[ADD], tool_choice="none")[1] is None
+    assert shown()[1] is None
+
+
+def constraint(template: str = HERMES, **fields: Any) -> Any:
+    tokens = Script(TOKENS * 20)
+    request = asked(max_tokens=1, **fields)
+    with_router(url_of[0], lambda client: client.chat.completions.create(**request), tokens, template=template)
+    return structural_tag(tokens)["format"]
+
+
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+FLAT_ALLOWED = {"mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+PLAIN_HERMES = PLAIN + "{# <tool_call> #}"
+NAMED = {"type": "function", "function": {"name": "add"}}
+CLOSED = {**ADD["function"]["parameters"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("template", [PLAIN_HERMES, PLAIN], ids=["hermes", "unknown format"])
+def test_a_named_tool_must_be_called(template: str) -> None:
+    found = constraint(template, tools=[ADD, NOW], tool_choice=NAMED)
+    begin, head, schema, tail, end = found["elements"]
+    assert (begin["value"], end["value"]) == ("<tool_call>", "</tool_call>")
+    assert (head["value"], tail["value"]) == ('\n{"name": "add", "arguments": ', "}\n")
+    assert schema == {"type": "json_schema", "json_schema": CLOSED}
+
+
+def test_required_allows_each_tool_and_several_calls() -> None:
+    first, more = constraint(PLAIN_HERMES, tools=[ADD, NOW], tool_choice="required")["elements"]
+    assert (first["type"], len(first["elements"])) == ("or", 2)
+    assert more["type"] == "star"
+
+
+def test_reasoning_may_precede_a_forced_call() -> None:
+    reasoning, _ = constraint(HERMES, tools=[ADD], tool_choice="required")["elements"]
+    assert reasoning["type"] == "optional"
+    reasoning, _ = constraint(HERMES + "<think>\n", tools=[ADD], tool_choice="required")["elements"]
+    assert reasoning["type"] == "sequence"
+
+
+def test_strict_tools_constrain_their_calls_only() -> None:
+    found = constraint(PLAIN_HERMES, tools=[ADD, NOW])
+    assert (found["type"], found["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    schemas = [tag["content"]["json_schema"] for tag in found["tags"]]
+    assert schemas == [{"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}]
+
+
+def test_a_response_format_leaves_room_for_calls() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    content, calls = constraint(PLAIN_HERMES, tools=[ADD], response_format=schema)["elements"]
+    assert content == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert calls["type"] == "sequence"
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters",
+        "type 'object'",
+    ),
+    ({"tools": [ADD, ADD]}, "tools", "two tools have the name 'add'"),
+    ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "'required'"),
+    (
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "not among the tools",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "only the"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages", "has no content"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "part"), BAD)
+def test_bad_tools_get_an_error_with_the_field(url: str, fields: dict[str, Any], param: str, part: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
+            response = await post(base, "/v1/chat/completions", CHAT | fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param), error
+            assert part in error["message"]
+
+    asyncio.run(body())
+
+
+def test_tools_need_a_known_format_unless_a_call_is_forced(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=PLAIN) as base:
+            response = await post(base, "/v1/chat/completions", CHAT | {"tools": [ADD]})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("allowed", [{"allowed_tools": ALLOWED}, {"allowed_tools": FLAT_ALLOWED}, FLAT_ALLOWED, ALLOWED])
+def test_only_allowed_tools_are_called_and_all_are_shown(allowed: dict[str, Any]) -> None:
+    tools, choice = [ADD, NOW | {"function": {"name": "now"}}], {"type": "allowed_tools", **allowed}
+    auto = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=choice))
+    assert "add" in auto
+    assert "now" not in auto
+    required = json.loads(json.dumps(choice).replace("auto", "required"))
+    forced = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=required))
+    assert "add" in forced
+    assert "now" not in forced
+    assert len(shown(tools=tools, tool_choice=choice)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "at least one tool"),
+        ({"type": "allowed_tools", "mode": "none", "tools": [{"type": "function", "name": "add"}]}, "at least one tool"),
+        ({"type": "allowed_tools", **FLAT_ALLOWED, "tools": [{"type": "mcp", "server_label": "s"}]}, "at least one tool"),
+        ({"type": "allowed_tools", **FLAT_ALLOWED, "tools": [{"type": "function", "name": "sub"}]}, "names 'sub'"),
+        ({"type": "file_search"}, "allowed_tools"),
+    ],
+)
+def test_a_wrong_choice_says_what_it_must_be(url: str, choice: dict[str, Any], reason: str) -> None:
+    chat = asked(tools=[ADD], tool_choice=choice)
+    response = {"model": "demo", "input": "x", "tools": [{"type": "function", "name": "add"}], "tool_choice": choice}
+
+    async def run() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
+            for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+                error = (await post(base, path, body)).json()["error"]
+                assert error["param"] == "tool_choice"
+                assert reason in error["message"]
+
+    asyncio.run(run())

@@ -1,0 +1,103 @@
+"""Paths that do not exist say what there is instead; probes, models and CORS under the names that newcomers try."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from eyas.services.router.http.missing_routes import instead_of
+from tests.support.services.http_router import TOKENS, Script, http_router, worker
+
+MISSING = {
+    "/v1/embeddings": "embeddings need another server",
+    "/v1/audio/transcriptions": "speech needs another server",
+    "/v1/audio/speech": "speech needs another server",
+    "/v1/images/generations": "images need another server",
+    "/v1/moderations": "with a JSON schema as response_format",
+    "/v1/rerank": "reranking needs another server",
+    "/score": "/v1/completions with prompt_logprobs",
+    "/v1/files": "eyas run-batch FILE",
+    "/v1/files/file-abc/content": "eyas run-batch FILE",
+    "/v1/batches": "eyas run-batch FILE",
+    "/v1/assistants": "send the whole conversation",
+    "/v1/threads/t/runs": "send the whole conversation",
+    "/v1/responses/resp_1": "send the whole conversation with each request to POST /v1/responses",
+    "/api/generate": "call /v1/completions, or /v1/chat/completions with messages",
+    "/api/chat": "call /v1/chat/completions",
+    "/api/tags": "/v1/models lists the models",
+    "/api/blobs/sha256:0": "its base URL is this one with /v1 at its end",
+    "/generate": "call /v1/completions, or /v1/chat/completions with messages",
+    "/infill": "call /v1/completions with suffix",
+    "/completion": "call /v1/completions",
+    "/chat/completions": "call /v1/chat/completions",
+    "/v1/v1/chat/completions": "call /v1/chat/completions; the base URL ends with /v1 already",
+    "/v1/chat/completions/": "call /v1/chat/completions",
+    "/V1/Models": "call /v1/models",
+    "/v1/tokenize": "call /tokenize",
+    "/v1/ping": "call /ping",
+}
+
+
+def test_a_missing_path_says_what_there_is_instead(url: str) -> None:
+    async def run() -> None:
+        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+            for path, instead in MISSING.items():
+                for answer in (await client.post(path, json={}), await client.get(path)):
+                    if answer.status_code == 405:
+                        continue
+                    error = answer.json()["error"]
+                    assert (answer.status_code, error["type"]) == (404, "invalid_request_error"), path
+                    assert instead in error["message"]
+                    assert error["message"].startswith(f"{answer.request.method} {path} does not exist here: ")
+                    assert "\n" not in error["message"]
+            unknown = await client.get("/nowhere")
+            assert unknown.json()["error"]["message"] == "GET /nowhere: Not Found"
+            batches = (await client.post("/v1/messages/batches", json={})).json()
+            assert (batches["type"], batches["error"]["type"]) == ("error", "not_found_error")
+            wrong_method = await client.get("/v1/chat/completions")
+            assert wrong_method.status_code == 405
+            assert wrong_method.json()["error"]["message"].endswith("; use POST")
+
+    asyncio.run(run())
+
+
+def test_models_are_named_before_a_verifier_serves_them(url: str) -> None:
+    async def run() -> None:
+        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+            assert (await client.get("/ping")).status_code == (await client.post("/ping")).status_code == 503
+            for answer in ((await client.get("/v1/models")).json()["data"][0], (await client.get("/v1/models/demo")).json()):
+                assert (answer["id"], answer["max_model_len"]) == ("demo", None)
+            assert (await client.get("/v1/models/other")).status_code == 404
+            async with worker(url, Script(TOKENS)):
+                async with asyncio.timeout(30):
+                    while (await client.get("/ping")).status_code != 200:
+                        await asyncio.sleep(0.02)
+                assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] > 0
+                assert (await client.head("/ping")).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_allowed"),
+    [
+        ("http://localhost:5173", True), ("http://localhost", True), ("https://here.example", True),
+        ("http://localhost.evil.example", False), ("http://localhost:5173.evil.example", False),
+        ("http://localhostx:1", False), ("https://there.example", False), ("null", False),
+    ],
+)  # fmt: skip
+def test_an_origin_may_have_any_port(url: str, origin: str, is_allowed: bool) -> None:
+    async def run() -> None:
+        origins = ("http://localhost:*", "https://here.example")
+        async with http_router(url, cors_allow_origins=origins) as base, httpx.AsyncClient(base_url=base) as client:
+            answer = await client.get("/v1/models", headers={"Origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) == is_allowed
+
+    asyncio.run(run())
+
+
+def test_paths_are_compared_as_far_as_they_matter() -> None:
+    assert instead_of("/v1/files" + "/a" * 10_000, ["/v1/models"]) == instead_of("/v1/files", [])
+    assert instead_of("", []) == instead_of("/", ["/"]) == instead_of("//", []) == ""

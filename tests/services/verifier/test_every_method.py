@@ -1,0 +1,52 @@
+"""Every drafting method over real sockets: a verifier's output equals its output without a drafter."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from eyas.api.request import Request, SamplingParams
+from eyas.config import DraftClientConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.services.verifier.draft_client import RemoteDrafter
+from tests.engine.test_equality import TREE, case_of
+from tests.support import reference
+from tests.support.methods import KINDS_OF_DRAFTS
+from tests.support.services.toy_drafting import eventually, serving
+from tests.support.tiny import build_engine, fixed_config
+
+LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
+SAMPLING = SamplingParams(12, 0.0, ignore_eos=True)
+SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, temperature=1.1, top_k=12, top_p=0.85))
+PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
+
+
+@pytest.mark.parametrize("name", KINDS_OF_DRAFTS)
+def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
+    case = case_of(name, tiny_target, tiny_head)
+    drafter, fuser = case.drafter(TREE), case.fuser()
+    needs = drafter.needs
+    info = DrafterInfo(
+        ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size, drafter.can_sample
+    )
+    collected = DrafterNeeds(features=fuser is not None, samples=True)
+    requests = [Request(f"{i}", PROMPT[i:], replace(each, seed=50 + i)) for i, each in enumerate(SAMPLINGS)]
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    num_drafted = 0
+    with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
+        eventually(lambda: remote.connected)
+        engine = build_engine(
+            tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
+        )
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+                num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
+        engine.check()
+        assert remote.num_lost == 0
+    assert num_drafted > 0
+    for request in requests:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

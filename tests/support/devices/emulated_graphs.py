@@ -1,0 +1,99 @@
+"""Drafters with captured trees on machines without CUDA: what would be captured runs again."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.block import BlockDrafter
+from eyas.drafters.draft_model import ModelDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.multi_head import MultiHeadDrafter
+from eyas.drafters.trees.growth import StaticTree
+from eyas.models.backends.cuda_graphs import Capture, CudaCapture
+from eyas.models.heads.block import load_block_head, serve
+from eyas.models.heads.eagle import load_head
+from eyas.models.heads.hydra import load_hydra
+from eyas.models.heads.medusa import load_medusa
+from eyas.models.loading import load_target
+from tests.support.devices.interpreter import run_again
+from tests.support.tiny import write_small
+from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
+from tests.support.tiny_medusa_hydra import tiny_heads
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = (
+    "eagle1", "eagle2", "eagle3", "peagle", "medusa", "hydra-prefix", "hydra-dynamic", "sps", "dspark", "dspark-rnn",
+    "dflash-window", "dflash2",
+)  # fmt: skip
+
+Out = TypeVar("Out")
+
+
+class NoSyncMode(TorchDispatchMode):
+    """Refuses operations that CUDA graphs cannot capture: those that sync with the device or copy to it."""
+
+    REFUSED = (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "lift_fresh",
+        "equal",
+        "bincount",
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if masks or name.startswith(self.REFUSED):
+            raise RuntimeError(f"{name} syncs with the device or copies to it")
+        return func(*args, **(kwargs or {}))
+
+
+def checked_capture(run: Callable[[], Out]) -> Callable[[], Out]:
+    """As `run_again`, and refuses what could not be captured."""
+    with NoSyncMode():
+        return run_again(run)
+
+
+def capturing() -> Capture:
+    return CudaCapture(torch.device("cuda")) if DEVICE == "cuda" else checked_capture
+
+
+@cache
+def loaded(method: str, target: str, head: str) -> Any:
+    """What drafters of a method compute with. They change nothing in it, and so share it."""
+    if method.startswith(("dspark", "dflash")):
+        return serve(load_block_head(tiny_block_head(method, target), target, "float32", DEVICE))
+    if method == "peagle":
+        return load_head(tiny_peagle_head(head), target, "float32", DEVICE, "peagle")
+    if method.startswith("eagle"):
+        kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
+        return load_head(folder, target, "float32", DEVICE, kind)
+    if method == "sps":
+        return load_target(write_small(target), "float32", DEVICE)
+    load = load_medusa if method == "medusa" else load_hydra
+    return load(tiny_heads(method.removesuffix("-dynamic"), head), target, "float32", DEVICE)
+
+
+def make(
+    method: str, target: str, head: str, tree: TreeConfig, config: DraftingConfig, capture: Capture | None
+) -> LocalDrafter:
+    """A drafter of a method over tiny heads."""
+    model = loaded(method, target, head)
+    if method.startswith(("dspark", "dflash")):
+        return BlockDrafter(model, tree, config, capture)
+    if method == "peagle" or method.startswith("eagle"):
+        plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None
+        return EagleDrafter(model, tree, config, plan, capture)
+    if method == "sps":
+        return ModelDrafter(model, tree, config, DraftModelConfig(), capture)
+    shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
+    return MultiHeadDrafter(model, tree, config, shape, capture)

@@ -1,0 +1,83 @@
+"""Drafters that sample their trees, and some that misreport how they sampled."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eyas.device.transfer import upload
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.kernels.noise import exponential_noise
+from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.sampling.sampler import filtered_probs, filtering, filters_of
+from tests.support import reference
+
+
+class BigramDrafter(LocalDrafter):
+    """Draws widths[d] children below each node of depth d, given only the token before; cut to the likeliest tokens."""
+
+    needs = DrafterNeeds()
+    can_sample = True
+
+    def __init__(self, logits: Tensor, widths: Sequence[int], replacement: bool = False, proposal_top_k: int = 12) -> None:
+        self._logits, self._widths, self._replacement, self._proposal_top_k = logits, widths, replacement, proposal_top_k
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._draft(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _draft(self, context: DraftContext) -> Draft:
+        tree, sampled_from = DraftTree.root_only(context.tokens[-1]), {}
+        for node in range(context.budget.max_nodes):
+            if node == len(tree) or tree.depths[node] == min(len(self._widths), context.budget.max_depth):
+                break
+            width = self._widths[tree.depths[node]]
+            if len(tree) + width > context.budget.max_nodes:
+                break
+            sampled_from[node] = self._probs(tree.tokens[node], context)
+            position = context.committed_length + tree.depths[node]
+            siblings = self._siblings(sampled_from[node], width, context.noise.seed, position)
+            tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * width)
+            tree = DraftTree(tokens, parents, (0.0,) * len(tokens))
+        return replace(tree, sampled=SampledProposal(sampled_from, self._replacement)) if sampled_from else tree
+
+    def _probs(self, token: int, context: DraftContext) -> DraftProbs:
+        keys, cpu = [context.noise], torch.device("cpu")
+        (row,) = filtered_probs(self._logits[token][None], filters_of(keys, cpu), upload(filtering(keys), cpu))
+        kept = [token for token in row.argsort(descending=True).tolist()[: self._proposal_top_k] if row[token] > 0]
+        return DraftProbs(tuple(kept), tuple(row[kept].tolist()))
+
+    def _siblings(self, probs: DraftProbs, width: int, seed: int, position: int) -> list[int]:
+        """Without replacement: the tokens with the smallest noise / prob. With replacement: the smallest of each lane."""
+        seeds = [(seed + lane) % 2**64 for lane in range(width)]
+        times = exponential_noise(seeds, [position] * width, torch.tensor(probs.ids)) / torch.tensor(probs.probs)
+        places = times.argmin(1).tolist() if self._replacement else times[0].argsort()[:width].tolist()
+        return [probs.ids[place] for place in places]
+
+
+@functools.cache
+def bigram_logits(target: str) -> Tensor:
+    """Logits of the target after each single token, [V, V]."""
+    with torch.inference_mode():
+        return reference.load_reference(target)(input_ids=torch.arange(48)[:, None]).logits[:, -1].clone()
+
+
+class Disguised(LocalDrafter):
+    """Returns the trees of another drafter with changed fields, and claims to sample."""
+
+    needs = DrafterNeeds()
+    can_sample = True
+
+    def __init__(self, drafter: LocalDrafter, **changes: object) -> None:
+        self._drafter, self._changes = drafter, changes
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts = self._drafter.propose(contexts)
+        return [replace(draft, **self._changes) if isinstance(draft, DraftTree) else draft for draft in drafts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)
