@@ -112,7 +112,7 @@ chaos: $(KERNELS) ## kill, freeze, cut and overload services on loopback, about 
 fuzz: $(KERNELS) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
-clients: $(READY) ## install other projects' clients into build/clients and run a small job of each; writes docs/clients.md
+clients: $(READY) ## install other projects' clients into build/clients and run a small job of each; writes tests/clients/README.md
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 ray: $(KERNELS) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail

@@ -251,7 +251,7 @@ def widen(
 
 def plan(
     profile: Annotated[Path, typer.Option(help="JSON report of `eyas bench split`, or a profile; see docs/split.md.")],
-    verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/emulation.md.")] = "llama-3.1-8b@h100",
+    verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/split.md.")] = "llama-3.1-8b@h100",
     drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
     local: LocalTable = "",
     temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,

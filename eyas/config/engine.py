@@ -31,7 +31,7 @@ class EngineConfig:
         max_verify_tokens: maximum number of tree nodes in a step. With a share below 2 a sequence decodes plainly.
         max_model_len: most tokens of prompt and output together. 0 takes the model's own limit; more than that is refused.
         deterministic: logits depend only on the tokens before them, not on the batch. Unless kernels give that by
-            themselves, every sequence runs by itself, in passes of a fixed number of rows. See docs/equality.md.
+            themselves, every sequence runs by itself, in passes of a fixed number of rows. See docs/sampling.md.
         cuda_graphs: capture forward passes as CUDA graphs at startup. No effect on other devices.
         acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
             for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It
@@ -44,7 +44,7 @@ class EngineConfig:
         session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
         priority_aging_s: seconds of waiting that count as one step of priority.
         emulated_device: cost table of a device to emulate on the CPU: a JSON file, or a preset MODEL@GPU. A pass takes the
-            time in the table. See docs/emulation.md. Empty for none.
+            time in the table. See docs/split.md. Empty for none.
         tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
             of attention heads, and divide the number of key-value heads or be a multiple of it.
         quantization: how the checkpoint's weights are quantised, as its config.json says it. Another checkpoint is refused.

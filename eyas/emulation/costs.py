@@ -131,7 +131,7 @@ class DeviceCosts:
         try:
             return cls.from_json(json.loads(Path(name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"cannot read a cost table from {name}: {error!r}; see docs/emulation.md") from error
+            raise ConfigError(f"cannot read a cost table from {name}: {error!r}; see docs/split.md") from error
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceCosts:

@@ -388,7 +388,7 @@ def split(
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head.")],
     prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns.")],
     method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
-    verifier: Annotated[str, typer.Option(help="Cost table of the verifier's device, see docs/emulation.md.")] = "60ms",
+    verifier: Annotated[str, typer.Option(help="Cost table of the verifier's device, see docs/split.md.")] = "60ms",
     drafter: Annotated[str, typer.Option(help="Cost table of the drafter's device.")] = "6ms",
     scale: Annotated[float, typer.Option(help="All times are multiplied by it; a busy machine needs more.")] = 1.0,
     delay: Annotated[list[float], typer.Option(help="Delay of each way, in verify passes; may be repeated.")] = [0.0],  # noqa: B006

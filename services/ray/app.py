@@ -1,4 +1,4 @@
-"""`eyas.services.ray.app:build`: router, verifier and draft service as one Ray Serve application; see docs/ray.md."""
+"""`eyas.services.ray.app:build`: router, verifier and draft service as one Ray Serve application; see docs/operations.md."""
 
 from __future__ import annotations
 

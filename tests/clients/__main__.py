@@ -1,4 +1,4 @@
-"""`python -m tests.clients`: run small jobs of other projects' clients against `eyas serve`; writes docs/clients.md.
+"""`python -m tests.clients`: run small jobs of other projects' clients against `eyas serve`; writes tests/clients/README.md.
 
 Each client has an environment of its own, which is kept. A client that cannot be installed is reported with the reason.
 """
@@ -120,7 +120,7 @@ def latest(client: ClientJob, environments: Path) -> ClientResult:
 def main(
     only: Annotated[list[str] | None, typer.Argument(help="Names of clients; all by default.")] = None,
     environments: Annotated[Path, typer.Option(help="Folder of the clients' environments.")] = Path("build/clients"),
-    out: Annotated[Path, typer.Option(help="Page to write, from the latest results.")] = Path("docs/clients.md"),
+    out: Annotated[Path, typer.Option(help="Page to write, from the latest results.")] = Path("tests/clients/README.md"),
     timeout_s: Annotated[float, typer.Option(help="Most seconds of one client's job.")] = 600.0,
     url: Annotated[str, typer.Option(help="URL of a running server, instead of an own one.")] = "",
 ) -> None:
@@ -291,13 +291,13 @@ def summary(result: ClientResult) -> str:
 
 
 def page(results: Sequence[ClientResult]) -> str:
-    """Return the text of docs/clients.md."""
+    """Return the text of tests/clients/README.md."""
     lines = [
         "# Clients",
         "",
         "`make clients` installs each client into an environment of its own, runs a small job of it against",
         "`eyas serve` with the demo model, and writes this page. `make clients CLIENTS=guidellm` runs one. The",
-        f"jobs are in [tests/clients/jobs](../tests/clients/jobs). Eyas {__version__}, on a CPU.",
+        f"jobs are in [tests/clients/jobs](jobs). Eyas {__version__}, on a CPU.",
         "",
         "| client | version | run | what works | what does not |",
         "|---|---|---|---|---|",

@@ -25,8 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_PAGES = (
     "README.md",
     "docs/quickstart.md",
-    "docs/from-vllm.md",
-    "docs/from-sglang.md",
+    "docs/migrating.md",
     "docs/python.md",
     "docs/structured-outputs.md",
 )

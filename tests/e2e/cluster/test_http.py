@@ -77,7 +77,7 @@ def shown_text() -> str:
     return text
 
 
-@pytest.mark.parametrize(("page", "num_commands"), [("README.md", 1), ("docs/quickstart.md", 2)])
+@pytest.mark.parametrize(("page", "num_commands"), [("README.md", 1), ("docs/quickstart.md", 3)])
 def test_the_curl_commands_of_the_pages_work(demo_cluster: Cluster, page: str, num_commands: int) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     commands = re.findall(r"^curl .*?(?<!\\)\n", text, re.MULTILINE | re.DOTALL)
