@@ -60,12 +60,12 @@ class KVCache:
         for layer, shape in enumerate(shapes):
             is_own = not sources or sources[layer] == layer
             for pools in (self.keys, self.values):
-                pools.append(_zeros((num_slots + 1, *shape), kv_dtype, device) if is_own else pools[sources[layer]])
+                pools.append(new_pool((num_slots + 1, *shape), kv_dtype, device) if is_own else pools[sources[layer]])
         self.is_narrow = kv_dtype in KV_CACHE_DTYPES.values()
         self.scales = list(scales) if self.is_narrow and scales else [UNSCALED] * len(shapes)
         if sources:
             self.scales = [self.scales[source] for source in sources]
-        self.features = _zeros((num_slots + 1, feature_width), dtype, device)
+        self.features = new_pool((num_slots + 1, feature_width), dtype, device)
 
     @cached_property
     def arrays(self) -> list[tuple[Floats, Floats]]:
@@ -78,7 +78,7 @@ class KVCache:
         return np.array([(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)])
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU it takes memory when it is first used; `torch.zeros` writes to all of it at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -125,7 +125,7 @@ def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reser
 
     Raises ConfigError if there is none.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_ram()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_ram()
     num_slots = num_slots_in(free, slot_bytes, fraction, reserved)
     if device.type != "cuda":
         num_slots = min(num_slots, MAX_BYTES_ON_CPU // slot_bytes, MAX_SLOTS_ON_CPU)
@@ -144,7 +144,7 @@ def num_slots_in(free: int, slot_bytes: int, fraction: float, reserved: int = 0)
     return max(int((free - reserved) * fraction), 0) // slot_bytes
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """Free memory in bytes; half of all memory if the system does not report it."""
     reported = "SC_AVPHYS_PAGES" in os.sysconf_names
     pages = os.sysconf("SC_AVPHYS_PAGES") if reported else os.sysconf("SC_PHYS_PAGES") // 2

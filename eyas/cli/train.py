@@ -217,7 +217,7 @@ def run(
             print(estimate)
         return
     trainer.run()
-    _conclude(trainer)
+    conclude(trainer)
 
 
 def _print_draft_vocabulary(trainer: Trainer) -> None:
@@ -237,7 +237,7 @@ def _print_shard(trainer: Trainer) -> None:
         print(f"process {accelerator.process_index} of {accelerator.num_processes} has read {num_bytes} bytes of the target")
 
 
-def _conclude(trainer: Trainer) -> None:
+def conclude(trainer: Trainer) -> None:
     """Card, plot and a line about the run."""
     from eyas.train.export import plot, write_card
 
@@ -282,7 +282,7 @@ def _estimate(trainer: Trainer, show: Show) -> str:
     count = sum(parameter.numel() for parameter in trained)
     checkpoints = (KEPT_CHECKPOINTS + 1) * 12 * count  # an older one stays until the new one is whole
     head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
-    own = ", ".join(f"{size / 2**30:.2f} GiB on {place}" for place, size in _peak_memory().items())
+    own = ", ".join(f"{size / 2**30:.2f} GiB on {place}" for place, size in peak_memory().items())
     memory = gather_object([f"{own} (process {accelerator.process_index})" if accelerator.num_processes > 1 else own])
     steps = trainer.config.optimizer.max_steps
     part = "" if share == 1 else f", with {share:.0%} of the windows of a step"
@@ -317,7 +317,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def _peak_memory() -> dict[str, int]:
+def peak_memory() -> dict[str, int]:
     """Most bytes that this process has held: of the host, and of each GPU that it has used."""
     import resource
 

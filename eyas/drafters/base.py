@@ -42,7 +42,7 @@ class PreparedTrees:
     MIN_DRAFTED = 4
 
     def __init__(self) -> None:
-        self._trees: dict[str, PreparedTree] = {}
+        self.by_session: dict[str, PreparedTree] = {}
 
     @classmethod
     def enough(cls, budget: TreeBudget) -> int:
@@ -51,11 +51,11 @@ class PreparedTrees:
 
     def put(self, prepared: PreparedTree) -> None:
         """Keep a tree, in place of an earlier one of its session."""
-        self._trees[prepared.session] = prepared
+        self.by_session[prepared.session] = prepared
 
     def take(self, context: DraftContext) -> DraftTree | None:
         """The tree for a commit that was foreseen, within its budget; None if there is none. Uses up the session's tree."""
-        found, budget = self._trees.pop(context.session, None), context.budget
+        found, budget = self.by_session.pop(context.session, None), context.budget
         if found is None or not budget.wants_tree or context.proposal != "deterministic":
             return None
         if (found.epoch, found.committed_length) != (context.epoch, context.start_position):
@@ -67,7 +67,7 @@ class PreparedTrees:
     def drop(self, sessions: Iterable[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         for session in sessions:
-            self._trees.pop(session, None)
+            self.by_session.pop(session, None)
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.draft_ids = draft_ids
         self.sessions = sessions
         self._slots: TreeSlots | None = None
-        self._graphs: TreeGraphs | None = None
-        self._chain_graphs: ChainGraphs | None = None
+        self.graphs: TreeGraphs | None = None
+        self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
         self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
@@ -124,10 +124,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         tree = replace(self.tree, top_k=self._max_expanded)
         spec = TreeSpec(self._expand, self._rows_run, tree, self._static_tree, self.draft_ids)
         place = RoundPlace(slots, state_size, dtype, capture)
-        self._graphs = TreeGraphs(spec, self._config, self.ranking, place)
+        self.graphs = TreeGraphs(spec, self._config, self.ranking, place)
         if extend:  # a commit brings an accepted path and the target's own token
             self._extend_graphs = ExtendGraphs(extend, place, feature_size, self.tree.num_steps + 1)
-        self._chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
+        self.chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
 
     @property
     def can_sample(self) -> bool:
@@ -139,9 +139,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     @torch.inference_mode()
     def warm_up(self) -> None:
         rank(torch.zeros(1, MAX_SORTED + 1, device=self.draft_ids.device), 1)  # compiled at its first call on a CPU
-        if self._graphs and self._chain_graphs:
-            self._graphs.warm_up()
-            self._chain_graphs.warm_up()
+        if self.graphs and self.chain_graphs:
+            self.graphs.warm_up()
+            self.chain_graphs.warm_up()
         if self._extend_graphs:
             self._extend_graphs.warm_up()
 
@@ -278,9 +278,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
-        if self._graphs and not any(context.allowed for context in contexts):
+        if self.graphs and not any(context.allowed for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
-            trees, rows_run = self._graphs.grow(contexts, slots, states, scratch)
+            trees, rows_run = self.graphs.grow(contexts, slots, states, scratch)
             self._keep_rows(contexts, rows_run, self.tree.top_k)
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
@@ -293,9 +293,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
-        if self._chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
+        if self.chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
-            chains, rows_run = self._chain_graphs.draw(contexts, slots, states, scratch)
+            chains, rows_run = self.chain_graphs.draw(contexts, slots, states, scratch)
             self._keep_rows(contexts, rows_run, 1)
             return chains
         shape = self._shape(contexts, top_k=1)

@@ -89,7 +89,7 @@ class Trainer:
         self.progress = Progressed()
         self._out = Path(config.out)
         optimizers = build_optimizers(trainee, config.optimizer)
-        schedule = _schedule(config.optimizer)
+        schedule = learning_rates(config.optimizer)
         self._schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
         self._model, *self._optimizers = accelerator.prepare(trainee, *optimizers)
 
@@ -334,7 +334,7 @@ def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim
     return [adamw, torch.optim.Muon(chosen, lr=c.muon_learning_rate, weight_decay=c.weight_decay)]
 
 
-def _schedule(c: OptimizerConfig) -> Callable[[int], float]:
+def learning_rates(c: OptimizerConfig) -> Callable[[int], float]:
     """The share of the peak rate at each step."""
     warmup, decay = max(1, round(c.warmup_ratio * c.max_steps)), max(1, round(c.decay_ratio * c.max_steps))
 

@@ -101,7 +101,7 @@ class Registry:
         """
 
         async def beat() -> None:
-            await self._attempt(lambda: self._write([lease() for lease in leases]))
+            await self._attempt(lambda: self.write([lease() for lease in leases]))
 
         await self._attempt(lambda: self._replace(leases[0]()))
         await beat()
@@ -145,10 +145,10 @@ class Registry:
         May be called again for further roles; without any it only notices when Redis goes and comes back.
         """
         self._roles = tuple(dict.fromkeys((*self._roles, *roles)))
-        await self._refresh()
+        await self.refresh()
         interval = self._config.heartbeat_interval_s
         if self._watcher is None:
-            self._watcher = asyncio.create_task(repeat(interval, self._refresh, interval), name="registry")
+            self._watcher = asyncio.create_task(repeat(interval, self.refresh, interval), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The last known leases of a watched role."""
@@ -186,7 +186,7 @@ class Registry:
         await cancel_task(self._watcher)
         await close_client(self._redis)
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         if not self._roles:
             await self._attempt(self._redis.ping)
         fresh = {role: await self._attempt(partial(self._read_claims, role)) for role in self._roles}
@@ -217,7 +217,7 @@ class Registry:
                 kept.append(replace(member, missing_since=since))
         return kept
 
-    async def _write(self, leases: Iterable[Lease]) -> None:
+    async def write(self, leases: Iterable[Lease]) -> None:
         self._published = tuple(leases)
         seconds, _ = await self._redis.time()
         async with self._redis.pipeline() as pipe:

@@ -353,7 +353,7 @@ def running_cluster(
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
                 service = service.add("ready_without_verifiers=false")
                 if is_loopback(host):
-                    service = _with_own_pages(service)
+                    service = with_own_pages(service)
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log, own = logs / f"{service.name}.log", {**environment, **service.environment}
@@ -365,14 +365,14 @@ def running_cluster(
         failed = not isinstance(error, KeyboardInterrupt)
         raise
     finally:
-        _stop(children)
+        stop_children(children)
         (logs / OWNER).unlink(missing_ok=True)
         os.close(owned)
         if not failed:
             shutil.rmtree(logs)
 
 
-def _with_own_pages(router: ServiceSettings) -> ServiceSettings:
+def with_own_pages(router: ServiceSettings) -> ServiceSettings:
     """Return a router whose API pages of this machine may use, unless its own settings name origins, or none."""
     named = read_yaml(router.file).get("http") if router.file else None
     if "cors_allow_origins" in (named or {}):
@@ -434,7 +434,7 @@ def _end_with_parent() -> Callable[[], object] | None:
     return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _stop(children: Sequence[Child]) -> None:
+def stop_children(children: Sequence[Child]) -> None:
     """Stop the router first, so that running requests finish; then the workers; Redis last. Another Ctrl-C kills all.
 
     Without a verifier no request can finish, so the router gets STOP_TIMEOUT_S only.

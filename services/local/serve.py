@@ -268,8 +268,8 @@ def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math
             before = dict(phases)
             for child in cluster.services:
                 if phases[child.name] != "ready":
-                    phases[child.name] = _phase(child.new_messages()) or phases[child.name]
-            text = ", ".join(f"{name}: {phase}" for name, phase in phases.items())
+                    phases[child.name] = phase(child.new_messages()) or phases[child.name]
+            text = ", ".join(f"{name}: {now}" for name, now in phases.items())
             shown.show(text, at_once=phases != before)
 
         for child in cluster.services:
@@ -278,7 +278,7 @@ def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math
             console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
 
 
-def _phase(messages: Sequence[str]) -> str:
+def phase(messages: Sequence[str]) -> str:
     """Return the last phase of a start that log messages name; empty if they name none."""
     phases = [message.removeprefix(PHASE_PREFIX) for message in messages if message.startswith(PHASE_PREFIX)]
     return phases[-1] if phases else ""

@@ -131,12 +131,12 @@ class RemoteDrafter:
         self.needs = needs
         self.can_sample = proposal == "sampled"
         self.breaker = CircuitBreaker(config.breaker_max_failures, config.breaker_reset_s)
-        self._config = config
+        self.config = config
         self._target = target
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
-        self._prepared, self._num_missed = PreparedTrees(), dict[str, int]()  # the latter: a session's steps without a tree
+        self.prepared, self._num_missed = PreparedTrees(), dict[str, int]()  # the latter: a session's steps without a tree
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic(); `_changed` guards it
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
@@ -187,8 +187,8 @@ class RemoteDrafter:
             contexts = [replace(context, features=None) for context in contexts]
         if not stream.info.needs_samples:
             contexts = [replace(context, samples=()) for context in contexts]
-        messages = split_commits(contexts, self._config.max_message_tokens)
-        timeout_s = self._config.draft_timeout_s
+        messages = split_commits(contexts, self.config.max_message_tokens)
+        timeout_s = self.config.draft_timeout_s
         requests = [DraftRequest(next(self._steps), tuple(commits), timeout_s=timeout_s) for commits in messages]
         pending.awaited = {r.step for r in requests if any(c.budget.wants_tree and not c.has_tree for c in r.commits)}
         with self._changed:
@@ -208,7 +208,7 @@ class RemoteDrafter:
                 self._num_missed.setdefault(context.session, 0)
                 if not context.budget.wants_tree:
                     pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
-                elif tree := self._prepared.take(context):
+                elif tree := self.prepared.take(context):
                     pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
                     self._num_missed[context.session] = 0
             wanting = [i for i, context in enumerate(contexts) if context.budget.wants_tree]
@@ -232,7 +232,7 @@ class RemoteDrafter:
         if pending.stream is None:
             return pending.drafts
         with self._changed:
-            timeout = self._config.draft_timeout_s if deadline is None else max(deadline - time.monotonic(), 0)
+            timeout = self.config.draft_timeout_s if deadline is None else max(deadline - time.monotonic(), 0)
             self._changed.wait_for(lambda: not pending.awaited or self._stream is not pending.stream, timeout)
             self._pending = None
         if pending.awaited or (pending.is_refused and not pending.has_answers):
@@ -248,7 +248,7 @@ class RemoteDrafter:
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
         with self._changed:
-            self._prepared.drop(sessions)
+            self.prepared.drop(sessions)
             for session in sessions:
                 self._refused.pop(session, None)
                 self._num_missed.pop(session, None)
@@ -329,15 +329,15 @@ class RemoteDrafter:
             self._refused.clear()
         try:
             for message in call:
-                self._receive(convert.draft_response_from_proto(message))
+                self.receive(convert.draft_response_from_proto(message))
         finally:
             stream.outbox.put(None)
             with self._changed:
                 self._stream = None
-                self._prepared.drop(self._num_missed)
+                self.prepared.drop(self._num_missed)
                 self._changed.notify()
 
-    def _receive(self, reply: DraftResponse) -> None:
+    def receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals.
 
         A reply counts as one failure of the drafter if any of its prepared trees is invalid. The others are kept.
@@ -348,7 +348,7 @@ class RemoteDrafter:
                 self.breaker.failed()
             for each in prepared:
                 if each.session in self._num_missed:
-                    self._prepared.put(each)
+                    self.prepared.put(each)
             pending = self._pending
             if pending is None:
                 return

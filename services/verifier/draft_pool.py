@@ -57,7 +57,7 @@ class DraftPool:
         """needs, proposal, target, peers: see RemoteDrafter."""
         self._needs, self._without_samples = needs, replace(needs, samples=False)
         self.can_sample = proposal == "sampled"
-        self._timeout_s = config.draft_timeout_s
+        self.timeout_s = config.draft_timeout_s
         self._connect = partial(RemoteDrafter, needs=needs, config=config, proposal=proposal, target=target, peers=peers)
         self._lock = threading.Lock()
         self._drafters: dict[str, RemoteDrafter] = {}
@@ -202,7 +202,7 @@ class DraftPool:
         pending: Mapping[RemoteDrafter, PendingDrafts],
     ) -> list[Draft]:
         drafts: list[Draft] = [None] * len(contexts)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         for drafter, sent in pending.items():
             for i, draft in zip(rows[drafter], drafter.collect(sent, deadline), strict=True):
                 drafts[i] = draft
@@ -221,7 +221,7 @@ class DraftPool:
             "draft_client.draft_timeout_s (%g), draft smaller trees, or give the drafter more of the machine"
         )
         num_requests = drafter.num_answered + drafter.num_lost
-        log.warning(message, drafter.num_lost, num_requests, self._timeout_s, extra={"rate_limited": True})
+        log.warning(message, drafter.num_lost, num_requests, self.timeout_s, extra={"rate_limited": True})
 
     # Below: with the lock held.
 

@@ -25,7 +25,7 @@ def test_a_slot_costs_what_its_pools_take(dtype: torch.dtype) -> None:
 
 
 def test_slots_take_their_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "_free_ram", lambda: 2**20)
+    monkeypatch.setattr(kv, "free_ram", lambda: 2**20)
     assert slots_that_fit(1024, 0.5, CPU) == 512
     with pytest.raises(ConfigError, match="no room for the KV cache"):
         slots_that_fit(2**20, 0.5, CPU)

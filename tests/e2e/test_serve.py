@@ -321,7 +321,7 @@ def test_without_a_verifier_a_router_does_not_drain(tmp_path: Path, monkeypatch:
     children[1].process.wait()
     while not children[2].last_log_lines(1):
         time.sleep(0.01)
-    cluster._stop(children)
+    cluster.stop_children(children)
     assert children[2].process.returncode == -signal.SIGKILL
 
 

@@ -41,7 +41,7 @@ def test_weights_without_memory_say_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_kv_cache_without_memory_names_its_settings(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = shared_target(tiny_target)
-    monkeypatch.setattr(kv_cache, "_zeros", no_memory)
+    monkeypatch.setattr(kv_cache, "new_pool", no_memory)
     with pytest.raises(OutOfMemory, match=r"a KV cache of 99 tokens .* engine\.max_kv_tokens .*gpu_memory_utilization"):
         build.assemble_engine(target, None, EngineConfig(max_kv_tokens=99), TreeConfig(), None)
     monkeypatch.undo()

@@ -47,7 +47,7 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     drafter = EagleDrafter(head, SHAPE, CONFIG, capture=CudaCapture(torch.device("cuda")))
     contexts = [Session(row, 1.0, SHAPE, head).commit(50) for row in range(3)]
     drafter.propose(contexts)
-    captured, states = drafter._graphs, [drafter.sessions[context.session].state for context in contexts]
+    captured, states = drafter.graphs, [drafter.sessions[context.session].state for context in contexts]
     assert isinstance(captured, TreeGraphs)
     stacked, slots = torch.stack([state for state in states if state is not None]), drafter._prefix_slots(contexts)
     with recorded_waits() as waits, torch.inference_mode():

@@ -29,7 +29,7 @@ REQUESTS = [
 def test_float32_over_ranks_equals_the_plain_cpu_loop(
     tiny_target: str, kind: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 60)
+    monkeypatch.setattr("eyas.models.parallel.workers.STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     config = fixed_config(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS
-from eyas.models.backends.packed_weights import _has_fbgemm
+from eyas.models.backends.packed_weights import has_fbgemm
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
@@ -23,7 +23,7 @@ ROWS = 20
 @pytest.fixture(autouse=True)
 def kernels() -> None:
     pytest.importorskip("numba")
-    if not _has_fbgemm():
+    if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
 
 
@@ -49,7 +49,7 @@ def test_a_pass_keeps_states_beside_its_keys(name: str, tmp_path: Path) -> None:
     keeping.features.zero_()
     target.forward(packed, keeping)
     assert torch.equal(keeping.features[slots], expected)
-    decoder._stack = None
+    decoder.stack = None
     assert torch.equal(target.forward(packed, keeping).aux_hidden_states, expected)
 
 

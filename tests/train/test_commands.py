@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from eyas import LLM, SamplingParams
 from eyas.cli.main import app
-from eyas.cli.train import _peak_memory
+from eyas.cli.train import peak_memory
 from eyas.models.heads.block import load_block_head
 from eyas.train.data import draft_vocabulary, read_prepared, vocabulary_coverage
 from tests.support.tiny_block import tiny_block_head
@@ -104,7 +104,7 @@ def test_memory_is_given_for_each_device_in_use(monkeypatch: pytest.MonkeyPatch)
     """Of three GPUs the head takes the first and target_device the last."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", [5 << 30, 0, 3 << 20].__getitem__)
-    found = _peak_memory()
+    found = peak_memory()
     assert found.pop("cpu") > 1 << 20
     assert found == {"cuda:0": 5 << 30, "cuda:2": 3 << 20}
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
 from eyas.cli.main import app
-from eyas.cli.train import _conclude
+from eyas.cli.train import conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer
@@ -85,7 +85,7 @@ def test_a_head_that_was_never_evaluated_is_called_untested(
 ) -> None:
     trainer = build_trainer(settings(folder, str(folder / "target"), "medusa", out=str(tmp_path), eval__num_prompts=0))
     trainer.run()
-    _conclude(trainer)
+    conclude(trainer)
     assert f"{tmp_path / 'best'} is the last head, untested" in capsys.readouterr().out
     assert "**Untested**: no evaluation has run" in (tmp_path / "best" / "README.md").read_text()
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == (tmp_path / "last" / "model.safetensors").read_bytes()

@@ -35,7 +35,7 @@ from eyas.train.features import load_target_weights
 from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
-from eyas.train.trainer import _schedule
+from eyas.train.trainer import learning_rates
 from tests.drafters.trees.test_eagle_trees import GREEDY, commit
 from tests.support.naive_eagle import NaiveEagle
 from tests.train.small_runs import MASK, prepared, settings, tiny_target
@@ -381,7 +381,7 @@ def test_losses_do_not_depend_on_the_rows_in_the_cache(loss_type: LossType, monk
 def test_the_rate_rises_stays_and_falls() -> None:
     """Over 20 steps with a warm-up of 4: to the peak, and to zero over the last 10, in a cosine, or not at all."""
     config = OptimizerConfig(warmup_ratio=0.2, max_steps=20, decay_ratio=0.5)
-    at = {kind: _schedule(replace(config, lr_scheduler=kind)) for kind in get_args(Scheduler)}
+    at = {kind: learning_rates(replace(config, lr_scheduler=kind)) for kind in get_args(Scheduler)}
     assert [[share(step) for step in range(4)] for share in at.values()] == [[0.25, 0.5, 0.75, 1.0]] * 3
     assert [at["wsd"](step) for step in (4, 10, 15, 20)] == [1.0, 1.0, 0.5, 0.0]
     assert [at["cosine"](step) for step in (4, 12, 20)] == pytest.approx([1.0, 0.5, 0.0])

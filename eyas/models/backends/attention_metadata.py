@@ -280,10 +280,10 @@ def build_words(
         return cast(Words, compiled.tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
     if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
         return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
-    return _words_of_all(segments, shape, scratch, runs, kept_prefixes)
+    return words_of_all(segments, shape, scratch, runs, kept_prefixes)
 
 
-def _words_of_all(
+def words_of_all(
     segments: Sequence[Segment],
     shape: MetadataShape,
     scratch: int,

@@ -49,7 +49,7 @@ class CpuDecoder:
     def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
         decoder = model.get_decoder()
         self._decoder, self._layers, self._head = decoder, layers, model.get_output_embeddings()
-        self._helpers: Helpers | None = None
+        self.helpers: Helpers | None = None
         self._tables: dict[str | None, tuple[Floats, Floats]] = {}
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
@@ -84,18 +84,18 @@ class CpuDecoder:
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
         rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
-        if prompts or self._stack is None:
+        if prompts or self.stack is None:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
         elif layers := kv_cache.state_layers:
             states = KeptStates(np.array(layers), kv_cache.features.numpy(), rows.slots)
-            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            self.stack.run(rows, rotary, kv_cache, states, self.helpers)
             self._keep_last(rows, states)
             return SimpleNamespace(last_hidden_state=rows.normed[None])
         else:
             hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
             memory = np.empty((rows.count, len(hooked) * rows.state.shape[1]), np.float32)
             states = KeptStates(np.array(hooked, np.int64), memory, np.arange(rows.count))
-            self._stack.run(rows, rotary, kv_cache, states, self._helpers)
+            self.stack.run(rows, rotary, kv_cache, states, self.helpers)
             for number, index in enumerate(hooked):
                 module = self._decoder.layers[index]
                 _run_hooks(module._forward_pre_hooks, module, torch.from_numpy(states.of(number)))
@@ -113,10 +113,10 @@ class CpuDecoder:
     @property
     def has_stack(self) -> bool:
         """Whether one kernel runs all layers, so that threads can share them."""
-        return self._stack is not None
+        return self.stack is not None
 
     @cached_property
-    def _stack(self) -> CpuStack | None:
+    def stack(self) -> CpuStack | None:
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
@@ -129,13 +129,13 @@ class CpuDecoder:
 
     def share(self, num_threads: int) -> None:
         """Share passes between this number of threads from now on. The first of them is the one that calls."""
-        if num_threads == (self._helpers.num_threads if self._helpers else 1):
+        if num_threads == (self.helpers.num_threads if self.helpers else 1):
             return
         from eyas.kernels.cpu.products import Helpers
 
-        self._helpers = Helpers(num_threads - 1) if num_threads > 1 else None
+        self.helpers = Helpers(num_threads - 1) if num_threads > 1 else None
         if isinstance(self._head, PackedLinear):
-            self._head.product.helpers = self._helpers
+            self._head.product.helpers = self.helpers
 
     def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
         """What `TargetModel.forward` reads of the output of transformers' causal model."""
@@ -207,7 +207,7 @@ class CpuStack:
         head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
         self._kinds = np.array(kinds)
         self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.layout.shape[1]
-        self._stack = LayerStack(
+        self.stack = LayerStack(
             weights=np.array([[product.weight.layout.data_ptr() for product in own] for own in self._products]),
             halves=np.array([[product.weight.is_half for product in own] for own in self._products]),
             scales=np.array([[product.by for product in layer.products] for layer in layers]),
@@ -251,7 +251,7 @@ class CpuStack:
         num_heads, num_kv, width, inner = self._sizes
         memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
         arguments = (
-            self._stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
+            self.stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
             kv.scratch + 1, rows.slots, rows.keys, kept or NOTHING_KEPT, memory,
         )  # fmt: skip
         tickets = np.zeros(NUM_COUNTERS * len(self._kinds), np.int64)

@@ -95,7 +95,7 @@ def pack_weights(
         dtypes: of the weights that are packed.
         within: the part of the model whose layers are packed; None for all of it.
     """
-    backend = torch.backends.mkl if _is_intel() else torch.backends.mkldnn
+    backend = torch.backends.mkl if is_intel() else torch.backends.mkldnn
     if not backend.is_available():
         return
     embeddings = {id(module.weight): module for module in model.modules() if _has_embedding(module)}
@@ -251,7 +251,8 @@ def _pack_embedding(module: Any, weight: PackedWeight, dtype: torch.dtype) -> No
 
 
 @cache
-def _is_intel() -> bool:
+def is_intel() -> bool:
+    """Return whether this processor is of Intel."""
     return "GenuineIntel" in _processor_words()
 
 
@@ -271,15 +272,15 @@ class PackedWeight:
     @classmethod
     def of(cls, weight: Tensor) -> PackedWeight:
         """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit."""
-        if _has_fbgemm():
-            is_blocked = len(weight) > 0 and _has_kernel(torch.float16)
+        if has_fbgemm():
+            is_blocked = len(weight) > 0 and runs_kernel(torch.float16)
             if (layout := _laid_out(weight, torch.float16, 1.0, is_blocked)) is not None:
                 return cls(layout, len(weight))
             low, high = torch.aminmax(weight)
             scale = 2.0 ** (HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1])
             if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
                 return cls(layout, len(weight), scale)
-        if len(weight) > 0 and _has_kernel(torch.float32) and runs_compiled(weight.device):
+        if len(weight) > 0 and runs_kernel(torch.float32) and runs_compiled(weight.device):
             layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
             assert layout is not None, "float32 holds every weight"
             return cls(layout, len(weight))
@@ -380,7 +381,7 @@ class PackedProduct:
 
 def _library_layout(weight: Tensor) -> Tensor:
     """A float32 weight as MKL reads it fastest on Intel's processors, and for oneDNN on others."""
-    if _is_intel():
+    if is_intel():
         return weight.t().contiguous().t()
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
@@ -415,13 +416,14 @@ def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool
     return layout
 
 
-def _has_kernel(dtype: torch.dtype) -> bool:
+def runs_kernel(dtype: torch.dtype) -> bool:
     """Return whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
-    return has_numba() and (_converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
+    return has_numba() and (converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
 
 
 @cache
-def _converts_halves() -> bool:
+def converts_halves() -> bool:
+    """Return whether this processor converts half-precision floats in its vector units."""
     return {"avx2", "f16c", "fma"} <= _processor_words()
 
 
@@ -443,7 +445,8 @@ def _processor_words() -> set[str]:
 
 
 @cache
-def _has_fbgemm() -> bool:
+def has_fbgemm() -> bool:
+    """Return whether torch has FBGEMM's products with half-precision weights."""
     names = "fbgemm_pack_gemm_matrix_fp16", "fbgemm_linear_fp16_weight_fp32_activation"
     return "fbgemm" in torch.backends.quantized.supported_engines and all(hasattr(torch, name) for name in names)
 

@@ -148,12 +148,12 @@ def validate_head(
         return _score(loaded, fuser, wiring, windows)
 
     scores = [score(wirings[0], windows)]
-    scores += _compared(scores[0], wirings[1:], windows, score)
+    scores += compared(scores[0], wirings[1:], windows, score)
     if kind != "eagle" and loaded.norm is not None:
         best = _top(scores)
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
         others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
-        scores += _compared(best, others, windows, score)
+        scores += compared(best, others, windows, score)
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
@@ -181,7 +181,7 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
         return _wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows])
 
     scores = [score(wirings[0], windows)]
-    scores += _compared(scores[0], wirings[1:], windows, score)
+    scores += compared(scores[0], wirings[1:], windows, score)
     tops = torch.cat([window.tops for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
 
@@ -192,7 +192,7 @@ def _top(scores: Sequence[WiringScore]) -> WiringScore:
     return max(whole, key=lambda score: score.accepted)
 
 
-def _compared(
+def compared(
     best: WiringScore,
     others: Sequence[HeadWiring],
     windows: Sequence[Window],

@@ -206,7 +206,7 @@ class FusedLayer:
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
-        kernels = _kernels_for(hidden_states, packed)
+        kernels = kernels_for(hidden_states, packed)
         normed = stream.normed if hidden_states is stream.hidden else None
         if normed is None:
             norm, x = self.input_norm, hidden_states
@@ -262,7 +262,7 @@ class FusedLayer:
         )  # fmt: skip
 
 
-def _kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
+def kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
     """The kernels of layers, where attention has its own; else None."""
     if packed.metadata is None or rows.device.type == "cpu":
         return None

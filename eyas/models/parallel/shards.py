@@ -125,7 +125,7 @@ def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple
     """
     if not files.can_read_parts:
         return None
-    with explained(f"transformers cannot make a model of the config in {files.folder}"), _weightless():
+    with explained(f"transformers cannot make a model of the config in {files.folder}"), weightless():
         model = make_model()
     names = {name: name for name, _ in model.named_parameters()}
     if LM_HEAD in names and LM_HEAD not in files.names and model.config.get_text_config().tie_word_embeddings:
@@ -147,7 +147,7 @@ def _embedding_name(model: Any) -> str:
 
 
 @contextmanager
-def _weightless() -> Iterator[None]:
+def weightless() -> Iterator[None]:
     """Inside the context, modules of this thread are made without memory for their parameters. Buffers have their values."""
     own = threading.get_ident()
 

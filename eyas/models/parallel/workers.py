@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # How long ranks wait for one another at the start: pods of a group may start minutes apart.
 _START_SECONDS = 600.0
 # How long rank 0 waits for the others to stop.
-_STOP_SECONDS = 5.0
+STOP_SECONDS = 5.0
 # How long rank 0 waits after a failure to learn whether another rank has died.
 _FAILURE_SECONDS = 1.0
 # How long a rank lives on without rank 0.
@@ -122,7 +122,7 @@ class TargetWorkers:
         if not self._failure or dist.get_backend() == "gloo":  # NCCL waits for all ranks: for ever, if one is gone
             dist.destroy_process_group()
         for process in self._processes:
-            process.join(0 if self._failure else _STOP_SECONDS)
+            process.join(0 if self._failure else STOP_SECONDS)
             process.kill()
             process.join()
         for connection in self._connections.values():

@@ -245,7 +245,7 @@ class Dispatcher:
             try:
                 finished, stall_timeout_s, num_left = False, math.inf, call.request.sampling.max_tokens
                 while not finished:
-                    message = await _read(stream, context.deadline, stall_timeout_s)
+                    message = await read_chunk(stream, context.deadline, stall_timeout_s)
                     parse = partial(_parse_chunk, message, pair.verifier.model.vocab_size, call.request, num_left)
                     is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
                     chunk = await asyncio.to_thread(parse) if is_large else parse()
@@ -378,7 +378,11 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
     )
 
 
-async def _read(stream: GenerateStream, deadline: float, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
+async def read_chunk(stream: GenerateStream, deadline: float, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
+    """Read a stream's next chunk.
+
+    Raises TimeoutError at the deadline, and Unavailable or WorkerLost when the verifier stalls or fails before it.
+    """
     remaining_s = deadline - asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(min(remaining_s, stall_timeout_s)):  # wait_for may swallow a cancellation (3.11)

@@ -37,7 +37,7 @@ BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20,
 
 def buckets_of(drafter: LocalDrafter) -> set[tuple[int, str]]:
     """Sessions and kind of noise of the captured rounds."""
-    found = drafter._graphs  # type: ignore[attr-defined]
+    found = drafter.graphs  # type: ignore[attr-defined]
     assert isinstance(found, TreeGraphs)
     return {(sessions, kind) for kind, rounds in found.rounds.items() for sessions in rounds.buckets}
 

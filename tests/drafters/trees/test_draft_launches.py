@@ -56,7 +56,7 @@ def drafter(method: str) -> NeuralDrafter[Any]:
 
 def draft_round(method: str, kind: ScorerKind, sessions: int = 1, num_levels: int | None = None) -> Launches:
     """A captured round of trees behind prefixes of any length."""
-    graphs = drafter(method)._graphs
+    graphs = drafter(method).graphs
     assert graphs is not None
     with torch.inference_mode(), Launches() as found:
         graphs.rounds[kind].stages(sessions).run(num_levels)
@@ -65,7 +65,7 @@ def draft_round(method: str, kind: ScorerKind, sessions: int = 1, num_levels: in
 
 def chain_round(method: str, sessions: int = 1) -> Launches:
     """A captured round of sampled chains."""
-    graphs = drafter(method)._chain_graphs
+    graphs = drafter(method).chain_graphs
     assert graphs is not None
     with torch.inference_mode(), Launches() as found:
         graphs.rounds.stages(sessions).run()
@@ -89,9 +89,9 @@ def test_a_head_of_8_bits_reads_half_of_its_weights(method: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weightless, make, lambda method: head)
         narrow = drafter_of(method)
-    assert narrow._graphs is not None
+    assert narrow.graphs is not None
     with torch.inference_mode(), Launches() as found:
-        narrow._graphs.rounds["plain"].stages(1).run(None)
+        narrow.graphs.rounds["plain"].stages(1).run(None)
     whole = draft_round(method, "plain")
     assert found.num <= whole.num + (4 * NUM_HEADS if "medusa" in method else 0), found.by_name
     assert found.product_bytes < 0.52 * whole.product_bytes

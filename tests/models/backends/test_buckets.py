@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eyas.api.request import Request, SamplingParams
 from eyas.engine.runner import segment_of, tree_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.models.backends.attention_metadata import Tiling, _words_of_all, bucket_shape, build_words, max_words, tight_shape
+from eyas.models.backends.attention_metadata import Tiling, bucket_shape, build_words, max_words, tight_shape, words_of_all
 from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.protocol.tree import DraftTree
@@ -61,7 +61,7 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
 def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
     tiling, kept = Tiling(heads, 2, 16, prefill_rows=128), np.array([prefix])
     for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
-        ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, _words_of_all))
+        ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, words_of_all))
         assert ours.dtype == plain.dtype
         assert ours.tolist() == plain.tolist()
 
@@ -96,7 +96,7 @@ def test_more_tiles_than_a_pass_has_are_no_words() -> None:
     ours = tree_segments(batch, draws_on_ranks=False)
     assert isinstance(ours, TreeSegments)
     shape = tight_shape(ours, Tiling(2, 2, 16))
-    for build in (build_words, _words_of_all):
+    for build in (build_words, words_of_all):
         with pytest.raises(ValueError, match=r"tiles|broadcast|shape"):
             build(ours, replace(shape, tiles=shape.tiles - 1), 0, kept_prefixes=np.zeros(2, np.int64))
 
@@ -115,7 +115,7 @@ def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_
         kept = 1000 * np.arange(len(found))
         for padded in (shape, bucket_shape(shape.rows + 9, 6, tiling)):
             words = build_words(ours, padded, 3, kept_prefixes=kept)
-            assert np.array_equal(words, _words_of_all(plain, padded, 3, kept_prefixes=kept))
+            assert np.array_equal(words, words_of_all(plain, padded, 3, kept_prefixes=kept))
     for one, other in zip(plain, ours, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
         assert one.noise_key == other.noise_key

@@ -10,8 +10,8 @@ from eyas.device.host import has_numba
 from eyas.models.backends.packed_weights import (
     MergedLinearPart,
     PackedLinear,
-    _converts_halves,
-    _has_fbgemm,
+    converts_halves,
+    has_fbgemm,
     has_kernel,
     pack_weights,
 )
@@ -26,13 +26,13 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """All layouts, whatever processor this is. New layers have weights of bfloat16 where it is of float16."""
     if request.param == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")
-    if request.param in HALVES and not _has_fbgemm():
+    if request.param in HALVES and not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
-    if request.param in BLOCKS and not (has_numba() and _converts_halves()):
+    if request.param in BLOCKS and not (has_numba() and converts_halves()):
         pytest.skip("kernels need numba, and a processor that converts float16")
-    monkeypatch.setattr("eyas.models.backends.packed_weights._is_intel", lambda: request.param == "mkl")
+    monkeypatch.setattr("eyas.models.backends.packed_weights.is_intel", lambda: request.param == "mkl")
     if request.param not in BLOCKS:
-        monkeypatch.setattr("eyas.models.backends.packed_weights._has_kernel", lambda dtype: False)
+        monkeypatch.setattr("eyas.models.backends.packed_weights.runs_kernel", lambda dtype: False)
     reset = nn.Linear.reset_parameters
 
     def reset_and_round(layer: nn.Linear) -> None:

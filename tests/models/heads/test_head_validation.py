@@ -18,7 +18,7 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
 from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
-from eyas.models.heads.validation import Window, WiringReport, WiringScore, _compared, observe, validate_head
+from eyas.models.heads.validation import Window, WiringReport, WiringScore, compared, observe, validate_head
 from eyas.models.loading import load_target
 from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel
@@ -232,7 +232,7 @@ def test_only_a_clearly_beaten_wiring_is_dropped_early() -> None:
     windows = [Window(torch.zeros(1), torch.zeros(1), torch.zeros(1), {})] * 3
     stated, *others = (HeadWiring((layer,)) for layer in overlaps)
     best = score(stated, windows)
-    found = [best, *_compared(best, others, windows, score)]
+    found = [best, *compared(best, others, windows, score)]
     assert [len(one.overlaps) for one in found] == [1200, 400, 1200, 1200]
     assert WiringReport(tuple(found), 0.1, 1200).best is found[3]
     assert tried.count((2, 3)) == 0

@@ -20,7 +20,7 @@ from eyas.cache.kv_cache import bytes_per_slot
 from eyas.device import host as process
 from eyas.models.backends import cpu as cpu_decoder
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS, share_layers
-from eyas.models.backends.packed_weights import _has_fbgemm, in_blocks
+from eyas.models.backends.packed_weights import has_fbgemm, in_blocks
 from eyas.models.heads.layers import DraftLayer, LayerSizes, layer_shapes, rms_norm
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
@@ -178,21 +178,21 @@ def test_layers_in_one_kernel_equal_those_run_apart(
 ) -> None:
     """weights: as they are stored. Of mixed ones, every other product has float32."""
     pytest.importorskip("numba")
-    if not _has_fbgemm():
+    if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
     kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
-    has_fbgemm = itertools.cycle([weights == "half", weights != "float"])
-    monkeypatch.setattr("eyas.models.backends.packed_weights._has_fbgemm", lambda: next(has_fbgemm))
+    is_half = itertools.cycle([weights == "half", weights != "float"])
+    monkeypatch.setattr("eyas.models.backends.packed_weights.has_fbgemm", lambda: next(is_half))
     target = load_target(folder, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     decoder = target.model.get_decoder().forward.__self__
-    stack = decoder._stack
+    stack = decoder.stack
     assert stack is not None
-    assert set(stack._stack.halves.flat) == {"half": {True}, "float": {False}, "mixed": {True, False}}[weights]
+    assert set(stack.stack.halves.flat) == {"half": {True}, "float": {False}, "mixed": {True, False}}[weights]
     together = run(target)
-    decoder._stack = None
+    decoder.stack = None
     apart = run(target)
-    decoder._stack = stack
+    decoder.stack = stack
     decoder.share(3)
     shared = run(target)
     for output in (apart, shared):
@@ -223,12 +223,12 @@ class LateHelpers:
 
 def test_threads_that_come_late_change_nothing() -> None:
     pytest.importorskip("numba")
-    if not _has_fbgemm():
+    if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
     target = load_target("models/demo/target", aux_hidden_state_layers=(0, 5))
     decoder = target.model.get_decoder().forward.__self__
     alone = run(target)
-    decoder._helpers = decoder._head.product.helpers = LateHelpers()
+    decoder.helpers = decoder._head.product.helpers = LateHelpers()
     late = run(target)
     assert torch.equal(alone.logits, late.logits)
     assert torch.equal(alone.aux_hidden_states, late.aux_hidden_states)
@@ -319,7 +319,7 @@ def test_layers_that_threads_cannot_share_are_named(
         assert "no multiple of 16" in caplog.messages[-1]
         share_layers(stacked, 1000)
         assert "may use 2 cores" in caplog.messages[-1]
-    assert stacked.get_decoder().forward.__self__._helpers.num_threads == 2
+    assert stacked.get_decoder().forward.__self__.helpers.num_threads == 2
     share_layers(stacked, 1)
 
 
@@ -334,7 +334,7 @@ def test_cores_are_at_most_the_quota(quota: str, most: int | None, tmp_path: Pat
 
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
     pytest.importorskip("numba")
-    if not _has_fbgemm():
+    if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
     target, tokens, length = load_target("models/demo/target"), 5 + np.arange(40) * 37 % 900, 30
     kv_cache, rows, none = target.new_kv_cache(64), np.arange(40), np.zeros(0, dtype=np.int64)
@@ -358,7 +358,7 @@ def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
 
 def test_a_neighbours_prompt_changes_no_bits() -> None:
     pytest.importorskip("numba")
-    if not _has_fbgemm():
+    if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
     target, none = load_target("models/demo/target"), np.zeros(0, dtype=np.int64)
     step, prompt, other = (
@@ -380,7 +380,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
         kind, settings = FAMILIES[name]
         target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
     use_torch(target)
-    monkeypatch.setattr(fused, "_kernels_for", lambda *_: layer_kernels)
+    monkeypatch.setattr(fused, "kernels_for", lambda *_: layer_kernels)
     expert_kernels, by_kernels = import_module("eyas.kernels.cuda.experts"), list[Any]()
     route = expert_kernels.route
     monkeypatch.setattr(expert_kernels, "route", lambda *args: (by_kernels.append(args), route(*args))[1])

@@ -38,7 +38,7 @@ from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.layers.attention import attend
 from eyas.models.loading import load_target
 from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
-from eyas.models.parallel.shards import Exchanges, Shard, _weightless
+from eyas.models.parallel.shards import Exchanges, Shard, weightless
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, start_workers
 from eyas.models.target import TargetModel, TargetOutput
 from tests.support import reference
@@ -92,7 +92,7 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
 
 
 def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 100)
+    monkeypatch.setattr("eyas.models.parallel.workers.STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
     ranks = start_workers(
@@ -190,7 +190,7 @@ def be_a_short_rank(folder: str, info: RankInfo) -> None:
 def test_without_memory_on_a_rank_only_what_fails_alone_ends(
     short_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eyas.models.parallel.workers._STOP_SECONDS", 100)
+    monkeypatch.setattr("eyas.models.parallel.workers.STOP_SECONDS", 100)
     folder = str(write_target(tmp_path / "target", layers=2))
     ranks = start_workers(RankInfo(0, 2, "cpu"), partial(be_a_short_rank if short_rank else run_worker_of, folder))
     (process,) = multiprocessing.active_children()
@@ -292,7 +292,7 @@ def test_the_largest_plan_fits_into_a_command(tiny_target: str) -> None:
 
 
 def test_modules_of_another_thread_keep_their_weights() -> None:
-    with _weightless(), ThreadPoolExecutor(1) as pool:
+    with weightless(), ThreadPoolExecutor(1) as pool:
         own, other = nn.Linear(2, 3), pool.submit(nn.Linear, 2, 3).result()
         own.register_buffer("kept", torch.ones(2))
     assert own.weight.is_meta

@@ -120,7 +120,7 @@ def test_a_worker_is_known_while_its_lease_is_damaged(url: str) -> None:
             await reader.watch("verifier")
             for damaged in (b'{"role": "verifier"', b"\xff"):
                 await redis.set("eyas:lease:verifier:one", damaged)
-                await reader._refresh()
+                await reader.refresh()
                 assert reader.known("verifier") == (LEASE,)
         await redis.aclose()
 
@@ -152,10 +152,10 @@ def test_workers_are_known_while_an_emptied_redis_fills_again(url: str, clock: C
             await worker.close()
             for _ in range(2):
                 await redis.flushall()
-                await reader._refresh()
+                await reader.refresh()
                 assert reader.known("verifier") == (LEASE,)
             clock.now += 60.0
-            await reader._refresh()
+            await reader.refresh()
             assert reader.known("verifier") == ()
         await redis.aclose()
 
@@ -174,7 +174,7 @@ def test_no_worker_outlives_its_lease_by_a_redis_that_changes(url: str) -> None:
 
             async def is_forgotten() -> bool:
                 await redis.set("eyas:contents", f"{time.monotonic()}")
-                await reader._refresh()
+                await reader.refresh()
                 return reader.known("verifier") == ()
 
             is_early = not await is_forgotten()
@@ -201,7 +201,7 @@ def test_an_unchanged_lease_is_checked_once(url: str, tmp_path: Path) -> None:
             for _ in range(3):
                 assert await reader.leases("verifier") == [LEASE]
             assert token.num_checks == 1
-            await worker._write([replace(LEASE, load=Load(9))])
+            await worker.write([replace(LEASE, load=Load(9))])
             assert (await reader.leases("verifier"))[0].load == Load(9)
             assert token.num_checks == 2
 

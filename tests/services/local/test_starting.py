@@ -18,9 +18,9 @@ from eyas.device.host import PHASE_PREFIX
 from eyas.drafters.registry import METHODS
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import CheckpointError, ConfigError
-from eyas.services.local.cluster import OWN_PAGES, Child, ServiceSettings, _with_own_pages
+from eyas.services.local.cluster import OWN_PAGES, Child, ServiceSettings, with_own_pages
 from eyas.services.local.preflight import check_settings
-from eyas.services.local.serve import _phase, plan
+from eyas.services.local.serve import phase, plan
 from eyas.services.verifier.load_log import LoadLog
 
 TARGET = "models/demo/target"
@@ -107,10 +107,10 @@ def test_new_messages_are_whole_lines_of_text_or_json(tmp_path: Path) -> None:
     child.log.write_text(f"{LOGGED}2026 INFO x: unfini")
     messages = child.new_messages()
     assert [message for message in messages if message.startswith(PHASE_PREFIX)] == ["start: loading", "start: compiling"]
-    assert _phase(messages) == "compiling"
+    assert phase(messages) == "compiling"
     with child.log.open("a") as file:
         file.write("shed\n")
-    assert (child.new_messages(), child.new_messages(), _phase([])) == (["unfinished"], [], "")
+    assert (child.new_messages(), child.new_messages(), phase([])) == (["unfinished"], [], "")
     child.log.unlink()
     assert (child.new_messages(), child.last_log_lines(3)) == ([], [])
 
@@ -121,7 +121,7 @@ def test_origins_of_pages_can_be_switched_off(tmp_path: Path) -> None:
     file.write_text("http: {cors_allow_origins: []}")
 
     def origins(settings: ServiceSettings) -> tuple[str, ...]:
-        config = _with_own_pages(settings).load()
+        config = with_own_pages(settings).load()
         assert isinstance(config, RouterConfig)
         return config.http.cors_allow_origins
 

@@ -114,7 +114,7 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move(caplog: pytest.
             pool.assign("a", hung)
             pool.assign("b", good)
             eventually(lambda: pool.can_draft("a") and pool.can_draft("b"))
-            pool._timeout_s, num_requests = 0.2, 0
+            pool.timeout_s, num_requests = 0.2, 0
             while pool.can_draft("a"):
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
                 num_requests += 1
@@ -123,7 +123,7 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move(caplog: pytest.
             assert [vars(record)["rate_limited"] for record in late] == [True] * num_requests
             assert f"{hung}: 2 of 2 requests for trees were late or lost" in late[-1].message
             assert "raise draft_client.draft_timeout_s (0.2)" in late[-1].message
-            pool._timeout_s = PATIENT.draft_timeout_s
+            pool.timeout_s = PATIENT.draft_timeout_s
             pool.rebalance([hung])
             assert not pool.can_draft("a"), "there is no other"
             pool.rebalance([hung, good])

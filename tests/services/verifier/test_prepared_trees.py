@@ -56,18 +56,18 @@ def test_a_foreseen_commit_needs_no_answer_of_the_drafter() -> None:
         try:
             eventually(lambda: remote.connected)
             assert remote.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
-            eventually(lambda: "a" in remote._prepared._trees)
+            eventually(lambda: "a" in remote.prepared.by_session)
             free.clear()
             (found,) = remote.request([context("a", TOKENS[:7], base=5)])()
             assert found == replace(DraftTree.chain([16, 17, 18, 19]), grown_ahead=True)
             free.set()
             eventually(lambda: list(drafter.sessions.values()) == [list(TOKENS[:7])])
-            eventually(lambda: "a" in remote._prepared._trees)
+            eventually(lambda: "a" in remote.prepared.by_session)
             unforeseen = (*TOKENS[:7], 60)
             assert remote.request([context("a", unforeseen, base=7)])() == [DraftTree.chain([60, 61, 62, 63])]
             assert remote.num_answered == 2
             remote.release(["a"])
-            assert not remote._prepared._trees
+            assert not remote.prepared.by_session
         finally:
             free.set()
             remote.close()
@@ -90,7 +90,7 @@ def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyP
                 assert isinstance(found, DraftTree)
                 assert not found.grown_ahead
                 eventually(lambda length=length: len(failures) == length - 4)
-            assert not remote._prepared._trees
+            assert not remote.prepared.by_session
         finally:
             remote.close()
 
@@ -106,8 +106,8 @@ def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
             trees = [PreparedTree(name, 0, 5, valid if name == "h" else invalid) for name in "abcdefgh"]
             for number in range(3):
                 assert remote.breaker.state == "closed", f"after {number} replies"
-                remote._receive(DraftResponse(0, prepared=tuple(trees)))
-                assert list(remote._prepared._trees) == ["h"]
+                remote.receive(DraftResponse(0, prepared=tuple(trees)))
+                assert list(remote.prepared.by_session) == ["h"]
             assert remote.breaker.state == "open"
 
 
@@ -133,7 +133,7 @@ def test_a_step_waits_only_if_half_of_its_trees_are_missing() -> None:
             """Commit a token of each session. Returns how many tokens the trees of `missing` have."""
             root = {name: tokens[sizes[name] - 1 : sizes[name] + 9] for name in prepared}
             trees = [PreparedTree(name, 0, sizes[name], TreeArrays.of(DraftTree.chain(root[name]))) for name in prepared]
-            remote._receive(DraftResponse(0, prepared=tuple(trees)))
+            remote.receive(DraftResponse(0, prepared=tuple(trees)))
             names, before = prepared + missing, dict(sizes)
             sizes.update({name: sizes.get(name, 4) + 1 for name in names})
             batch = [context(name, tokens[: sizes[name]], base=before.get(name, 0)) for name in names]

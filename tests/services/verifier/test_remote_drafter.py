@@ -108,7 +108,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
                 ]
             assert remote.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
-            remote._config = PATIENT  # the drafter answers from now on, however slowly
+            remote.config = PATIENT  # the drafter answers from now on, however slowly
             gate.set()
         eventually(lambda: remote.request([context("a", TOKENS[:8])])() != [None])
         tree = DraftTree.chain([17, 18, 19, 20])
@@ -156,7 +156,7 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
             eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.num_lost == 6)
             assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
         finally:
-            remote._config = PATIENT
+            remote.config = PATIENT
             gate.set()
         eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
         assert not remote.breaker.backing_off
@@ -214,7 +214,7 @@ def test_a_refusal_that_comes_after_its_session_is_forgotten(address: str) -> No
     with connect(address) as remote:
         pending = remote.send([context("a", TOKENS[:5])])
         remote.release(["a"])
-        remote._receive(DraftResponse(0, refusals=(Refusal("a", 0, "too_many_sessions"),)))
+        remote.receive(DraftResponse(0, refusals=(Refusal("a", 0, "too_many_sessions"),)))
         assert remote.can_draft("a")
         remote.collect(pending)
 

@@ -48,7 +48,7 @@ def num_values(value: object) -> int:
 def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
     """Return JSON in one line as UTF-8, in blocks that are sent one by one. before: a text in front of it."""
     blocks, parts, length = [], [before], 0
-    for piece in _pieces(value):
+    for piece in pieces(value):
         parts.append(piece)
         length += len(piece)
         if length >= _BLOCK_BYTES:
@@ -57,19 +57,19 @@ def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
     return [*blocks, to_bytes("".join(parts))]
 
 
-def _pieces(value: object) -> Iterator[str]:
+def pieces(value: object) -> Iterator[str]:
     """Yield the parts of a JSON text. The encoder keeps the interpreter lock to its end, so it gets a part at a time."""
     size = num_values(value)
     if size > LARGE_NUM_VALUES and isinstance(value, dict):
         for number, (name, item) in enumerate(value.items()):
             yield f"{',' if number else '{'}{_dumps(name)}:"
-            yield from _pieces(item)
+            yield from pieces(item)
         yield "}"
     elif size > LARGE_NUM_VALUES and isinstance(value, list | LazyList):
         step = max(LARGE_NUM_VALUES * len(value) // size, 1)
         for start in range(0, len(value), step):
             yield "," if start else "["
-            yield from _pieces(value[start]) if step == 1 else [_dumps(value[start : start + step])[1:-1]]
+            yield from pieces(value[start]) if step == 1 else [_dumps(value[start : start + step])[1:-1]]
         yield "]"
     else:
         yield _dumps(value)

@@ -21,7 +21,7 @@ from eyas.services.router.dispatch.generation import MAX_CONCURRENT_COMPLETIONS
 from eyas.services.router.http.bodies.base import parse_body
 from eyas.services.router.http.bodies.openai import Body, ChatBody, CompletionBody
 from eyas.services.router.http.server import HttpServer
-from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, _pieces, json_blocks
+from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, json_blocks, pieces
 from eyas.services.router.http.writers.openai import ResponseWriter
 from tests.support.services.http_router import (
     ALL,
@@ -348,7 +348,7 @@ def test_json_is_encoded_in_small_parts(length: int) -> None:
     entries: list[Any] = [{"id": number, "text": 'ä"\n', "top": [1.0] * 20} for number in range(length)]
     value = {"a": entries, "b": [{"c": {"d": entries}}] * 3, "long": [[0] * 10_000], "e": [[], {}], "f": {}, "g": None}
     assert b"".join(json_blocks(value)).decode() == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    assert max(map(len, _pieces(value))) <= 10 * LARGE_NUM_VALUES
+    assert max(map(len, pieces(value))) <= 10 * LARGE_NUM_VALUES
 
 
 def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None:
