@@ -41,7 +41,7 @@ MAX_PARALLEL_CALLS = 64
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a failed call is sent again.
+    """Rules for sending a failed call again.
 
     Attributes:
         max_attempts: attempts in a row without a new token, with the first one.
@@ -58,7 +58,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the routers are and how to call them.
+    """Addresses of the routers, and the way to call them.
 
     Attributes:
         address: host:port of the router, or several with commas between them.
@@ -102,7 +102,7 @@ class Connection:
 
 
 class _Resumption:
-    """What has come of a call, so that another attempt continues it."""
+    """Output of a call so far, so that another attempt can continue it."""
 
     def __init__(self, call: GenerateCall, policy: RetryPolicy, timeout_s: float | None) -> None:
         sampling = call.request.sampling
@@ -400,7 +400,7 @@ def _added(builder: OutputBuilder, chunk: TextChunk) -> OutputBuilder:
 
 
 def _without_first(chunk: TextChunk, num_tokens: int) -> TextChunk:
-    """A chunk without its first tokens, their text, and what an earlier attempt gave already."""
+    """Return a chunk without its first tokens, their text, and what an earlier attempt gave already."""
     inner, lengths = chunk.chunk, chunk.text_lengths
     new = replace(
         inner,
@@ -415,7 +415,7 @@ def _without_first(chunk: TextChunk, num_tokens: int) -> TextChunk:
 
 
 def _error(error: BaseException) -> EyasError:
-    """The EyasError behind a failed attempt."""
+    """Return the EyasError behind a failed attempt."""
     if isinstance(error, EyasError):
         return error
     failed = cast("grpc.RpcError", error)

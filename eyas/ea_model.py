@@ -123,7 +123,7 @@ class EaModel(torch.nn.Module):
         return cls(llm, base_model_path, use_eagle3, size)
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer."""
+        """Return the target's tokenizer."""
         return self.tokenizer
 
     def eagenerate(
@@ -169,7 +169,7 @@ class EaModel(torch.nn.Module):
         log: bool = False,
         is_llama3: bool = False,
     ) -> Any:
-        """The same without drafts: plain decoding."""
+        """Return the same without drafts: plain decoding."""
         sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
         return self._generate(input_ids, sampling, log, draft=False)
 
@@ -232,7 +232,7 @@ class EaModel(torch.nn.Module):
         max_length: int,
         is_llama3: bool,
     ) -> SamplingParams:
-        """The parameters that mean the same. The seed comes from torch's generator, which scripts seed."""
+        """Return the parameters that mean the same. The seed comes from torch's generator, which scripts seed."""
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise InvalidRequest(f"input_ids has the shape {tuple(input_ids.shape)}; give one prompt, of shape (1, tokens)")
         most = min(max_length, self.llm.llm_engine.max_model_len) - input_ids.shape[1]
@@ -287,7 +287,7 @@ def install() -> None:
 
 
 def _device(device_map: Any) -> str:
-    """The device of a device_map; several devices need tensor_parallel_size instead. Raises ConfigError."""
+    """Return the device of a device_map; several devices need tensor_parallel_size instead. Raises ConfigError."""
     if isinstance(device_map, dict):
         devices = set(map(str, device_map.values()))
         if len(devices) > 1:
@@ -299,7 +299,7 @@ def _device(device_map: Any) -> str:
 
 
 def _popped(others: dict[str, Any], name: str) -> bool:
-    """The value of a flag. Raises TypeError for any other argument, as a call would."""
+    """Return the value of a flag. Raises TypeError for any other argument, as a call would."""
     value = bool(others.pop(name, False))
     if others:
         raise TypeError(f"unexpected argument {next(iter(others))!r}")

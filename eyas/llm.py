@@ -50,7 +50,9 @@ ResultT = TypeVar("ResultT")
 class _Call:
     """The outputs of a call.
 
-    running: ids of its requests that have not ended. changed: indices of the outputs with something new, or an error.
+    Attributes:
+        running: ids of its requests that have not ended.
+        changed: indices of the outputs with something new, or an error.
     """
 
     outputs: list[OutputBuilder] = field(default_factory=list)
@@ -58,7 +60,7 @@ class _Call:
     changed: set[int] = field(default_factory=set)
 
     def take_changed(self) -> list[OutputBuilder]:
-        """The outputs that changed, in order; they are not named again until they change."""
+        """Return the outputs that changed, in order; they are not named again until they change."""
         changed, self.changed = sorted(self.changed), set()
         return [self.outputs[index] for index in changed]
 
@@ -163,7 +165,7 @@ class LLM:
         self._ranks.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
+        """Return the target's tokenizer."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -180,11 +182,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, given as text or as token ids; one output each, in order.
 
-        sampling_params: one for all prompts, or one each. use_tqdm: whether a terminal shows progress, or a class like
-        tqdm. draft: False decodes plainly, with the same tokens.
-
         Raises InvalidRequest naming the prompt, before anything is run, and RequestFailed when the target gives no usable
         logits. After an error no request of the call is left in the engine.
+
+        Args:
+            sampling_params: one for all prompts, or one each.
+            use_tqdm: whether a terminal shows progress, or a class like tqdm.
+            draft: False decodes plainly, with the same tokens.
         """
         call = self._submit(prompts, sampling_params, draft)
         with _progress(use_tqdm, len(call.outputs)) as advance:
@@ -206,9 +210,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the assistant's next message of a conversation, or of each of several.
 
-        chat_template: text of a Jinja template instead of the model's. special_tokens_in_content: "text" keeps names of
-        special tokens in messages from becoming such tokens. Raises ConfigError for a model without a template,
-        InvalidRequest for messages that the template refuses, and what `generate` raises.
+        Raises ConfigError for a model without a template, InvalidRequest for messages that the template refuses, and what
+        `generate` raises.
+
+        Args:
+            chat_template: text of a Jinja template instead of the model's.
+            special_tokens_in_content: "text" keeps names of special tokens in messages from becoming such tokens.
         """
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | dict(chat_template_kwargs or {})
         prompts = self.chat_prompts(messages, chat_template, special_tokens_in_content, **variables)
@@ -243,9 +250,11 @@ class LLM:
         special_tokens_in_content: SpecialTokensInContent = "token",
         **variables: Any,
     ) -> list[Prompt]:
-        """Render conversations with the chat template, as prompts for `generate` and `stream`.
+        """Render conversations with the chat template, as prompts for `generate` and `stream`. Raises as `chat`.
 
-        special_tokens_in_content: as of `chat`. variables: for the template, such as enable_thinking. Raises as `chat`.
+        Args:
+            special_tokens_in_content: as of `chat`.
+            variables: for the template, such as enable_thinking.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
@@ -268,7 +277,7 @@ class LLM:
     def begin(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, draft: bool = True
     ) -> list[_Completion]:
-        """The completions of a prompt, as requests for the engine. Raises InvalidRequest."""
+        """Return the completions of a prompt, as requests for the engine. Raises InvalidRequest."""
         text, ids = split_prompt(prompt)
         if ids is None:
             assert text is not None
@@ -392,7 +401,7 @@ class AsyncLLM:
         self._llm.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
+        """Return the target's tokenizer."""
         return self._llm.get_tokenizer()
 
     async def generate(
@@ -405,10 +414,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of a prompt as it grows; leaving the generator early cancels the request.
 
-        request_id: for `abort`; unique among running requests. output_kind: "cumulative" yields all so far, as vLLM does by
-        default, "delta" what is new, "final_only" the whole output at the end.
-
         Raises InvalidRequest, and RequestFailed when the target gives no usable logits or the engine fails.
+
+        Args:
+            request_id: for `abort`; unique among running requests.
+            output_kind: "cumulative" yields all so far, as vLLM does by default, "delta" what is new, "final_only" the
+                whole output at the end.
         """
         begun = self._llm.begin(prompt, sampling_params or self._llm.get_default_sampling_params(), request_id)
         completions = {one.request.id: one for one in begun}
@@ -466,7 +477,7 @@ def _speculation(
     tree: TreeConfig | None,
     methods: MethodsConfig,
 ) -> Speculation:
-    """How to draft, from vLLM's arguments or Eyas' own. Raises ConfigError for both."""
+    """Return how to draft, from vLLM's arguments or Eyas' own. Raises ConfigError for both."""
     drafts = Speculation(draft_model or "", method or "", tree, methods)
     if config is not None:
         if draft_model or method:
@@ -476,7 +487,7 @@ def _speculation(
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype, given as a torch.dtype or under one of vLLM's names."""
+    """Return the name of a dtype, given as a torch.dtype or under one of vLLM's names."""
     name = str(dtype).removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(name, name)
 

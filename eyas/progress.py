@@ -34,7 +34,11 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class _Activity:
-    """An activity that is shown. done, total: how far it is; total is 0 where that is unknown."""
+    """An activity that is shown.
+
+    Attributes:
+        done, total: how far it is; total is 0 where that is unknown.
+    """
 
     text: str = ""
     done: float = 0.0
@@ -52,10 +56,12 @@ class Progress(AbstractContextManager["Progress"]):
 
     On a terminal a line and a bar are drawn, and wiped out at the end. Elsewhere the first text is printed at once, and the
     latest one at intervals, also while no new one comes. Without a console nothing is shown.
+
+    Args:
+        waits: elsewhere than on a terminal, print nothing before the first interval is over.
     """
 
     def __init__(self, console: Console | None = None, interval_s: float = INTERVAL_S, waits: bool = False) -> None:
-        """waits: elsewhere than on a terminal, print nothing before the first interval is over."""
         self._console, self._interval_s, self._waits = console, interval_s, waits
         self._activity = _Activity()
         self._began = time.monotonic()
@@ -90,7 +96,12 @@ class Progress(AbstractContextManager["Progress"]):
             self._lines.join()
 
     def show(self, text: str, done: float = 0.0, total: float = 0.0, at_once: bool = False) -> None:
-        """Show what is done now. done, total: how far it is, if known. at_once: do not wait for the next interval."""
+        """Show what is done now.
+
+        Args:
+            done, total: how far it is, if known.
+            at_once: do not wait for the next interval.
+        """
         at_once = at_once or not (self._activity.text or self._waits)
         self._activity = _Activity(text, done, total)
         if at_once and self._live is not None:

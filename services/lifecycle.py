@@ -1,4 +1,4 @@
-"""How every service starts and stops.
+"""Start and stop of every service.
 
 Start: listen, then register (lease, health SERVING). Stop on SIGTERM or SIGINT: deregister (health NOT_SERVING), serve for
 `shutdown_delay_s` those who do not know it yet, give running calls `graceful_shutdown_timeout_s`, end. A router then ends
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Registration(Protocol):
-    """How a service announces that it is ready, and that it no longer is."""
+    """Announcement of a service that it is ready, and that it no longer is."""
 
     async def register(self, address: str) -> None:
         """Announce the service; called once the server listens on `address`."""
@@ -76,10 +76,10 @@ class Listener(Protocol):
 
 
 class ServiceRunner(Protocol):
-    """What a service runs in: it asks the service to stop, and learns when it is ready."""
+    """Process or replica in which a service runs: it asks the service to stop, and learns when it is ready."""
 
     def stop_requested(self) -> AbstractContextManager[asyncio.Event]:
-        """An event that is set when the service is to stop, valid while the context is open."""
+        """Return an event that is set when the service is to stop, valid while the context is open."""
         ...
 
     def ready(self, address: str) -> None:
@@ -127,7 +127,7 @@ async def serve(
 
 
 def worker_server(config: ServerConfig, peers: Peers) -> RpcServer:
-    """A server that accepts the calls of `peers` only. Warns if it accepts those of everybody who can reach it."""
+    """Return a server that accepts the calls of `peers` only. Warns if it accepts those of everybody who can reach it."""
     if not peers.identifies_clients and not is_loopback(config.host):
         log.warning(
             "OPEN TO EVERYBODY who can reach %s: calls need neither a token nor a client certificate. Set peers.token_file "
@@ -138,7 +138,7 @@ def worker_server(config: ServerConfig, peers: Peers) -> RpcServer:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`. False for a name other than localhost."""
+    """Return whether only this machine reaches a server that listens on `host`. False for a name other than localhost."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -147,9 +147,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class AnnouncedWorker:
-    """A verifier, or one drafter of a draft service. load, prefix_hashes, draft_clients: their values now.
+    """A verifier, or one drafter of a draft service.
 
-    zone, incarnation: see Lease.
+    Attributes:
+        load, prefix_hashes, draft_clients: their values now.
+        zone, incarnation: see Lease.
     """
 
     role: Role
@@ -161,7 +163,7 @@ class AnnouncedWorker:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def lease(self, address: str) -> Lease:
-        """The present state, as found at `address`."""
+        """Return the present state, as found at `address`."""
         state = self.load(), self.zone, self.prefix_hashes(), self.draft_clients()
         return Lease(self.role, address, self.incarnation, self.model, *state)
 

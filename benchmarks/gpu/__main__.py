@@ -47,7 +47,7 @@ GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for. minutes: of the whole run."""
+    """Choices of the user. minutes: of the whole run."""
 
     stages: tuple[str, ...]
     minutes: float
@@ -106,7 +106,7 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
 
 
 def cannot_use(device: torch.device) -> bool:
-    """Whether this process has lost the device: after an access to memory that is not there, every call fails."""
+    """Return whether this process has lost the device: after an access to memory that is not there, every call fails."""
     try:
         torch.zeros(1, device=device).tolist()
     except RuntimeError:
@@ -193,7 +193,7 @@ def run_tests(part: Part) -> None:
 def run_within(
     command: Sequence[str], limit: Limit, grace_s: float = 0.0, environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """The exit code of a command and what it printed; None if it had to be ended, with all processes that it started.
+    """Return the exit code of a command and what it printed; None if it had to be ended, with all processes that it started.
 
     grace_s: how long before the end it is interrupted, as by Ctrl-C.
     """

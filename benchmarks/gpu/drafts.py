@@ -38,9 +38,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Round:
-    """Times by temperature. floor: ms that reading the head's weights once for each level takes, at the rate of a copy.
+    """Times by temperature.
 
-    one_level: ms of a captured greedy round of a single level.
+    Attributes:
+        floor: ms that reading the head's weights once for each level takes, at the rate of a copy.
+        one_level: ms of a captured greedy round of a single level.
     """
 
     head: str
@@ -67,7 +69,7 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
 
 
 def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
-    """A head with random bfloat16 weights, made where they will be used."""
+    """Return a head with random bfloat16 weights, made where they will be used."""
     made: dict[str, torch.Tensor] = {}
     for name, shape in tensor_shapes(config).items():
         if name not in ("fc.weight", "d2t", "t2d"):
@@ -99,14 +101,14 @@ def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
 
 
 def level_bytes(head: EagleHead) -> int:
-    """Weights that a level reads: all but the embedding, whose reads are a few rows."""
+    """Return the weights that a level reads: all but the embedding, whose reads are a few rows."""
     return sum(parameter.nbytes for parameter in head.parameters() if parameter is not head.embedding)
 
 
 def round_ms(
     head: EagleHead, count: int, temperature: float, tree: TreeConfig, scale: Scale, capture: Capture | None
 ) -> float:
-    """The median in ms of rounds that commit a few tokens for each of `count` sessions and ask for a tree."""
+    """Return the median in ms of rounds that commit a few tokens for each of `count` sessions and ask for a tree."""
     commits = ACCEPTED * (scale.repeats + NUM_WARM_UPS)
     config = DraftingConfig(max_kv_tokens=count * (scale.cached + commits))
     drafter = EagleDrafter(head, tree, config, capture=capture)
@@ -121,7 +123,7 @@ def round_ms(
 
 
 def cost_table(name: str, rounds: Sequence[Round], scale: Scale, device: torch.device) -> DeviceCosts:
-    """What emulation and planning read: the first pass of a round by its new rows, a further level by its rows."""
+    """Return what emulation and planning read: the first pass of a round by its new rows, a further level by its rows."""
     levels = [max(0.0, each.greedy.captured - each.one_level) / max(1, scale.num_steps - 1) for each in rounds]
     first = PassCosts(tuple(ACCEPTED * each.sessions for each in rounds), tuple(each.one_level for each in rounds))
     further = PassCosts(tuple(TREE.top_k * each.sessions for each in rounds), tuple(levels))
@@ -138,14 +140,14 @@ class Session:
         self._row = torch.randn(1, head.config.hidden, dtype=head.embedding.dtype, device=head.embedding.device)
 
     def commit(self, count: int) -> DraftContext:
-        """The commit of `count` more tokens."""
+        """Return the commit of `count` more tokens."""
         base, features = self._base, self._row.expand(count - (self._base == 0), -1)
         self._base += count
         return Commit(self._name, 0, base, (7,) * count, features, self._noise, self._budget)
 
 
 def tables(rounds: Sequence[Round], rates: Rates) -> list[Table]:
-    """One table for each temperature."""
+    """Return one table for each temperature."""
     note = (
         f"ms of a whole round. Floor: bytes of the head's weights, once for each level, over {rates.bytes / 1e12:.2f} TB/s; "
         "keys and values not counted. Captured: one graph; launched: kernel by kernel."

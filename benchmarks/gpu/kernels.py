@@ -57,7 +57,7 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
 
 
 def table(times: Sequence[KernelTime], rates: Rates) -> Table:
-    """One line for each kernel and number of rows."""
+    """Return one line for each kernel and number of rows."""
     note = (
         f"Microseconds, launch included. Floor: bytes over {rates.bytes / 1e12:.2f} TB/s, or operations over "
         f"{rates.operations / 1e12:.0f} TFLOP/s, both measured here. Few rows are bound by the launch."

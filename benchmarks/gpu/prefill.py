@@ -32,8 +32,10 @@ TILES = (64, 128)
 class Chunk:
     """Medians in ms of a pass over `rows` rows of a prompt behind `cached` ones, and their floors.
 
-    attention: of one layer by the kernel, in tiles of 64 rows of query heads. tall: in tiles of 128. library: the same by
-    torch's causal attention over contiguous keys; 0 behind a prefix.
+    Attributes:
+        attention: of one layer by the kernel, in tiles of 64 rows of query heads.
+        tall: in tiles of 128.
+        library: the same by torch's causal attention over contiguous keys; 0 behind a prefix.
     """
 
     rows: int
@@ -81,7 +83,7 @@ def measure_chunk(
     scale: Scale,
     rates: Rates,
 ) -> Chunk:
-    """One chunk in scattered slots."""
+    """Return one chunk in scattered slots."""
     segment = make_segment(rows, cached, target.vocab_size)
     packed, *tiled = [with_tiles(backend, height).pack([segment]) for height in (0, *TILES)]
     num_kv, width = target.kv_shapes[0]
@@ -105,20 +107,25 @@ def measure_chunk(
 
 
 def with_tiles(backend: ForwardBackend, rows: int) -> ForwardBackend:
-    """The backend with tiles of `rows` rows of query heads for prompts, 0 for its own. Plain attention has no tiles."""
+    """Return the backend with tiles of `rows` rows of query heads for prompts, 0 for its own.
+
+    Plain attention has no tiles.
+    """
     if not rows or not isinstance(backend, KernelBackend):
         return backend
     return KernelBackend(backend.target, replace(backend.tiling, prefill_rows=rows), backend.scratch, backend.memory)
 
 
 def attention_work(rows: int, cached: int, heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[int, int]:
-    """Bytes and operations of the causal attention of one layer: keys, values, queries and results once; two products."""
+    """Return bytes and operations of the causal attention of one layer: keys, values, queries and results once; two
+    products.
+    """
     seen = rows * cached + rows * (rows + 1) // 2
     return 2 * width * itemsize * (kv_heads * (cached + rows) + heads * rows), 4 * seen * heads * width
 
 
 def make_segment(rows: int, cached: int, vocab_size: int) -> Segment:
-    """A chunk of random tokens behind a prefix, in scattered slots; logits of the last row."""
+    """Return a chunk of random tokens behind a prefix, in scattered slots; logits of the last row."""
     rng = np.random.default_rng(rows)
     slots, own = rng.permutation(cached + rows), np.arange(rows)
     tokens = rng.integers(0, vocab_size, rows)
@@ -126,7 +133,7 @@ def make_segment(rows: int, cached: int, vocab_size: int) -> Segment:
 
 
 def table(name: str, chunks: Sequence[Chunk], rates: Rates) -> Table:
-    """One line for each chunk."""
+    """Return one line for each chunk."""
     note = (
         "ms of a chunk of a prompt, launched kernel by kernel, and microseconds of the attention of one layer. Floors: "
         f"operations over {rates.operations / 1e12:.0f} TFLOP/s, or bytes over {rates.bytes / 1e12:.2f} TB/s. Library: "

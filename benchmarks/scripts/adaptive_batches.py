@@ -70,9 +70,12 @@ class Rate:
 class Bound:
     """The most tokens per second of steps without prompts, relative to plain ones, with the trees of one run.
 
-    context: tokens of each sequence. plain: tokens per second. ranked: with nodes in the order of their survival, and the
-    best depth and number of them.
-    known: with accepted nodes alone. rows, tau: of a sequence in a ranked step.
+    Attributes:
+        context: tokens of each sequence.
+        plain: tokens per second.
+        ranked: with nodes in the order of their survival, and the best depth and number of them.
+        known: with accepted nodes alone.
+        rows, tau: of a sequence in a ranked step.
     """
 
     batch: int
@@ -188,7 +191,7 @@ class Bench:
         self._is_block = isinstance(self._drafter(), BlockDrafter)
 
     def rates(self, progress: Progress) -> list[Rate]:
-        """Every policy at every batch and temperature, with every set of prompts."""
+        """Return every policy at every batch and temperature, with every set of prompts."""
         s, rates = self._settings, list[Rate]()
         cells = list(itertools.product(s.temperatures, s.batches, range(s.num_sets)))
         for temperature, batch, index in progress.track(cells, "batches"):
@@ -205,7 +208,10 @@ class Bench:
         return rates
 
     def prompts(self, index: int, count: int) -> list[Prompt]:
-        """The first set has the prompts of the file in turn, others pieces of the modules of half to 1.5 times the mean."""
+        """Return the sets of prompts.
+
+        The first has the prompts of the file in turn, others pieces of the modules of half to 1.5 times the mean.
+        """
         mean = self._settings.prompt_tokens
         if not index and not mean:
             return [self._prompts[i % len(self._prompts)] for i in range(count)]
@@ -220,7 +226,7 @@ class Bench:
     def _run(
         self, policy: DraftBudgetPolicy | None, prompts: Sequence[Prompt], batch: int, temperature: float, index: int
     ) -> tuple[Run, float]:
-        """A run, and its tokens per second while the batch is full and has no prompts."""
+        """Return a run, and its tokens per second while the batch is full and has no prompts."""
         engine, clock = self._engine(policy, prompts, batch)
         outputs, stats, began, steady = [()] * len(prompts), GenerationStats(), clock(), [0.0, 0.0]
         sampling = SamplingParams(self._settings.max_tokens, temperature, ignore_eos=True)
@@ -261,7 +267,7 @@ class Bench:
         return drafter
 
     def bounds(self) -> list[Bound]:
-        """Of every batch and temperature, with the trees of one run of a few sequences."""
+        """Return the bounds of every batch and temperature, with the trees of one run of a few sequences."""
         s, bounds = self._settings, list[Bound]()
         for temperature in s.temperatures:
             prompts, budget = self.prompts(0, self.BOUND_SEQUENCES), RecordingBudget()
@@ -289,7 +295,7 @@ class Bench:
         accepted = np.concatenate([np.isin(np.arange(1, len(tree)), path) for tree, path in found])
 
         def step_s(rows: float, depth: int, tau: float) -> float:
-            """Seconds of a step with `rows` rows and `tau` tokens of each sequence, and trees of `depth` levels."""
+            """Return seconds of a step with `rows` rows and `tau` tokens of each sequence, and trees of `depth` levels."""
             seconds = verify.seconds("verify", batch * rows, batch * context)
             if depth:
                 new = depth if self._is_block else tau
@@ -312,7 +318,7 @@ class Bench:
 
 
 def table(rates: Sequence[Rate]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     plain = {(rate.temperature, rate.batch, rate.prompts): rate for rate in rates if rate.policy == "plain"}
     cells = dict.fromkeys((rate.temperature, rate.batch, rate.policy) for rate in rates)
     rows = []
@@ -340,7 +346,7 @@ def table(rates: Sequence[Rate]) -> Table:
 
 
 def bounds_table(bounds: Sequence[Bound]) -> Table:
-    """The table of the bounds."""
+    """Return the table of the bounds."""
     rows = tuple(
         (
             f"{b.temperature:g}", f"{b.batch}", f"{b.context:.0f}", number(b.plain),

@@ -41,8 +41,10 @@ NUM_PROMPTS, MIN_TOKENS = 20, 16
 class Settings:
     """A run's settings.
 
-    seconds: processor time of each engine in each case. tokens: of an answer, in the mean. load: processes that wanted to
-    run on the machine when the run began.
+    Attributes:
+        seconds: processor time of each engine in each case.
+        tokens: of an answer, in the mean.
+        load: processes that wanted to run on the machine when the run began.
     """
 
     model: str
@@ -55,8 +57,9 @@ class Settings:
 class Ratio:
     """Tokens per second of processor time, with drafts over without: of the whole run, and without its first quarter.
 
-    seconds: that the engines without and with drafts had. num_same: requests that both have decoded to the end, to the same
-    tokens.
+    Attributes:
+        seconds: that the engines without and with drafts had.
+        num_same: requests that both have decoded to the end, to the same tokens.
     """
 
     method: str
@@ -90,7 +93,13 @@ class OwnTime(Clock):
 
 
 class Side:
-    """An engine under constant load. outputs: tokens of each request."""
+    """An engine under constant load. outputs: tokens of each request.
+
+    Args:
+        case: requests at a time, and temperature.
+        target: shared, unless a drafter needs features: hooks on its layers would be moved in each step.
+        spec: how it drafts, if it does.
+    """
 
     def __init__(
         self,
@@ -100,8 +109,6 @@ class Side:
         target: TargetModel,
         spec: MethodSpec | None,
     ) -> None:
-        """case: requests at a time, and temperature. target: shared, unless a drafter needs features: hooks on its layers
-        would be moved in each step. spec: how it drafts, if it does."""
         self.clock, self.num_tokens, self.num_steps, self.num_with_trees = OwnTime(), 0, 0, 0
         self.outputs: dict[str, list[int]] = {}
         self.ended = set[str]()
@@ -171,7 +178,7 @@ def measure(
 
 
 def table(ratios: Sequence[Ratio]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = tuple(
         (f"`{r.method}`", f"{r.batch}", number(r.temperature), f"{r.whole:.3f}", f"{r.settled:.3f}", f"{r.steps}",
          f"{r.steps_with_trees}", f"{r.num_same}")

@@ -17,20 +17,20 @@ GENERATED = Path("eyas/v1")
 
 
 def sources(package: str, root: Path = Path()) -> list[Path]:
-    """The Python files of a package, without generated stubs; the link eyas/services is not followed."""
+    """Return the Python files of a package, without generated stubs; the link eyas/services is not followed."""
     skipped = root / GENERATED, root / "eyas" / "services"
     files = (root / package).rglob("*.py")
     return sorted(path for path in files if not any(path.is_relative_to(folder) for folder in skipped))
 
 
 def function_lengths(tree: ast.Module) -> list[int]:
-    """Lines of every function, from `def` to its last line."""
+    """Return the lines of every function, from `def` to its last line."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
 
 
 def public_classes(tree: ast.Module) -> list[str]:
-    """Names of the module's own classes that do not begin with an underscore."""
+    """Return the names of the module's own classes that do not begin with an underscore."""
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
@@ -48,12 +48,14 @@ def is_parallel(first: ast.expr, other: ast.expr) -> bool:
 
 
 def _function(call: ast.Call) -> str:
-    """The name of a function or method, without its object."""
+    """Return the name of a function or method, without its object."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ast.dump(call.func)
 
 
 def unrelated_assignments(tree: ast.Module) -> list[int]:
-    """Lines of tuple assignments whose values have nothing in common. An exchange or a step, `a, b = b, a + b`, is fine."""
+    """Return the lines of tuple assignments whose values have nothing in common. An exchange or a step, `a, b = b, a + b`,
+    is fine.
+    """
     found = []
     for node in ast.walk(tree):
         match node:
@@ -66,7 +68,7 @@ def unrelated_assignments(tree: ast.Module) -> list[int]:
 
 
 def package_lines(root: Path = Path()) -> dict[str, int]:
-    """Lines of each package of the product, of its modules beside them, and of tests and benchmarks as wholes."""
+    """Return the lines of each package of the product, of its modules beside them, and of tests and benchmarks as wholes."""
     lines = Counter[str]()
     for top in (*PACKAGES, "tests", "benchmarks"):
         for path in sources(top, root):

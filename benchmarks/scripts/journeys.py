@@ -58,7 +58,7 @@ class Journey:
 
     @property
     def functions(self) -> list[str]:
-        """Their names, with their files."""
+        """Return the names of the functions, with their files."""
         return [f"{file}: {name}" for file, name in self.crossed]
 
     @property

@@ -62,7 +62,7 @@ class SimulatedSession:
         self._committed = 0
 
     def step(self, num_nodes: int) -> DraftContext:
-        """The next commit; num_nodes: of the last tree, 0 if there was none."""
+        """Return the next commit; num_nodes: of the last tree, 0 if there was none."""
         base, self._committed = self._committed, max(self._committed + TOKENS_PER_ROUND, START)
         places = [(100 * self._number + place) % len(self._text) for place in range(base, self._committed)]
         tokens, samples = (self._text[place] for place in places), self._random.choices(self._text, k=num_nodes)
@@ -77,7 +77,7 @@ class TimedProposals:
         self.seconds: list[float] = []
 
     def propose(self, contexts: list[DraftContext]) -> list[DraftTree]:
-        """The trees of sessions that are never evicted."""
+        """Return the trees of sessions that are never evicted."""
         started = time.process_time()
         drafts = self._drafter.propose(contexts)
         self.seconds.append(time.process_time() - started)
@@ -122,7 +122,7 @@ def measure(tree: TreeConfig, num_sessions: int, repeats: int) -> list[RoundCost
 
 
 def table(costs: list[RoundCost]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = tuple(
         (cost.what, f"{cost.num_nodes}", f"{cost.num_sessions}", number(cost.ms), number(cost.ms / cost.num_sessions))
         for cost in sorted(costs, key=lambda cost: cost.what)

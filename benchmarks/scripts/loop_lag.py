@@ -115,10 +115,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Lag:
-    """What one body did to the router, in ms; the worst of all repeats but for `seconds`, which is their mean.
+    """Effect of one body on the router, in ms; the worst of all repeats but for `seconds`, which is their mean.
 
-    lag: lateness of a timer in the router's event loop. cpu: CPU time of the router's process between two timers.
-    live: GET /live of another client, which shares the machine's processors with all processes. status: how the body ended.
+    Attributes:
+        lag: lateness of a timer in the router's event loop.
+        cpu: CPU time of the router's process between two timers.
+        live: GET /live of another client, which shares the machine's processors with all processes.
+        status: how the body ended.
     """
 
     body: str
@@ -226,7 +229,7 @@ async def _watch_live(base: str, lives: list[float]) -> None:
 
 
 def table(lags: Sequence[Lag]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = [
         (lag.body, lag.status, number(lag.seconds), *map(number, (lag.lag, lag.lag_p99, lag.cpu, lag.live))) for lag in lags
     ]

@@ -126,7 +126,7 @@ def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperat
 
 
 def tables(store: StoreCost, cases: list[RoundTimes]) -> list[Table]:
-    """The tables of the report."""
+    """Return the tables of the report."""
     row = (f"{store.num_tokens}", *map(number, (store.megabytes, store.build_seconds, store.open_ms)))
     rows = tuple(
         (f"{c.num_nodes}", f"{c.num_sessions}", f"{c.temperature:g}", *map(number, (c.cpu, c.p50, c.p90, c.p99)))

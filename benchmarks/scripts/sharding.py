@@ -58,9 +58,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One policy. max_over_mean: greatest number of requests on a verifier over the mean, its mean over time and its worst;
-    of drafters its mean over time. hit: share of prompt blocks found in the cache, possible: had there been one cache.
-    kept: share of later turns on the verifier of the turn before. microseconds: CPU time of a pick."""
+    """One policy.
+
+    Attributes:
+        max_over_mean: greatest number of requests on a verifier over the mean, its mean over time and its worst; of
+            drafters its mean over time.
+        hit: share of prompt blocks found in the cache, possible: had there been one cache.
+        kept: share of later turns on the verifier of the turn before.
+        microseconds: CPU time of a pick.
+    """
 
     policy: str
     max_over_mean: float
@@ -116,17 +122,17 @@ class Simulation:
         self._caches = {lease.incarnation: OrderedDict() for lease in self.verifiers}
 
     def snapshot(self) -> WorkerSnapshot:
-        """The router's view of the workers."""
+        """Return the router's view of the workers."""
         sent = self.sent.by_worker
         return WorkerSnapshot(self.verifiers, self.drafters, self.in_flight, sent_blocks=sent, counted=self.counted)
 
     def routing_request(self, session: Session) -> RoutingRequest:
-        """The request of the session's next turn."""
+        """Return the request of the session's next turn."""
         num_tokens = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
         return RoutingRequest(MODEL.name, num_tokens, last=session.last, session=session.name, block_hashes=session.blocks)
 
     def run(self, policy: str) -> Outcome:
-        """Every turn of every session."""
+        """Return every turn of every session."""
         ratios: list[float] = []
         drafter_ratios: list[float] = []
         times: list[int] = []
@@ -169,7 +175,9 @@ class Simulation:
         )
 
     def placements(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
-        """Where each session would be placed with these verifiers. remembered: "pairs", "prefix_hashes" or "nothing"."""
+        """Return where each session would be placed with these verifiers. remembered: "pairs",
+        "prefix_hashes" or "nothing".
+        """
         workers = replace(self.snapshot(), verifiers=verifiers)
         if remembered != "pairs":
             workers = replace(workers, sent_blocks={})
@@ -184,7 +192,7 @@ class Simulation:
         return chosen
 
     def _turns(self) -> Sequence[Session]:
-        """Sessions in the order of their turns: new ones start, and each open one returns later."""
+        """Return sessions in the order of their turns: new ones start, and each open one returns later."""
         settings, rng = self.settings, self._rng
         weights = [1 / (1 + group) for group in range(settings.groups)]
         groups = rng.choices(range(settings.groups), weights, k=settings.num_sessions)
@@ -245,12 +253,12 @@ class Simulation:
 
 
 def verifier(index: int) -> Lease:
-    """An idle verifier."""
+    """Return an idle verifier."""
     return Lease("verifier", f"verifier-{index}:1", f"verifier-{index}", MODEL, Load(0, 0, 1_000_000, 64))
 
 
 def moves(simulation: Simulation, num_sessions: int) -> list[Moves]:
-    """How one verifier more, and one less, moves a sample of the sessions."""
+    """Return how one verifier more, and one less, moves a sample of the sessions."""
     sessions = random.Random(1).sample(simulation.sessions, min(num_sessions, len(simulation.sessions)))
     verifiers = simulation.verifiers
     newcomer = verifier(len(verifiers))
@@ -275,7 +283,7 @@ def _moved(before: Sequence[str], after: Sequence[str]) -> float:
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """The table of the policies."""
+    """Return the table of the policies."""
     rows = [
         (
             one.policy,
@@ -297,7 +305,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def moves_table(results: Sequence[Moves], settings: Settings) -> Table:
-    """The table of scaling."""
+    """Return the table of scaling."""
     count = settings.num_verifiers
     rows = [(one.known, f"{one.one_more:.2f} %", f"{one.one_less:.2f} %") for one in results]
     note = (

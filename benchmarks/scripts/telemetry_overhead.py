@@ -43,7 +43,7 @@ ReportedStep = tuple[StepReport, list[Chunk]]
 
 @dataclass(frozen=True)
 class Steps:
-    """What an engine did for some requests at once. seconds: of processor time, a step."""
+    """Work of an engine for some requests at once. seconds: of processor time, a step."""
 
     requests: Sequence[Request]
     reported: Sequence[ReportedStep]
@@ -52,8 +52,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of telemetry, in microseconds of processor time a step: on the engine's thread, which the step waits for, and in all.
-    share, share_in_all: of the step's own time."""
+    """Cost of telemetry, in microseconds of processor time a step: on the engine's thread, which the step waits for, and in
+    all.
+
+    Attributes:
+        share, share_in_all: of the step's own time.
+    """
 
     batch: int
     tracing: str
@@ -154,7 +158,7 @@ def _report(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) 
 
 
 def table(costs: Sequence[Cost]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = [
         (
             f"{c.batch}",

@@ -26,9 +26,17 @@ TARGET, HEAD, BIG_GPU = "llama-3.1-8b", "eagle3-8b", "h100"
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting. c: time of an EAGLE level, or of a layer's pass, in verify passes. prepared: share of steps without a
-    round trip. hits: share of steps with trees grown ahead. tau_hits: tokens of such a step. wait: passes that a step takes
-    besides its own. speedup: tokens of a sequence in the time of a pass. tree: most nodes and levels, as 24:5."""
+    """One setting.
+
+    Attributes:
+        c: time of an EAGLE level, or of a layer's pass, in verify passes.
+        prepared: share of steps without a round trip.
+        hits: share of steps with trees grown ahead.
+        tau_hits: tokens of such a step.
+        wait: passes that a step takes besides its own.
+        speedup: tokens of a sequence in the time of a pass.
+        tree: most nodes and levels, as 24:5.
+    """
 
     head: str
     temperature: float
@@ -49,7 +57,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of serial drafting. running: sequences. rows: of its verify pass. passes: of the drafter, kinds and rows."""
+    """A step of serial drafting.
+
+    Attributes:
+        running: sequences.
+        rows: of its verify pass.
+        passes: of the drafter, kinds and rows.
+    """
 
     running: int
     rows: int
@@ -58,17 +72,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Times:
-    """What passes take. bend: rows up to which a verify pass takes 1, and beyond which it grows with them; 0 for never."""
+    """Times of passes. bend: rows up to which a verify pass takes 1, and beyond which it grows with them; 0 for never."""
 
     drafter: DeviceCosts
     bend: int = 0
 
     def verify_s(self, rows: int) -> float:
-        """Of a verify pass."""
+        """Return the time of a verify pass."""
         return max(1.0, rows / self.bend) if self.bend else 1.0
 
     def draft_s(self, step: Step) -> float:
-        """Of all passes of a round."""
+        """Return the time of all passes of a round."""
         return math.fsum(self.drafter.seconds(kind, rows) for kind, rows in step.passes)
 
 
@@ -89,14 +103,14 @@ class Trace:
         return self.num_tokens / sum(step.running for step in self.steps)
 
     def rate(self, times: Times, step_s: StepTime) -> float:
-        """Tokens of a sequence in the time of a pass."""
+        """Return the tokens of a sequence in the time of a pass."""
         return self.num_tokens / math.fsum(
             step.running * step_s(times.verify_s(step.rows), times.draft_s(step)) for step in self.steps
         )
 
 
 def free(verify_s: float, draft_s: float) -> float:
-    """A step with drafts that cost nothing."""
+    """Return a step with drafts that cost nothing."""
     return verify_s
 
 
@@ -115,12 +129,14 @@ def in_halves(delay: float) -> StepTime:
 
 
 def best(traces: Iterable[Trace], times: Times, step_s: StepTime) -> tuple[Trace, float]:
-    """The tree size with the highest rate, and this rate."""
+    """Return the tree size with the highest rate, and this rate."""
     return max(((trace, trace.rate(times, step_s)) for trace in traces), key=lambda found: found[1])
 
 
 def costs(method: str, c: float, knee: int = 0) -> DeviceCosts:
-    """Of the drafter, where a verify pass takes a second. knee: rows from which on its passes grow; 0 for never."""
+    """Return the costs of the drafter, where a verify pass takes a second. knee: rows from which on its passes grow; 0 for
+    never.
+    """
 
     def passes(seconds: float) -> PassCosts:
         return roofline(seconds, seconds / knee, 0.0) if knee else PassCosts((1,), (1000 * seconds,))
@@ -141,17 +157,17 @@ def cost_of(gpu: str) -> float:
 
 
 def gpu_of(c: float) -> str:
-    """The GPU with a preset whose cost of a level is nearest to c."""
+    """Return the GPU with a preset whose cost of a level is nearest to c."""
     return min(GPUS, key=lambda gpu: abs(math.log(cost_of(gpu) / c)))
 
 
 def knee_of(gpu: str) -> int:
-    """Rows from which on passes of an 8B head grow with them on a GPU."""
+    """Return the rows from which on passes of an 8B head grow with them on a GPU."""
     return DeviceCosts.read(f"{HEAD}@{gpu}").passes["draft_level"].rows[1]
 
 
 def verify_bend() -> int:
-    """Rows from which on a verify pass of an 8B target grows with them on an H100."""
+    """Return the rows from which on a verify pass of an 8B target grows with them on an H100."""
     return DeviceCosts.read(f"{TARGET}@{BIG_GPU}").passes["verify"].rows[1]
 
 
@@ -161,7 +177,7 @@ def times_of(method: str, c: float, gpu: str, has_bend: bool) -> Times:
 
 
 def cell_of(cell: Cell, traces: Sequence[Trace], times: Times) -> Cell:
-    """A cell of drafting on demand, with the best tree. mode: serial or local; a local drafter has no delay."""
+    """Return a cell of drafting on demand, with the best tree. mode: serial or local; a local drafter has no delay."""
     step_s = serially(0.0 if cell.mode == "local" else cell.delay)
     trace, rate = best(traces, times, step_s)
     free_rate, num_steps = traces[0].rate(times, free), sum(step.running for step in trace.steps)
@@ -170,7 +186,9 @@ def cell_of(cell: Cell, traces: Sequence[Trace], times: Times) -> Cell:
 
 
 def dollar_share(c: float) -> float:
-    """The verifier's share of the price of a verifier and a drafter with such a cost, by the prices of `eyas plan`."""
+    """Return the verifier's share of the price of a verifier and a drafter with such a cost, by the
+    prices of `eyas plan`.
+    """
     return GPUS[BIG_GPU].dollars_h / (GPUS[BIG_GPU].dollars_h + GPUS[gpu_of(c)].dollars_h)
 
 
@@ -201,7 +219,7 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
 
 
 def table(cells: Sequence[tuple[Cell, ...]]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = []
     for serial, ahead, auto, local in cells:
         where = serial.head, f"{serial.temperature:g}", f"{serial.batch}", f"{serial.c:g}", f"{serial.delay:g}"
@@ -229,7 +247,7 @@ def table(cells: Sequence[tuple[Cell, ...]]) -> Table:
 
 
 def apart_and_local(cells: Sequence[Cell]) -> tuple[Cell, Cell]:
-    """Of the cells of a setting, by mode: the fastest drafter apart, and the local one."""
+    """Return, of the cells of a setting by mode, the fastest drafter apart, and the local one."""
     local = next(cell for cell in cells if cell.mode == "local")
     return max((cell for cell in cells if cell.mode != "local"), key=lambda cell: cell.speedup), local
 

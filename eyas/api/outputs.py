@@ -106,7 +106,7 @@ class TextDecoder:
         self._num_output_tokens += len(chunk.token_ids)
 
     def _end_token(self, chunk: Chunk) -> int | str | None:
-        """The token of `stop_token_ids` that ended the completion, if one did."""
+        """Return the token of `stop_token_ids` that ended the completion, if one did."""
         last = chunk.token_ids[-1] if chunk.finish_reason == "stop" and chunk.token_ids else None
         return last if last in self.stop_token_ids else None
 
@@ -115,8 +115,9 @@ class TextDecoder:
 class Logprob:
     """Log-probability of a token under the target, before penalties, temperature and filters.
 
-    rank: 1 for the likeliest token; None if the token is none of the likeliest that were asked for.
-    decoded_token: its text; None where no tokenizer is at hand.
+    Attributes:
+        rank: 1 for the likeliest token; None if the token is none of the likeliest that were asked for.
+        decoded_token: its text; None where no tokenizer is at hand.
     """
 
     logprob: float
@@ -151,7 +152,7 @@ class CompletionOutput:
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def finished(self) -> bool:
-        """Whether the completion has ended."""
+        """Return whether the completion has ended."""
         return self.finish_reason is not None
 
 
@@ -252,12 +253,12 @@ class OutputBuilder:
                 self.error = (InvalidRequest if chunk.is_invalid else RequestFailed)(chunk.message)
 
     def output(self) -> RequestOutput:
-        """The whole output so far."""
+        """Return the whole output so far."""
         self.unread = []
         return self._output(sorted(self._completions))
 
     def delta(self) -> RequestOutput:
-        """What is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
+        """Return what is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
         changed = sorted({received.chunk.index for received in self.take()})
         output = self._output(changed)
         for index in changed:
@@ -286,7 +287,7 @@ class OutputBuilder:
         )
 
     def _logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        """The token itself first, then the likeliest ones; empty for the first token of a prompt."""
+        """Return the token itself first, then the likeliest ones; empty for the first token of a prompt."""
         if entry.logprob is None:
             return {}
         rank = entry.top_ids.index(entry.token) + 1 if entry.token in entry.top_ids else None

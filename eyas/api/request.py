@@ -1,4 +1,4 @@
-"""What a request asks for and what it gets back: plain values that every package shares."""
+"""Values that a request consists of and is answered with: plain values that every package shares."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ COMPLETION_SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text of the output must match: exactly one constraint. docs/structured-outputs.md has the exact rules.
+    """A constraint that the text of the output must match; exactly one is set. docs/structured-outputs.md has the exact
+    rules.
 
-    json: a JSON schema as text, or as a mapping, which becomes text.
-    json_object: any JSON object.
-    regex: a regular expression that the whole output matches.
-    choice: the output is one of these texts.
-    grammar: a context-free grammar in EBNF, as of llama.cpp (GBNF), with the rule `root`.
-    structural_tag: parts of the output that follow a schema, as xgrammar's structural tag in JSON; also a mapping.
-    whitespace_pattern: a regular expression of the whitespace between JSON's parts, empty for none; None takes the engine's.
-    disable_any_whitespace: vLLM's word for an empty whitespace_pattern.
+    Attributes:
+        json: a JSON schema as text, or as a mapping, which becomes text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these texts.
+        grammar: a context-free grammar in EBNF, as of llama.cpp (GBNF), with the rule `root`.
+        structural_tag: parts of the output that follow a schema, as xgrammar's structural tag in JSON; also a mapping.
+        whitespace_pattern: a regular expression of the whitespace between JSON's parts, empty for none; None takes the
+            engine's.
+        disable_any_whitespace: vLLM's word for an empty whitespace_pattern.
     """
 
     json: str = ""
@@ -74,10 +77,11 @@ class StructuredOutputs:
 class ReasoningBudget:
     """Most tokens of reasoning in an output. What is drawn after them is the end of the reasoning.
 
-    num_tokens: tokens between the marks, at least 0.
-    end_ids: tokens in a row that end the reasoning.
-    start_ids: tokens in a row that begin it.
-    is_open: the prompt has begun it.
+    Attributes:
+        num_tokens: tokens between the marks, at least 0.
+        end_ids: tokens in a row that end the reasoning.
+        start_ids: tokens in a row that begin it.
+        is_open: the prompt has begun it.
     """
 
     num_tokens: int
@@ -88,7 +92,7 @@ class ReasoningBudget:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens: docs/sampling.md has the exact rules and their order. Names as in vLLM.
+    """Settings for drawing tokens; docs/sampling.md has the exact rules and their order. Names as in vLLM.
 
     Raises InvalidRequest when it is made with a value out of range; lists may be None, and `stop` and `bad_words` one text.
 
@@ -152,7 +156,9 @@ class SamplingParams:
             object.__setattr__(self, name, _plain(value))
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end the output; eos_ids: the model's own, which are ignored only where something else may follow."""
+        """Return the tokens that end the output; eos_ids: the model's own, which are ignored only where something else may
+        follow.
+        """
         is_ignored = self.ignore_eos and self.structured_outputs is None
         return frozenset(self.stop_token_ids) | (frozenset() if is_ignored else eos_ids)
 
@@ -164,11 +170,11 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have occurred are penalised."""
+        """Return whether tokens that have occurred are penalised."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def completions(self, bad_token_ids: Iterable[tuple[int, ...]] = ()) -> tuple[SamplingParams, ...]:
-        """The parameters of each of the n completions, as an engine takes them, with seeds.
+        """Return the parameters of each of the n completions, as an engine takes them, with seeds.
 
         bad_token_ids: `bad_words` as token ids. The caller looks for stop strings. Only the first has prompt_logprobs.
         """
@@ -226,7 +232,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
 
 
 def _normalised(name: str, value: Any) -> tuple[Any, ...]:
-    """A list of a parameter as a tuple; one text counts as a list of one, None as an empty one. Raises TypeError."""
+    """Return a list of a parameter as a tuple; one text counts as a list of one, None as an empty one. Raises TypeError."""
     if isinstance(value, str):
         return (value,) if name in ("stop", "bad_words") else tuple(value)
     entries = value.items() if isinstance(value, Mapping) else () if value is None else value
@@ -236,7 +242,7 @@ def _normalised(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of other types, such as numpy's, as Python's own, which messages take."""
+    """Return numbers of other types, such as numpy's, as Python's own, which messages take."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if type(value) in (bool, int, float) or not isinstance(value, Real):
@@ -248,13 +254,16 @@ def _plain(value: Any) -> Any:
 class Request:
     """A prompt on its way through the engine.
 
-    session: groups the requests of one conversation, whose slots are kept warm between its turns.
-    priority: 0 is normal, higher is more urgent; within a priority the first comes first.
-    num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
-    tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API key.
-    cache_salt: only requests with an equal salt share cached prefixes.
-    num_draft_tokens: most nodes of its draft trees, the root included; 0 sets no limit of its own, 1 asks for no drafts.
-    return_verify_steps: whether its chunks have `VerifyStep.details`.
+    Attributes:
+        session: groups the requests of one conversation, whose slots are kept warm between its turns.
+        priority: 0 is normal, higher is more urgent; within a priority the first comes first.
+        num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
+        tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API
+            key.
+        cache_salt: only requests with an equal salt share cached prefixes.
+        num_draft_tokens: most nodes of its draft trees, the root included; 0 sets no limit of its own, 1 asks for no
+            drafts.
+        return_verify_steps: whether its chunks have `VerifyStep.details`.
     """
 
     id: str
@@ -275,14 +284,14 @@ class Request:
 
     @cached_property
     def noise_key(self) -> NoiseKey:
-        """What the request's draws depend on. Its seed must have been fixed."""
+        """Return what the request's draws depend on. Its seed must have been fixed."""
         sampling = self.sampling
         assert sampling.seed is not None, "a request enters the engine with a seed"
         return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     @cached_property
     def wants_tokens_alone(self) -> bool:
-        """Whether it needs nothing of a step but a draw at each node of its tree, from the logits as they are."""
+        """Return whether it needs nothing of a step but a draw at each node of its tree, from the logits as they are."""
         sampling = self.sampling
         return sampling.logprobs is None and sampling.structured_outputs is None and not sampling.has_logit_rules
 
@@ -291,13 +300,16 @@ class Request:
 class VerifyStepDetails:
     """The draft tree and the times of a verify step. Times are in ms, and 0 where they are not known.
 
-    tokens, parents, log_probs: of each node, see eyas.protocol.tree.DraftTree; node 0 is the root.
-    path: accepted nodes from the root down, without the root.
-    sources: for a combined method, see DraftTree; empty for others.
-    method: of the drafter, such as "eagle3"; empty without a drafter.
-    draft_ms: time that the drafter worked. round_trip_ms: from the request for the tree to its arrival, draft_ms included.
-    wait_ms: time that the verifier waited for trees. verify_ms: from there to the accepted tokens, of all sequences.
-    num_rows: rows of the forward pass, of all sequences.
+    Attributes:
+        tokens, parents, log_probs: of each node, see eyas.protocol.tree.DraftTree; node 0 is the root.
+        path: accepted nodes from the root down, without the root.
+        sources: for a combined method, see DraftTree; empty for others.
+        method: of the drafter, such as "eagle3"; empty without a drafter.
+        draft_ms: time that the drafter worked.
+        round_trip_ms: from the request for the tree to its arrival, draft_ms included.
+        wait_ms: time that the verifier waited for trees.
+        verify_ms: from there to the accepted tokens, of all sequences.
+        num_rows: rows of the forward pass, of all sequences.
     """
 
     tokens: tuple[int, ...]
@@ -331,7 +343,9 @@ class VerifyStep:
 class TokenLogprob:
     """A token under the target's own distribution, before penalties, temperature and filters.
 
-    logprob: None for the first token of a prompt. top_ids, top_logprobs: the likeliest tokens there, best first.
+    Attributes:
+        logprob: None for the first token of a prompt.
+        top_ids, top_logprobs: the likeliest tokens there, best first.
     """
 
     token: int
@@ -342,13 +356,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step adds to a request. is_draft_token[i]: whether the drafter guessed token_ids[i].
+    """Tokens that one step adds to a request.
 
     verify_step is None for a step that ends a prefill. message explains the finish reason "error";
-    is_invalid: whether the request itself is the reason, so that no other engine could serve it.
-    index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt
-    where asked for, on the first chunk only. num_cached: prompt tokens that came from the prefix cache; on a request's first
-    tokens only.
+
+    Attributes:
+        is_draft_token[i]: whether the drafter guessed token_ids[i].
+        is_invalid: whether the request itself is the reason, so that no other engine could serve it.
+        index: which of the n completions.
+        logprobs: one per token where asked for.
+        prompt_logprobs: one per token of the prompt where asked for, on the first chunk only.
+        num_cached: prompt tokens that came from the prefix cache; on a request's first tokens only.
     """
 
     request_id: str
@@ -372,7 +390,7 @@ class Chunk:
         return 1024 + 48 * len(self.token_ids) + 160 * num_nodes + sum(192 + 72 * len(entry.top_ids) for entry in entries)
 
     def first(self, num_tokens: int) -> Chunk:
-        """The chunk with its first `num_tokens` tokens only."""
+        """Return the chunk with its first `num_tokens` tokens only."""
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],
@@ -415,6 +433,6 @@ class GenerationStats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """For each depth d from 1: the share of verify steps with trees that deep that accepted d tokens or more."""
+        """Return, for each depth d from 1, the share of verify steps with trees that deep that accepted d tokens or more."""
         accepted = self.accepted_by_depth + [0] * len(self.offered_by_depth)
         return [a / o for o, a in zip(self.offered_by_depth, accepted, strict=False)]

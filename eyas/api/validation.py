@@ -188,7 +188,7 @@ def _check_entries(sampling: SamplingParams) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a whole number, of Python or numpy; True and False are none. An int is the common, quick case."""
+    """Return whether it is a whole number, of Python or numpy; True and False are none. An int is the common, quick case."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 

@@ -1,1 +1,1 @@
-"""Which token lives in which slot of the KV cache, and who may reuse it."""
+"""Slots of the KV cache: the token in each, and the sequences that may reuse it."""

@@ -36,6 +36,12 @@ class KVCache:
 
     scratch: the last slot, which no sequence owns; padding rows write to it, and no row reads it.
     state_layers: those whose states are kept instead of features, see TargetModel; usually none.
+
+    Args:
+        shapes: (key-value heads, head width) of each layer.
+        kv_dtype: of keys and values, if not `dtype`.
+        scales: of each layer, if keys and values have 8 bits; 1 by default.
+        sources: the layer whose keys and values each layer has, if some share them.
     """
 
     state_layers: tuple[int, ...] = ()
@@ -51,9 +57,6 @@ class KVCache:
         scales: Sequence[KVScales] = (),
         sources: Sequence[int] = (),
     ) -> None:
-        """shapes: (key-value heads, head width) of each layer. kv_dtype: of keys and values, if not `dtype`. scales: of each
-        layer, if keys and values have 8 bits; 1 by default. sources: the layer whose keys and values each layer has, if some
-        share them."""
         self.scratch = num_slots
         kv_dtype = kv_dtype or dtype
         self.keys, self.values = list[Tensor](), list[Tensor]()
@@ -74,12 +77,15 @@ class KVCache:
 
     @cached_property
     def addresses(self) -> Ints:
-        """Where keys and values of each layer begin in memory, [layers, 2]."""
+        """Return where keys and values of each layer begin in memory, [layers, 2]."""
         return np.array([(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)])
 
 
 def new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros. On the CPU it takes memory when it is first used; `torch.zeros` writes to all of it at once."""
+    """Return a tensor of zeros.
+
+    On the CPU it takes memory when it is first used; `torch.zeros` writes to all of it at once.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -99,7 +105,7 @@ def store_rows(pool: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
 
 
 def load_rows(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values of slots [n] as [n, J, D] of `dtype`, not yet multiplied by their scale."""
+    """Return keys or values of slots [n] as [n, J, D] of `dtype`, not yet multiplied by their scale."""
     if pool.dtype == dtype:
         return pool.index_select(0, slots)
     is_narrow = pool.dtype in KV_CACHE_DTYPES.values()
@@ -114,14 +120,14 @@ def bytes_per_slot(
     kv_dtype: torch.dtype | None = None,
     sources: Sequence[int] = (),
 ) -> int:
-    """Bytes of one token in `KVCache`."""
+    """Return the bytes of one token in `KVCache`."""
     own = [shape for layer, shape in enumerate(shapes) if not sources or sources[layer] == layer]
     kv_bytes = sum(2 * heads * width for heads, width in own) * (kv_dtype or dtype).itemsize
     return kv_bytes + feature_width * dtype.itemsize
 
 
 def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reserved: int = 0) -> int:
-    """Number of slots in a fraction of the memory that is free now, without `reserved` bytes of it.
+    """Return the number of slots in a fraction of the memory that is free now, without `reserved` bytes of it.
 
     Raises ConfigError if there is none.
     """
@@ -140,7 +146,7 @@ def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reser
 
 
 def num_slots_in(free: int, slot_bytes: int, fraction: float, reserved: int = 0) -> int:
-    """Slots in a fraction of `free` bytes without `reserved` ones; not below 0."""
+    """Return the slots in a fraction of `free` bytes without `reserved` ones; not below 0."""
     return max(int((free - reserved) * fraction), 0) // slot_bytes
 
 
@@ -152,7 +158,12 @@ def free_ram() -> int:
 
 
 class TableWrites(NamedTuple):
-    """What a pass adds. prefixes: the word at which each segment's prefix begins [B]. at, slots: what to write where."""
+    """Entries that a pass adds.
+
+    Attributes:
+        prefixes: the word at which each segment's prefix begins [B].
+        at, slots: what to write where.
+    """
 
     prefixes: Ints
     at: Ints

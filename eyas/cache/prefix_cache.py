@@ -1,4 +1,4 @@
-"""Which slots are free, and which hold a cached prefix that sequences may share. Integers only.
+"""Free slots, and slots of cached prefixes that sequences may share. Integers only.
 
 Every slot is free, owned by a running sequence, or owned by the prefix cache: a radix tree over token ids for each salt.
 
@@ -73,8 +73,11 @@ class SlotAllocator:
 class Node:
     """A run of tokens after its parent's, with one slot each.
 
-    children: by their first token. holders: sequences that hold this node or one below it; a held node is never evicted.
-    used: time of its last use; a time in the future keeps it longer. salt: of a root.
+    Attributes:
+        children: by their first token.
+        holders: sequences that hold this node or one below it; a held node is never evicted.
+        used: time of its last use; a time in the future keeps it longer.
+        salt: of a root.
     """
 
     tokens: Tokens
@@ -86,7 +89,7 @@ class Node:
     salt: str = ""
 
     def path(self) -> Iterator[Node]:
-        """This node and those above it, without the root."""
+        """Return this node and the nodes above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -195,8 +198,8 @@ class PrefixCache:
         self._offer(prefix.node)
 
     def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without those before
-        it.
+        """Return the hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without
+        those before it.
 
         Looks at the `limit` salts last stored under, so that work is proportional to `limit`, whatever the trees' sizes.
         See eyas.protocol.prefix_hash.
@@ -296,7 +299,9 @@ class KnownTable:
 
 
 class TableUpdate(NamedTuple):
-    """Where the receiver keeps the prefix of each segment, and how many slots of it are there. The others follow these."""
+    """Places at which the receiver keeps the prefix of each segment, and the number of its slots there. The others follow
+    these.
+    """
 
     rows: list[int]
     kept: list[int]

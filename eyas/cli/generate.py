@@ -294,7 +294,7 @@ def models(
 
 
 def _client(address: str, given: dict[str, Any]) -> Client:
-    """A client with the TLS options of a command. Raises ConfigError."""
+    """Return a client with the TLS options of a command. Raises ConfigError."""
     if given["tls_name"] and not (given["tls"] or given["ca"]):
         name = given["tls_name"]
         raise ConfigError(f"--tls-name {name} needs TLS; add --tls, or --ca FILE with the CA certificate")
@@ -309,7 +309,9 @@ def _client(address: str, given: dict[str, Any]) -> Client:
 
 
 def _source_and_prompt(words: list[str], address: str) -> tuple[str, str]:
-    """The local model, empty for a router, and the prompt. Raises ConfigError, and CheckpointError for a missing folder."""
+    """Return the local model, empty for a router, and the prompt. Raises ConfigError, and CheckpointError for a missing
+    folder.
+    """
     source = words[0] if words and not address and (len(words) > 1 or _names_model(words[0])) else ""
     rest = words[1:] if source else words
     if len(rest) > 1:
@@ -385,7 +387,7 @@ def _http_chat(url: str, given: dict[str, Any]) -> Answer:
 
 
 def _event_texts(lines: Iterator[bytes]) -> Iterator[str]:
-    """The texts of a stream of events. Raises RequestFailed for an error event."""
+    """Yield the texts of a stream of events. Raises RequestFailed for an error event."""
     for line in lines:
         data = line.decode().strip().removeprefix("data:").strip() if line.startswith(b"data:") else ""
         if data and data != "[DONE]":
@@ -397,7 +399,7 @@ def _event_texts(lines: Iterator[bytes]) -> Iterator[str]:
 
 
 def _reason(body: bytes) -> str:
-    """The message of an error response."""
+    """Return the message of an error response."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -405,7 +407,7 @@ def _reason(body: bytes) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Messages from standard input, with a prompt at a terminal, up to its end or /exit."""
+    """Yield messages from standard input, with a prompt at a terminal, up to its end or /exit."""
     mark = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -427,7 +429,7 @@ def _printer(given: dict[str, Any]) -> JsonPrinter | ScreenPrinter:
 
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:
-    """Of the options, those that are parameters by name."""
+    """Build the sampling parameters from the options of the same names."""
     named = {field.name: given[field.name] for field in dataclasses.fields(SamplingParams) if field.name in given}
     return SamplingParams(**(named | {"logit_bias": tuple(map(_bias, named["logit_bias"] or ()))}))
 

@@ -104,7 +104,7 @@ def prepare(
 
 
 def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None:
-    """How much of the supervised text the draft vocabularies hold."""
+    """Print the share of the supervised text that the draft vocabularies hold."""
     from eyas.train.data import covering_size, draft_vocabulary, token_frequencies, vocabulary_coverage
 
     usual = [size for size in USUAL_DRAFT_VOCABULARIES if size < info.vocab_size]
@@ -221,7 +221,7 @@ def run(
 
 
 def _print_draft_vocabulary(trainer: Trainer) -> None:
-    """How much of the training text a head with a reduced vocabulary can draft."""
+    """Print the share of the training text that a head with a reduced vocabulary can draft."""
     from eyas.train.data import vocabulary_coverage
 
     draft_ids = getattr(getattr(trainer.trainee, "head", None), "draft_ids", None)
@@ -231,7 +231,7 @@ def _print_draft_vocabulary(trainer: Trainer) -> None:
 
 
 def _print_shard(trainer: Trainer) -> None:
-    """How much of the target this process holds, if it holds a part."""
+    """Print the share of the target that this process holds, if it holds a part."""
     accelerator = trainer.accelerator
     if (num_bytes := getattr(trainer.source, "bytes_read", None)) is not None:
         print(f"process {accelerator.process_index} of {accelerator.num_processes} has read {num_bytes} bytes of the target")
@@ -318,7 +318,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def peak_memory() -> dict[str, int]:
-    """Most bytes that this process has held: of the host, and of each GPU that it has used."""
+    """Return the most bytes that this process has held: of the host, and of each GPU that it has used."""
     import resource
 
     import torch

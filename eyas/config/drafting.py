@@ -68,7 +68,7 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class DraftAheadConfig:
-    """How a draft service with an EAGLE head prepares the next trees while the target verifies the last ones.
+    """Settings by which a draft service with an EAGLE head prepares the next trees while the target verifies.
 
     Attributes:
         top_k: maximum number of nodes of a session that a pass runs, again or for the first time.

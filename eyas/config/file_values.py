@@ -33,7 +33,12 @@ KINDS: Mapping[type, Kind] = {int: "whole number", float: "number", bool: "true 
 
 @dataclass(frozen=True)
 class FileValue:
-    """What a value must be. low, high: of numbers, both allowed unless is_open, which forbids `low`. choices: of texts."""
+    """Range or choices of a value.
+
+    Attributes:
+        low, high: of numbers, both allowed unless is_open, which forbids `low`.
+        choices: of texts.
+    """
 
     kind: Kind
     low: float = -math.inf
@@ -206,7 +211,9 @@ CONFIG_VALUES = {**MODEL_VALUES, **ROPE_VALUES, **HEAD_VALUES}
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError, also for a key that stands twice with different values."""
+    """Return the object that a JSON file holds. Raises CheckpointError, also for a key that stands twice with different
+    values.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except (OSError, ValueError, RecursionError) as error:  # a file that is nested too deeply ends in the latter
@@ -245,7 +252,7 @@ def _places(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, 
 def get_setting(
     kind: type[Setting], config: Mapping[str, Any], key: str, source: object, default: Setting | None = None
 ) -> Setting:
-    """An int, float, bool or text of a config.json.
+    """Return an int, float, bool or text of a config.json.
 
     Raises CheckpointError for a value that is not what the table says, and if it is left out, unless there is a default.
     """
@@ -265,14 +272,14 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def named_texts(value: object) -> dict[str, object]:
-    """The entries of a mapping, of a list of objects with name and template, or of one text as `default`; else none."""
+    """Return entries of a mapping, of a list of objects with name and template, or of one text as `default`; else none."""
     if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value):
         return {one["name"]: one.get("template") for one in value}
     return value if isinstance(value, dict) else {"default": value} if isinstance(value, str) else {}
 
 
 def shown(value: object) -> str:
-    """A value for an error, at most MAX_SHOWN characters of it."""
+    """Return a value for an error, at most MAX_SHOWN characters of it."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 

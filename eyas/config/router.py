@@ -144,7 +144,7 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What clients of the router may hold: memory, connections and time. Both servers keep them.
+    """Limits of what clients of the router may hold: memory, connections and time. Both servers keep them.
 
     Attributes:
         max_request_bytes: maximum size of an HTTP body or gRPC message.
@@ -214,7 +214,7 @@ class RoutingConfig:
 
 @dataclass(frozen=True)
 class OutlierDetectionConfig:
-    """When the router avoids a failing worker. Names follow Envoy.
+    """Rules by which the router avoids a failing worker. Names follow Envoy.
 
     Attributes:
         consecutive_failures: number of failed requests in a row that eject a worker.
@@ -236,7 +236,7 @@ class OutlierDetectionConfig:
 
 @dataclass(frozen=True)
 class RetryConfig:
-    """How a request goes on when its verifier fails. A token received restarts the count and the budget.
+    """Rules by which a request goes on when its verifier fails. A token received restarts the count and the budget.
 
     Attributes:
         max_attempts: number of failed attempts in a row that end a request.

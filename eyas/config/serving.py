@@ -146,7 +146,7 @@ class KubernetesConfig:
 
 @dataclass(frozen=True)
 class DiscoveryConfig:
-    """How live workers are found.
+    """Source of the live workers.
 
     Attributes:
         kind: "redis" reads leases from the registry; "static" probes the workers listed here; "kubernetes" probes the
@@ -215,7 +215,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ServiceConfig):
-    """What verifier and draft service share.
+    """Settings that verifier and draft service share.
 
     Attributes:
         threads: number of CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says.

@@ -73,9 +73,12 @@ _SPECULATIVE_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft. draft_model, method: as of `LLM`; empty if they are not named. tree: None keeps the default.
+    """Choice of drafting.
 
-    quantization: as of DraftingConfig.
+    Attributes:
+        draft_model, method: as of `LLM`; empty if they are not named.
+        tree: None keeps the default.
+        quantization: as of DraftingConfig.
     """
 
     draft_model: str = ""

@@ -25,7 +25,12 @@ MAPPINGS = Path("/proc/self/maps")
 
 @contextmanager
 def explain_out_of_memory(problem: str, device: torch.device | str, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemory where the body finds no memory. problem: "no memory for" what it makes. remedy: what to do."""
+    """Raise OutOfMemory where the body finds no memory.
+
+    Args:
+        problem: "no memory for" what it makes.
+        remedy: what to do.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -33,7 +38,7 @@ def explain_out_of_memory(problem: str, device: torch.device | str, remedy: str)
 
 
 def out_of_memory_text(problem: str, device: torch.device, remedy: str, error: Exception) -> str:
-    """The problem, how much is free, and what to do; then the reason that torch or NumPy gives."""
+    """Return the problem, how much is free, and what to do; then the reason that torch or NumPy gives."""
     free = "an unknown number of"
     if device.type == "cuda" and torch.cuda.is_available():
         free = f"{torch.cuda.mem_get_info(device)[0] / 2**30:.2f}"

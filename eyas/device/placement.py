@@ -16,7 +16,7 @@ MOST_CORES = 2
 
 
 def runs_compiled(device: torch.device) -> bool:
-    """Whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
+    """Return whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
 
 

@@ -30,7 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Inside the context Triton launches on the tensor's GPU. It takes the thread's current device, wherever tensors are.
+    """Let Triton launch on the tensor's GPU inside the context. It takes the thread's current device, wherever tensors are.
 
     `torch.cuda.device_of` does the same, but Dynamo cannot trace it.
     """
@@ -48,7 +48,7 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Te
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor on a device in a dtype. The host does not wait for a copy to CUDA."""
+    """Return the tensor on a device in a dtype. The host does not wait for a copy to CUDA."""
     on_host = tensor.device.type == "cpu"
     pinned = _pinned(tensor) if on_host and device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=on_host).to(dtype)
@@ -65,7 +65,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    """An empty tensor of this shape and dtype in pinned memory, or in other memory where the system pins no more."""
+    """Return an empty tensor of this shape and dtype in pinned memory, or in other memory where the system pins no more."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     except RuntimeError as error:
@@ -74,7 +74,9 @@ def _pinned_like(tensor: Tensor) -> Tensor:
 
 
 def _pinned(host: Tensor) -> Tensor:
-    """A copy in pinned memory, or the tensor itself where the system pins no more: CUDA reads that before a copy returns."""
+    """Return a copy in pinned memory, or the tensor itself where the system pins no more: CUDA reads that before a copy
+    returns.
+    """
     try:
         return host.pin_memory()
     except RuntimeError as error:
@@ -106,7 +108,7 @@ def tensor_to_bytes(tensor: Tensor) -> TensorBytes:
 
 
 def tensor_from_bytes(value: TensorBytes) -> Tensor:
-    """A new CPU tensor. Raises InvalidRequest for an unknown dtype, or bytes that do not fill the shape."""
+    """Return a new CPU tensor. Raises InvalidRequest for an unknown dtype, or bytes that do not fill the shape."""
     dtype = _DTYPES.get(value.dtype)
     if dtype is None:
         raise InvalidRequest(f"tensor has dtype {value.dtype!r}; known are {', '.join(_DTYPES)}")

@@ -54,7 +54,7 @@ _DEAD_END = "NoExtensionBias"
 
 
 def bits_of(ids: Sequence[int], vocab_size: int) -> TokenBits:
-    """The set of token ids as bits."""
+    """Return the set of token ids as bits."""
     flags = np.zeros(vocab_size, dtype=np.bool_)
     flags[list(ids)] = True
     return np.packbits(flags, bitorder="little")
@@ -64,16 +64,18 @@ class Matcher:
     """Follows one output through a grammar. Not safe for use from several threads at once.
 
     End-of-sequence tokens are no part of a grammar: `mask` leaves them out, and they must not be consumed.
+
+    Args:
+        not_eos: all tokens but the model's end-of-sequence tokens.
     """
 
     def __init__(self, matcher: LLMatcher, not_eos: TokenBits) -> None:
-        """not_eos: all tokens but the model's end-of-sequence tokens."""
         self._matcher = matcher
         self._not_eos = not_eos
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the output so far is whole."""
+        """Return whether the output so far is whole."""
         return self._matcher.is_accepting()
 
     def consume(self, tokens: Sequence[int]) -> int:
@@ -87,19 +89,20 @@ class Matcher:
         return num_tokens
 
     def fork(self) -> Matcher:
-        """A matcher at the same place, which goes its own way. Both share one lexer, its states and its lock.
+        """Return a matcher at the same place, which goes its own way. Both share one lexer, its states and its lock.
 
         Going back instead, with llguidance 1.9, may leave the mask of a path that was followed before.
         """
         return Matcher(self._matcher.deep_copy(), self._not_eos)
 
     def behind(self, token: int) -> Matcher | None:
-        """A matcher behind one more token, None if it may not follow. Raises as `consume`."""
+        """Return a matcher behind one more token, None if it may not follow. Raises as `consume`."""
         found = self.fork()
         return found if found.consume([token]) else None
 
     def mask(self) -> TokenBits:
-        """The tokens that may follow, end-of-sequence tokens excluded. Raises InvalidRequest if that takes too much work.
+        """Return the tokens that may follow, end-of-sequence tokens excluded. Raises InvalidRequest if that takes too much
+        work.
 
         Where no token of the model fits, none may follow, and the matcher cannot be used any more.
         """
@@ -110,7 +113,9 @@ class Matcher:
         return np.frombuffer(data, dtype=np.uint8)[: len(self._not_eos)] & self._not_eos
 
     def forced(self) -> list[int]:
-        """Tokens that spell the text that must follow, in the tokenizer's own spelling; empty if there is a choice."""
+        """Return the tokens that spell the text that must follow, in the tokenizer's own spelling; empty if there is a
+        choice.
+        """
         return self._matcher.compute_ff_tokens()
 
     def _check(self) -> None:
@@ -138,14 +143,14 @@ class Grammar:
             first.consume([8 * byte + (bits & -bits).bit_length() - 1])
 
     def matcher(self) -> Matcher:
-        """A matcher before the first token, with a lexer that no other one has."""
+        """Return a matcher before the first token, with a lexer that no other one has."""
         try:
             return self._unused.pop()
         except IndexError:
             return self._compile_matcher()
 
     def followed(self, output: Sequence[int]) -> Matcher:
-        """A matcher behind the output that a request brings along. Raises InvalidRequest if it does not match."""
+        """Return a matcher behind the output that a request brings along. Raises InvalidRequest if it does not match."""
         matcher, late_at = self.matcher(), time.thread_time() + FOLLOW_SECONDS
         for start in range(0, len(output), _FOLLOWED_AT_ONCE):
             tokens = output[start : start + _FOLLOWED_AT_ONCE]
@@ -160,10 +165,12 @@ class Grammar:
 
 @dataclass(frozen=True)
 class OutputMatchers:
-    """What follows one output.
+    """Matchers that follow one output.
 
-    committed: behind its committed tokens. drafted: the same place, for draft trees; None without them. It has a lexer of
-    its own, so that drafts use up nothing that the output needs.
+    Attributes:
+        committed: behind its committed tokens.
+        drafted: the same place, for draft trees; None without them. It has a lexer of its own, so that drafts use up
+            nothing that the output needs.
     """
 
     committed: Matcher
@@ -172,7 +179,12 @@ class OutputMatchers:
 
 @dataclass(eq=False)
 class _Job(Generic[ResultT]):
-    """Work that waits for the turn of its tenant. seconds: processor time that it may take. is_new: of a new grammar."""
+    """Work that waits for the turn of its tenant.
+
+    Attributes:
+        seconds: processor time that it may take.
+        is_new: of a new grammar.
+    """
 
     function: Callable[[], ResultT]
     seconds: float
@@ -184,6 +196,11 @@ class GrammarCompiler:
     """Compiles grammars for one model, in threads of its own, and keeps the latest ones. Safe for use from any thread.
 
     Tenants take turns, and none has all threads: what one of them asks for delays no other.
+
+    Args:
+        model: folder or hub id of the tokenizer.
+        vocab_size: of its logits.
+        whitespace_pattern: of constraints that name none, as in StructuredOutputs.
     """
 
     def __init__(
@@ -193,10 +210,6 @@ class GrammarCompiler:
         eos_ids: frozenset[int],
         whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
     ) -> None:
-        """model: folder or hub id of the tokenizer. vocab_size: of its logits.
-
-        whitespace_pattern: of constraints that name none, as in StructuredOutputs.
-        """
         self._model = model
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
@@ -231,7 +244,7 @@ class GrammarCompiler:
         return loading
 
     def submit(self, structured: StructuredOutputs, tenant: str = "") -> Future[Grammar]:
-        """The grammar as soon as it is compiled; equal ones are compiled once. Its constraint must have been checked.
+        """Return the grammar as soon as it is compiled; equal ones are compiled once. Its constraint must have been checked.
 
         The future raises InvalidRequest for what cannot be compiled, and if llguidance is not installed.
         Raises Overloaded while too much waits, and the tenant has its share of it.
@@ -260,13 +273,13 @@ class GrammarCompiler:
         return job.future
 
     def compile(self, structured: StructuredOutputs) -> Grammar:
-        """The same, waiting for it."""
+        """Return the same, waiting for it."""
         return self.submit(structured).result()
 
     def matchers(
         self, structured: StructuredOutputs, output: Sequence[int], has_drafts: bool, tenant: str = ""
     ) -> Future[OutputMatchers]:
-        """What follows one request, behind the output that it brings along. Raises as `submit`."""
+        """Return what follows one request, behind the output that it brings along. Raises as `submit`."""
         with self._lock:
             _check_share(self._num_following, tenant, MAX_FOLLOWING, "outputs wait to be followed")
         grammar = self.submit(structured, tenant)

@@ -68,7 +68,7 @@ def json_options(whitespace_pattern: str) -> dict[str, Any]:
 
 
 def structural_tag_to_lark(text: str, whitespace_pattern: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of a structural tag. token_id: finds a special token of the model by its text.
+    """Return the grammar of a structural tag. token_id: finds a special token of the model by its text.
 
     Raises InvalidRequest for a format that is unknown or malformed.
     """
@@ -81,7 +81,7 @@ def structural_tag_to_lark(text: str, whitespace_pattern: str, token_id: Callabl
 
 
 def grammar_to_lark(text: str) -> str:
-    """A grammar in llama.cpp's syntax (GBNF) or Lark's, in Lark's. Raises InvalidRequest."""
+    """Return a grammar in llama.cpp's syntax (GBNF) or Lark's, in Lark's. Raises InvalidRequest."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -130,7 +130,7 @@ class _LarkWriter:
                 return self._separated(format_)
 
     def _checked(self, format_: Any) -> str:
-        """The type of a format whose fields are known. Raises InvalidRequest."""
+        """Return the type of a format whose fields are known. Raises InvalidRequest."""
         kind = format_.get("type") if isinstance(format_, dict) else None
         if not isinstance(kind, str) or kind not in _FIELDS:
             raise _invalid(f"a format is {_short(format_)}; its type must be one of {', '.join(_FIELDS)}")
@@ -152,7 +152,7 @@ class _LarkWriter:
         return self._limited(body, self._other_than(excludes))
 
     def _other_than(self, excludes: Any) -> str:
-        """The terminal of texts that hold one of `excludes`; empty if there are none."""
+        """Return the terminal of texts that hold one of `excludes`; empty if there are none."""
         if not excludes:
             return ""
         banned = "|".join(re.escape(_string(one, "excludes")) for one in _list(excludes, "excludes"))
@@ -163,7 +163,9 @@ class _LarkWriter:
         return self._terminal(f"({body}) & ~{banned}") if banned else body
 
     def _terminal(self, body: str) -> str:
-        """Only terminals, whose names are upper-case, can be intersected; one is an item of the parser whatever its size."""
+        """Return a terminal. Only terminals, whose names are upper-case, can be intersected; one is an item of the parser
+        whatever its size.
+        """
         name = f"T{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
@@ -205,7 +207,7 @@ class _LarkWriter:
         return self._rule(" ".join(parts) or '""')
 
     def _xml_value(self, schema: Any, whole: Mapping[str, Any], found: Sequence[Alternative], style: _TagStyle) -> str:
-        """A value and its end: text as it is where the schema allows text, else JSON.
+        """Return a value and its end: text as it is where the schema allows text, else JSON.
 
         Where any text may do, a value is read as text, so that JSON has no place beside it but for null.
         Raises ValueError for what cannot be written so.
@@ -245,7 +247,7 @@ class _LarkWriter:
         return f"<[{number}]>"
 
     def _edge(self, edge: Any) -> str:
-        """A begin, an end, or one of several ends."""
+        """Return a begin, an end, or one of several ends."""
         if isinstance(edge, dict):
             return self.expression(edge)
         if isinstance(edge, list):
@@ -280,7 +282,7 @@ class _LarkWriter:
         return f"{self._edge(tag['begin'])} {self._after_begin(tag)}"
 
     def _after_begin(self, tag: Mapping[str, Any]) -> str:
-        """The content and the end of a tag."""
+        """Return the content and the end of a tag."""
         if self._checked(tag["content"]) == "any_text" and not isinstance(tag["end"], dict):
             if not _ends(tag["end"]):
                 return self.expression(tag["content"])
@@ -339,7 +341,7 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def _ends(end: Any) -> bool:
-    """Whether the ends of a tag have any text."""
+    """Return whether the ends of a tag have any text."""
     return all(end) if isinstance(end, list) else bool(end)
 
 
@@ -348,7 +350,7 @@ def _literal(value: Any) -> str:
 
 
 def _text_pattern(one: Alternative) -> str:
-    """What a text must match, as a terminal of Lark. Raises ValueError."""
+    """Return what a text must match, as a terminal of Lark. Raises ValueError."""
     limits = [" | ".join(map(_literal, one.texts))] if one.texts else []
     for part in one.parts:
         if key := next((key for key in _NOT_OF_TEXTS if key in part), None):
@@ -423,6 +425,6 @@ def _regex(value: Any) -> str:
 
 
 def _pattern(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """Return a regular expression as Lark writes it."""
     tokens = re.findall(r"(?s)\\.|.", pattern)
     return "/" + ("".join(r"\/" if token == "/" else token for token in tokens) or "(?:)") + "/"

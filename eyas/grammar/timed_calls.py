@@ -57,10 +57,13 @@ class Call(Future[ResultT], Generic[ResultT]):
 
 
 class BoundedCalls:
-    """Runs calls in a few threads, first come first served. Safe for use from any thread."""
+    """Runs calls in a few threads, first come first served. Safe for use from any thread.
+
+    Args:
+        stack_size: bytes of each thread's stack; 0: the system's size.
+    """
 
     def __init__(self, num_threads: int, name: str, stack_size: int = 0) -> None:
-        """stack_size: bytes of each thread's stack; 0: the system's size."""
         self._num_threads, self._name = num_threads, name
         self._stack_size = stack_size
         self._lock = threading.Lock()

@@ -66,6 +66,11 @@ class GrammarTrials:
     """Processes that translate grammars, and compile them once. Safe for use from any thread.
 
     They know a vocabulary of single bytes, so that one starts in .2 s and takes 45 to 70 MiB whatever the model.
+
+    Args:
+        token_id: finds a token of the model by its text.
+        special_tokens: the special ones.
+        size: number of all.
     """
 
     def __init__(
@@ -75,7 +80,6 @@ class GrammarTrials:
         size: int,
         eos_ids: Sequence[int],
     ) -> None:
-        """token_id: finds a token of the model by its text. special_tokens: the special ones. size: number of all."""
         self._token_id = token_id
         special = {token: text for token, text in special_tokens.items() if token < size}
         self._setup = json.dumps({"size": size, "eos": list(eos_ids), "special": special}).encode()
@@ -239,12 +243,16 @@ def _tried(structured: StructuredOutputs, tokens: Mapping[str, int], vocabulary:
 
 
 class _Bytes:
-    """Single bytes as tokens, behind the special tokens of a model, in the form that llguidance's TokenizerWrapper takes."""
+    """Single bytes as tokens, behind the special tokens of a model, in the form that llguidance's TokenizerWrapper takes.
+
+    Args:
+        size: tokens of the model, which may be named by their numbers.
+        special: texts by number.
+    """
 
     bos_token_id = None
 
     def __init__(self, size: int, eos: Sequence[int], special: Mapping[str, str]) -> None:
-        """size: tokens of the model, which may be named by their numbers. special: texts by number."""
         self._size = size
         self.eos_token_id = eos[0]
         self.special_token_ids = sorted(map(int, special))

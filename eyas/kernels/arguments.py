@@ -21,23 +21,28 @@ MASS_BITS = 40
 
 
 class Draw(NamedTuple):
-    """What a row's draw depends on: the request's noise key and the absolute position of the token."""
+    """Inputs of a row's draw: the request's noise key and the absolute position of the token."""
 
     key: NoiseKey
     position: int
 
 
 class Draws(Sequence[Draw]):
-    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys."""
+    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys.
+
+    Args:
+        keys: of each run of rows, [K].
+        counts: its rows, [K].
+        positions: of all rows, [N].
+    """
 
     def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int] | Ints, positions: Ints) -> None:
-        """keys: of each run of rows, [K]. counts: its rows, [K]. positions: of all rows, [N]."""
         self.keys, self.positions = keys, positions
         self._owners = np.repeat(np.arange(len(keys)), counts)
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> Draws:
-        """The same draws."""
+        """Return the same draws."""
         if isinstance(draws, Draws):
             return draws
         return cls([key for key, _ in draws], [1] * len(draws), np.array([at for _, at in draws], dtype=np.int64))
@@ -58,20 +63,22 @@ class Draws(Sequence[Draw]):
         return Draw(self.keys[self._owners[row]], int(self.positions[row]))
 
     def by_row(self, values: Sequence[float], dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """The value of each row's key [N], from one for each of `keys` [K]."""
+        """Return the value of each row's key [N], from one for each of `keys` [K]."""
         return np.array(values, dtype)[self._owners]
 
 
 def has_filters(key: NoiseKey) -> bool:
-    """Whether the key's draws leave tokens out."""
+    """Return whether the key's draws leave tokens out."""
     return key.temperature > 0 and (key.top_k > 0 or key.top_p < 1 or key.min_p > 0)
 
 
 class Scale(NamedTuple):
-    """What a token's mass depends on besides its logit: it is 2**MASS_BITS * exp((logit - largest) / temperature).
+    """Inputs of a token's mass besides its logit: it is 2**MASS_BITS * exp((logit - largest) / temperature).
 
-    largest: float32 [N], over the whole vocabulary; infinity where the row holds NaN or infinity, so that no token has mass.
-    temperature: float32 [N], above 0.
+    Attributes:
+        largest: float32 [N], over the whole vocabulary; infinity where the row holds NaN or infinity, so that no token has
+            mass.
+        temperature: float32 [N], above 0.
     """
 
     largest: Tensor
@@ -79,11 +86,13 @@ class Scale(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Which tokens of a part are kept, [N] each.
+    """Bounds of the tokens of a part that are kept, [N] each.
 
-    last: int64, bits of the last kept logit, see `ordered_bits`; all tokens above it are kept. before: int64, mass of all
-    tokens before the part's first one at that logit. wanted: int64; a token at that logit is kept if the mass before it is
-    lower. min_p: float32, share of the likeliest token's mass that a token must have.
+    Attributes:
+        last: int64, bits of the last kept logit, see `ordered_bits`; all tokens above it are kept.
+        before: int64, mass of all tokens before the part's first one at that logit.
+        wanted: int64; a token at that logit is kept if the mass before it is lower.
+        min_p: float32, share of the likeliest token's mass that a token must have.
     """
 
     last: Tensor
@@ -95,8 +104,10 @@ class Kept(NamedTuple):
 class Frontier(NamedTuple):
     """The nodes of a level that are expanded.
 
-    scores, tokens: [S, W]. rows: of each one's parent within the frontier before, [S, W]. parents: candidate number of each
-    one, once for each of its children, [S, W * children].
+    Attributes:
+        scores, tokens: [S, W].
+        rows: of each one's parent within the frontier before, [S, W].
+        parents: candidate number of each one, once for each of its children, [S, W * children].
     """
 
     scores: Tensor
@@ -110,7 +121,7 @@ MIN_FILTER_TEMPERATURE = 0.1
 
 
 class KVScales(NamedTuple):
-    """What the keys and values of a layer are divided by before they are rounded to 8 bits."""
+    """Divisors of the keys and values of a layer before they are rounded to 8 bits."""
 
     key: float = 1.0
     value: float = 1.0
@@ -127,10 +138,12 @@ NO_SLOTS, NO_MASK = np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
 class KeptStates(NamedTuple):
-    """Where a compiled pass keeps the residual stream before some layers.
+    """Buffers in which a compiled pass keeps the residual stream before some layers.
 
-    layers: which. states: of each row of memory, one layer beside the other [., len(layers) * C]. rows: of these, for each
-    row of the pass [R].
+    Attributes:
+        layers: which.
+        states: of each row of memory, one layer beside the other [., len(layers) * C].
+        rows: of these, for each row of the pass [R].
     """
 
     layers: Ints
@@ -138,7 +151,7 @@ class KeptStates(NamedTuple):
     rows: Ints
 
     def of(self, number: int) -> Floats:
-        """The states before one of the layers, by its place among them [., C]; a view."""
+        """Return the states before one of the layers, by its place among them [., C]; a view."""
         width = self.states.shape[1] // len(self.layers)
         return self.states[:, number * width : (number + 1) * width]
 
@@ -147,11 +160,15 @@ NOTHING_KEPT = KeptStates(np.zeros(0, np.int64), np.zeros((0, 0), np.float32), n
 
 
 class RowKeys(NamedTuple):
-    """What the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
+    """Keys that the rows of some segments of a pass see, in the order in which `attend` of the CPU's kernels takes it.
 
-    starts, ends: of each segment's rows among those of the pass [B]. prefix: slots of all prefixes [P]; prefix_ends: where
-    each ends [B]. num_masked: the last slots of each prefix that `visible` names too [B]. visible: flat masks
-    [n, num_masked + n] of the segments, one after the other. positions: of the rows [R].
+    Attributes:
+        starts, ends: of each segment's rows among those of the pass [B].
+        prefix: slots of all prefixes [P].
+        prefix_ends: where each ends [B].
+        num_masked: the last slots of each prefix that `visible` names too [B].
+        visible: flat masks [n, num_masked + n] of the segments, one after the other.
+        positions: of the rows [R].
     """
 
     starts: Ints
@@ -164,7 +181,7 @@ class RowKeys(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
-        """The keys of those packed segments that have at most `max_rows` rows."""
+        """Return the keys of those packed segments that have at most `max_rows` rows."""
         ends = np.cumsum([len(s.tokens) for s in segments])
         chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
         positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
@@ -193,10 +210,12 @@ SCALED_TILE = 64
 
 
 class Routing(NamedTuple):
-    """Which experts rows chose. shares: of the K experts of each row, likeliest first, [R, K].
+    """Choice of experts by rows.
 
-    pairs: of each expert the rows that chose it, [E, R] int32, as row * K + k for the k-th expert of a row. counts: how many
-    these are, [E] int32; what is behind them has no meaning.
+    Attributes:
+        shares: of the K experts of each row, likeliest first, [R, K].
+        pairs: of each expert the rows that chose it, [E, R] int32, as row * K + k for the k-th expert of a row.
+        counts: how many these are, [E] int32; what is behind them has no meaning.
     """
 
     shares: Tensor

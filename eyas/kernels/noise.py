@@ -25,7 +25,10 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
     """Noise of every (seeds[i], positions[i]) at every token id: float32 [N, V], above 0.
 
-    seeds: in [0, 2**64). positions: in [0, 2**63). token_ids: int64 [V], or [N, V] if they differ by row.
+    Args:
+        seeds: in [0, 2**64).
+        positions: in [0, 2**63).
+        token_ids: int64 [V], or [N, V] if they differ by row.
     """
     return exponential_noise_at(_signed(seeds, token_ids), upload(positions, token_ids.device), token_ids)
 
@@ -44,7 +47,9 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
 
 
 def row_keys(seeds: Ints, positions: Ints) -> Ints:
-    """What the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]. seeds: `signed`."""
+    """Return what the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64
+    [N]. seeds: `signed`.
+    """
     z = seeds.view(np.uint64) + np.uint64(GOLDEN % 2**64)
     z = _mixed(_mixed(z) + positions.view(np.uint64) * np.uint64(GOLDEN % 2**64))
     return z.view(np.int64)
@@ -58,13 +63,13 @@ def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draft_seed(seed: int) -> int:
-    """The seed of a drafter that samples from its own distribution: its noise must be independent of the target's."""
+    """Return the seed of a drafter that samples from its own distribution: its noise must be independent of the target's."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8, person=b"eyas draft")
     return int.from_bytes(digest.digest(), "little")
 
 
 def signed(seed: int) -> int:
-    """The signed 64-bit integer with the same bits."""
+    """Return the signed 64-bit integer with the same bits."""
     return seed - (seed >> 63 << 64)
 
 
@@ -73,7 +78,7 @@ def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
 
 
 def _uniform(bits: Tensor) -> Tensor:
-    """The upper 52 bits as float64 between 2**-53 and 1 - 2**-53: with more of them the largest would round to 1."""
+    """Return the upper 52 bits as float64 between 2**-53 and 1 - 2**-53: with more of them the largest would round to 1."""
     return _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
@@ -84,7 +89,7 @@ def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps.
+    """Return a bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps.
 
     In place, because allocation dominates with many rows.
     """

@@ -87,7 +87,7 @@ FUSER_PREFIXES = tuple(
 
 
 def resolve(path_or_id: str) -> Path:
-    """The local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
+    """Return the local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     check_source(path_or_id)
@@ -148,7 +148,7 @@ def check_quantisation(config: Mapping[str, Any], source: object, device: str) -
 
 
 def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not.
+    """Return all tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not.
 
     own_names: files to look for first. Raises CheckpointError.
     """
@@ -158,7 +158,7 @@ def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Ten
 
 
 def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
-    """The first of `names` that the checkpoint holds; of safetensors nothing else is read. Raises CheckpointError."""
+    """Return the first of `names` that the checkpoint holds; of safetensors nothing else is read. Raises CheckpointError."""
     files = weight_map(folder)
     for name in names:
         if name in files:
@@ -167,7 +167,9 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
 
 
 def read_vocabulary(folder: Path, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
-    """The embedding or lm_head of a target, [V, C], for a head without its own. Raises CheckpointError for another shape."""
+    """Return the embedding or lm_head of a target, [V, C], for a head without its own. Raises CheckpointError for another
+    shape.
+    """
     tensor = read_tensor(folder, names)
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise CheckpointError(
@@ -202,7 +204,7 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
 
 
 def weight_map(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, sharded or not. Raises CheckpointError.
+    """Return the file of each tensor of a checkpoint, sharded or not. Raises CheckpointError.
 
     Names are without what a trainer's wrapper wrote before them; tables that are no weights are left out.
     """
@@ -216,7 +218,9 @@ def weight_map(folder: Path) -> dict[str, Path]:
 
 
 def _read_index(file: Path) -> dict[str, Path]:
-    """The shard of each tensor. Raises CheckpointError for an index that is damaged, or names a file that is not there."""
+    """Return the shard of each tensor. Raises CheckpointError for an index that is damaged, or names a file that is not
+    there.
+    """
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{file}: weight_map is {shown(shards)}; it must give the file of each tensor")
@@ -229,15 +233,18 @@ def _read_index(file: Path) -> dict[str, Path]:
 
 
 def _own_name(name: str) -> str:
-    """A tensor's name without a trainer's prefix; empty for a table that is no weight."""
+    """Return a tensor's name without a trainer's prefix; empty for a table that is no weight."""
     return "" if TABLE.search(name) else WRAPPER_PREFIX.sub("", name)
 
 
 def check_layers(names: Iterable[str], config: Any, source: object) -> None:
     """Raises CheckpointError for weights with more or fewer layers than the config asks for.
 
-    Layers for multi-token prediction may follow, as DeepSeek and GLM write them. names: of all tensors. config:
-    transformers'. Towers for images and sound have names of their own, and are not looked at.
+    Layers for multi-token prediction may follow, as DeepSeek and GLM write them.
+
+    Args:
+        names: of all tensors.
+        config: transformers'. Towers for images and sound have names of their own, and are not looked at.
     """
     num_layers: int = config.get_text_config().num_hidden_layers
     num_mtp_layers: int = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
@@ -297,7 +304,7 @@ class WeightFiles:
 
     @property
     def can_read_parts(self) -> bool:
-        """Whether all files are safetensors: others can only be read as a whole."""
+        """Return whether all files are safetensors: others can only be read as a whole."""
         return all(file.suffix == ".safetensors" for file in self._map.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -308,7 +315,8 @@ class WeightFiles:
             return StoredTensor(self, handle.get_slice(stored.get(name, name)))
 
     def map(self, name: str) -> Tensor:
-        """A whole tensor on the CPU in its own dtype. The file is mapped for it alone: what was read of it is freed with it.
+        """Return a whole tensor on the CPU in its own dtype. The file is mapped for it alone: what was read of it is freed
+        with it.
 
         Raises CheckpointError for a file that cannot be read.
         """
@@ -319,7 +327,7 @@ class WeightFiles:
             return cast(Tensor, handle.get_tensor(stored.get(name, name)))
 
     def _opened(self, file: Path) -> tuple[Any, dict[str, str]]:
-        """An open file, and the names that it has for its tensors by the names of `weight_map`."""
+        """Return an open file, and the names that it has for its tensors by the names of `weight_map`."""
         if file not in self._open:
             handle: Any = safe_open(file, framework="pt", device=self.device)
             self._open[file] = handle, {_own_name(name): name for name in handle.keys()}  # noqa: SIM118 - no mapping
@@ -327,7 +335,7 @@ class WeightFiles:
 
 
 def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors whose names begin with one of the prefixes, sorted by name; of safetensors no others are read."""
+    """Yield tensors whose names begin with one of the prefixes, sorted by name; of safetensors no others are read."""
     with _open_weights(file) as (names, get):
         yield from ((name, get(name)) for name in names if name.startswith(prefixes))
 
@@ -349,7 +357,7 @@ def _open_weights(file: Path, device: str = "cpu") -> Iterator[tuple[list[str], 
 
 
 def _plain_tensors(found: Any, file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch, also where a trainer put them below another name. Raises CheckpointError."""
+    """Return the tensors of a file of torch, also where a trainer put them below another name. Raises CheckpointError."""
     while isinstance(found, Mapping) and (
         outer := [name for name in NESTED_WEIGHTS if isinstance(found.get(name), Mapping)]
     ):
@@ -385,7 +393,7 @@ def _is_own(error: Exception) -> bool:
 
 
 def cause(error: BaseException) -> str:
-    """An error in one line of at most MAX_CAUSE characters, with its kind where the message alone says nothing."""
+    """Return an error in one line of at most MAX_CAUSE characters, with its kind where the message alone says nothing."""
     text = " ".join(str(error).split())
     text = text if " " in text else f"{type(error).__name__} {text}".rstrip()
     return text if len(text) <= MAX_CAUSE else f"{text[:MAX_CAUSE]}..."
@@ -446,7 +454,7 @@ def check_tensors(
 
 
 def _wrong_numbers(name: str, tensor: Tensor) -> str:
-    """What is wrong with the numbers of a head's tensor; empty if nothing is."""
+    """Return what is wrong with the numbers of a head's tensor; empty if nothing is."""
     if name in INDEX_TENSORS:
         return f"{name} has dtype {tensor.dtype}, expected whole numbers" if tensor.is_floating_point() else ""
     if not tensor.is_floating_point():
@@ -461,7 +469,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first MAX_NAMED of these names, and how many more there are."""
+    """Return the first MAX_NAMED of these names, and how many more there are."""
     first = [name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else shown(name) for name in names[:MAX_NAMED]]
     return ", ".join(first) + f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
 
@@ -472,12 +480,12 @@ def _with_nearest(name: str, expected: Mapping[str, object]) -> str:
 
 
 def target_fingerprint(path_or_id: str) -> str:
-    """Digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
+    """Return the digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
     return _digest(resolve(path_or_id), ("",))
 
 
 def head_fingerprint(path_or_id: str) -> str:
-    """Digest of what decides a head's fused features: its config, its fc and the norms around it."""
+    """Return the digest of what decides a head's fused features: its config, its fc and the norms around it."""
     return _digest(resolve(path_or_id), FUSER_PREFIXES)
 
 
@@ -521,7 +529,7 @@ def check_vocabulary(draft_model: str, target: str) -> None:
 
 
 def _token_ids(folder: Path) -> dict[str, int]:
-    """The vocabulary of the folder's tokenizer.json, added tokens included; empty if there is no such file."""
+    """Return the vocabulary of the folder's tokenizer.json, added tokens included; empty if there is no such file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
@@ -534,7 +542,7 @@ def _token_ids(folder: Path) -> dict[str, int]:
 
 
 def context_length(config: Any, max_model_len: int, name: str) -> int:
-    """Most tokens of prompt and output together: max_model_len, or the model's own limit for 0.
+    """Return the most tokens of prompt and output together: max_model_len, or the model's own limit for 0.
 
     config: transformers' of the model. Raises ConfigError above that limit.
     """
@@ -544,7 +552,8 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
 
 
 def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]:
-    """The device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target model.
+    """Return the device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target
+    model.
 
     Device: CUDA where torch finds a GPU, else the CPU. Dtype: the target checkpoint's on a GPU; float32 on the CPU, and
     where the config names none that Eyas serves. Raises CheckpointError for a config that cannot be read.

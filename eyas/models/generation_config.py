@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def end_tokens(folder: Path, config: Any) -> list[int]:
-    """The end-of-sequence tokens of a model, from its generation config, else from `config`, transformers' of the model.
+    """Return the end-of-sequence tokens of a model, from its generation config, else from `config`, transformers' of the
+    model.
 
     Ids beyond the vocabulary, which many families have by default, are left out with a warning. Raises CheckpointError.
     """
@@ -48,8 +49,12 @@ def end_tokens(folder: Path, config: Any) -> list[int]:
 def sampling_defaults(model: str, defaults: GenerationDefaults = "auto") -> dict[str, float]:
     """Return the sampling parameters that a model recommends, by their names in SamplingParams.
 
-    model: folder or hub id. defaults: "auto" reads them from the model; "vllm" and "none" return none.
-    A value that no request could have is left out with a warning. Raises CheckpointError for a file that is no JSON object.
+    Raises CheckpointError for a file that is no JSON object.
+
+    Args:
+        model: folder or hub id.
+        defaults: "auto" reads them from the model; "vllm" and "none" return none. A value that no request could have is
+            left out with a warning.
     """
     file = resolve(model) / "generation_config.json"
     stated = read_json(file) if defaults == "auto" and file.is_file() else {}

@@ -76,12 +76,13 @@ def load_target(
     max_model_len: int = 0,
     shard: Shard | None = None,
 ) -> TargetModel:
-    """Load a causal LM from a folder or hub id.
+    """Load a causal LM from a folder or hub id. Raises CheckpointError for missing weights.
 
-    max_model_len: tokens that rotary tables must serve; 0 takes the model's. shard: this process's part of the weights, if
-    other ranks hold the rest; all ranks must load at the same time.
-    Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for a
-    max_model_len above the model's. Raises CheckpointError for missing weights.
+    Args:
+        max_model_len: tokens that rotary tables must serve; 0 takes the model's.
+        shard: this process's part of the weights, if other ranks hold the rest; all ranks must load at the same time.
+            Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for
+            a max_model_len above the model's.
     """
     register_attention()
     check_device(dtype, device)
@@ -111,7 +112,8 @@ def load_target(
 
 
 def target_of(model: Any) -> TargetModel:
-    """A target over the weights of a causal LM that transformers has loaded; `model` stays as it is. Raises CheckpointError.
+    """Return a target over the weights of a causal LM that transformers has loaded; `model` stays as it is. Raises
+    CheckpointError.
 
     Modules are copied, parameters shared. Layers run unfused, because fused ones have weights of their own.
     """
@@ -190,7 +192,7 @@ def _make_config(values: Mapping[str, Any]) -> Any:
 def _named(
     error: CheckpointError, file: Path, values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]
 ) -> CheckpointError:
-    """The error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
+    """Return the error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
     with _quiet():
         culprit = _culprit(values, make)
     if not culprit:
@@ -200,7 +202,9 @@ def _named(
 
 
 def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]) -> str:
-    """The first setting without which `make` works, with its value; empty if there is none, as for unknown architectures."""
+    """Return the first setting without which `make` works, with its value; empty if there is none, as for unknown
+    architectures.
+    """
     for key in sorted(values.keys() - {"model_type"}):
         try:
             make({name: value for name, value in values.items() if name != key})
@@ -216,7 +220,7 @@ def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], obje
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside the block transformers logs errors only: what it reports of weights, errors of Eyas say in a line."""
+    """Let transformers log errors only inside the block: what it reports of weights, errors of Eyas say in a line."""
     from transformers.utils import logging as verbosity
 
     before = verbosity.get_verbosity()
@@ -286,7 +290,7 @@ def _load_parts(
 
 
 def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | None:
-    """A causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
+    """Return a causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
     found = weightless_model(make_model, files)
     if found is None:
         return None
@@ -332,7 +336,7 @@ def _warn_of_unused(names: Iterable[str], source: object) -> None:
 
 
 def _check_attention(target: TargetModel) -> Tensor:
-    """Logits of a small pass [2, V].
+    """Return logits of a small pass [2, V].
 
     Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits. An
     architecture that ignores arguments which it does not know would give wrong results without an error.

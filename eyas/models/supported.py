@@ -27,7 +27,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How an architecture calls attention in one layer. arguments: names of those that are set and not booleans."""
+    """Arguments with which an architecture calls attention in one layer. arguments: names of those that are set and not
+    booleans.
+    """
 
     layer: int
     num_kv_heads: int
@@ -39,7 +41,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config builds: (key-value heads, head width) of every layer, and the shape of every parameter."""
+    """Architecture that a config builds: (key-value heads, head width) of every layer, and the shape of every parameter."""
 
     kv_shapes: list[tuple[int, int]]
     tensors: Mapping[str, tuple[int, ...]]
@@ -51,7 +53,7 @@ def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
 
 
 def inspect_architecture(config: Any) -> Architecture:
-    """What an architecture needs, measured by a forward pass without weights.
+    """Return what an architecture needs, measured by a forward pass without weights.
 
     Raises CheckpointError with the reason for an architecture that is not supported.
     """
@@ -96,7 +98,7 @@ def _check_architecture(config: Any) -> None:
 
 
 def trace_attention(config: Any) -> tuple[list[AttentionCall], Any]:
-    """Every attention call of a forward pass of two rows on the meta device, and the model."""
+    """Return every attention call of a forward pass of two rows on the meta device, and the model."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)

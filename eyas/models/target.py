@@ -55,6 +55,11 @@ class TargetModel:
 
     aux_hidden_state_layers: layers whose *input* is collected (the convention of EAGLE-3). The number of layers means the
     state before the final norm, FINAL_NORM_OUTPUT the state behind it.
+
+    Args:
+        shard: the part of the model that this process holds.
+        kv_shapes: of the whole model; None measures them.
+        hooks: of another target on the same model.
     """
 
     def __init__(
@@ -65,8 +70,6 @@ class TargetModel:
         kv_shapes: Sequence[tuple[int, int]] | None = None,
         hooks: StateHooks | None = None,
     ) -> None:
-        """shard: the part of the model that this process holds. kv_shapes: of the whole model; None measures them. hooks: of
-        another target on the same model."""
         self.model: Any = model.eval()
         self.name_or_path: str = model.name_or_path
         self.config: Any = model.config.get_text_config()
@@ -109,7 +112,7 @@ class TargetModel:
         self._hooks.use(self.aux_hidden_state_layers)
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments in the form that `forward` takes, for the plain attention."""
+        """Return segments in the form that `forward` takes, for the plain attention."""
         return pack(segments, self.device)
 
     @torch.inference_mode()
@@ -131,7 +134,9 @@ class TargetModel:
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 
     def on_any_rank(self, found: bool) -> bool:
-        """Whether something was found on this rank or another that shares the target; all must ask at the same time."""
+        """Return whether something was found on this rank or another that shares the target; all must ask
+        at the same time.
+        """
         if self._num_ranks == 1:
             return found
         verdict = torch.tensor([float(found)], device=self.device)
@@ -139,7 +144,7 @@ class TargetModel:
         return bool(verdict)
 
     def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
-        """An empty KV cache of this rank's heads."""
+        """Return an empty KV cache of this rank's heads."""
         shapes, scales = self.kv_shapes, self.kv_scales
         sources = kv_sources(self.config)
         return KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales, sources)
@@ -175,12 +180,12 @@ class TargetModel:
 
     @property
     def is_mixture_of_experts(self) -> bool:
-        """Whether rows of one pass go to different experts."""
+        """Return whether rows of one pass go to different experts."""
         return any(getattr(self.config, name, None) for name in EXPERT_COUNTS)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
-    """Every end-of-sequence token of the vocabulary that the model's generation config or config names."""
+    """Return every end-of-sequence token of the vocabulary that the model's generation config or config names."""
     found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     text = model.config.get_text_config()
     found = found if found is not None else text.eos_token_id

@@ -116,7 +116,7 @@ def fit_descriptors(limits: LimitsConfig, num_servers: int) -> LimitsConfig:
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """A socket of its own for the connection of a file descriptor. Raises OSError if it is none."""
+    """Return a socket of its own for the connection of a file descriptor. Raises OSError if it is none."""
     duplicate = os.dup(descriptor)
     try:
         return socket.socket(fileno=duplicate)
@@ -220,8 +220,10 @@ class Admission:
     def callers(self, headers: Mapping[str, Any], peer: str, is_open: bool = False) -> Callers:
         """Return the names that a call counts for: its key, if there are keys, and its address.
 
-        headers: or metadata, with a key in one of `KEY_HEADERS`. peer: IP address, or what gRPC says. is_open: a call that
-        needs no key.
+        Args:
+            headers: or metadata, with a key in one of `KEY_HEADERS`.
+            peer: IP address, or what gRPC says.
+            is_open: a call that needs no key.
         """
         has_key = self._has_keys and not is_open
         key = given_key(headers) if has_key else ""

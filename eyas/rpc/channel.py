@@ -75,7 +75,7 @@ class Peers:
 
     @property
     def identifies_clients(self) -> bool:
-        """Whether a worker's server knows who calls it: by the token or by a client certificate."""
+        """Return whether a worker's server knows who calls it: by the token or by a client certificate."""
         return bool(self.token or (self._config.cert_file and self._config.require_client_cert))
 
     def check_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:

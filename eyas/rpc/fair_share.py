@@ -15,10 +15,12 @@ class FairLimit:
     """An amount that callers share: each may hold as much as it leaves free. For one event loop.
 
     Alone, a caller gets half. Those that want all of it get a half, a quarter and so on while the ones before hold theirs,
-    and equal parts once they have given some back.
-    Source: Choudhury and Hahne 1998, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, with alpha = 1.
+    and equal parts once they have given some back. Source: Choudhury and Hahne 1998, Dynamic Queue Length Thresholds for
+    Shared-Memory Packet Switches, with alpha = 1.
 
-    total: the whole amount. least: what a caller may hold in any case, while it is there.
+    Args:
+        total: the whole amount.
+        least: what a caller may hold in any case, while it is there.
     """
 
     def __init__(self, total: int, least: int) -> None:
@@ -34,7 +36,7 @@ class FairLimit:
 
     @property
     def most(self) -> int:
-        """What a caller may hold while no other holds anything."""
+        """Return what a caller may hold while no other holds anything."""
         return max(self._least, self._total // 2)
 
     def fits(self, callers: Callers, amount: int) -> bool:

@@ -38,11 +38,13 @@ class Pem:
 
 
 class Reloaded(Generic[ContentT]):
-    """What files hold, read again when one of them changes. Thread-safe.
+    """Content of files, read again when one of them changes. Thread-safe.
 
-    read: returns the content; raises ConfigError for files that cannot be used. After a change, the content then stays as it
-    was, and the files are read again every REREAD_INTERVAL_S: repaired permissions do not change their times.
-    settings: names of the settings, for the log. interval_s: seconds between two looks at the files, by `clock`.
+    Args:
+        read: returns the content; raises ConfigError for files that cannot be used. After a change, the content then stays
+            as it was, and the files are read again every REREAD_INTERVAL_S: repaired permissions do not change their times.
+        settings: names of the settings, for the log.
+        interval_s: seconds between two looks at the files, by `clock`.
     """
 
     def __init__(

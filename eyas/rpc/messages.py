@@ -70,11 +70,13 @@ class ModelInfo:
 
     @property
     def pin(self) -> str:
-        """What another verifier is asked for that is to continue a request of this one with the same tokens."""
+        """Return what another verifier is asked for that is to continue a request of this one with the same tokens."""
         return self.outputs_fingerprint or self.fingerprint
 
     def continues(self, pin: str) -> bool:
-        """Whether a verifier gives the same tokens as that of a pin; an empty one takes any, an older one is a target's."""
+        """Return whether a verifier gives the same tokens as that of a pin; an empty one takes any, an older one is a
+        target's.
+        """
         return pin in ("", self.fingerprint, self.outputs_fingerprint)
 
     @property
@@ -231,9 +233,11 @@ class SessionTree:
 
 @dataclass(frozen=True)
 class DraftResponse:
-    """The response to the DraftRequest with the same step; with step 0 one that answers none. draft_ms: drafting time.
+    """The response to the DraftRequest with the same step; with step 0 one that answers none.
 
-    prepared: trees that hold the next drafts of likely next commits, see PreparedTree.
+    Attributes:
+        draft_ms: drafting time.
+        prepared: trees that hold the next drafts of likely next commits, see PreparedTree.
     """
 
     step: int

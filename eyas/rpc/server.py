@@ -61,9 +61,11 @@ class RpcServer:
     Construct it inside the running event loop. Register servicers on `aio` before `start`. Health answers NOT_SERVING until
     `set_serving(True)`, except for LIVE.
 
-    config: address to listen on. credentials: TLS credentials; None disables TLS.
-    check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
-    admission: bounds messages, connections and time; None accepts messages of up to MAX_MESSAGE_BYTES.
+    Args:
+        config: address to listen on.
+        credentials: TLS credentials; None disables TLS.
+        check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
+        admission: bounds messages, connections and time; None accepts messages of up to MAX_MESSAGE_BYTES.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class _Calls(cygrpc.AioServer):  # type: ignore[misc]
     """
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """The next call of a registered method; None: of any other."""
+        """Return the next call of a registered method; None: of any other."""
         if method is not None:
             return cast("asyncio.Future[Any]", super()._make_request_call_future(method))
         return asyncio.create_task(self._refuse_others())

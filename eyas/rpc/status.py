@@ -78,7 +78,7 @@ def _raised_kind(name: str, code: grpc.StatusCode) -> type[EyasError] | None:
 
 
 def is_connection_error(error: grpc.RpcError) -> bool:
-    """Whether gRPC failed a call, not the service: it was away, or the connection broke. The text names addresses."""
+    """Return whether gRPC failed a call, not the service: it was away, or the connection broke. The text names addresses."""
     codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
     return error.code() in codes and ERROR_KEY not in _trailers(error)
 

@@ -51,7 +51,9 @@ def configure_logging(log_format: LogFormat = "text") -> None:
 
 
 def escaped(text: str) -> str:
-    r"""The text with control, bidirectional and other characters that are not printable as escapes, such as \n or \u202e."""
+    r"""Return the text with control, bidirectional and other characters that are not printable as escapes, such as \n or
+    \u202e.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -62,10 +64,13 @@ class RateLimit:
 
     The first event of a kind is logged at once. Further ones give one line per interval, with their number. A kind is a
     logger and a message before its arguments are filled in.
+
+    Args:
+        handler: logs the lines with numbers.
+        interval_s: seconds between two lines of a kind.
     """
 
     def __init__(self, handler: logging.Handler, interval_s: float = 60.0) -> None:
-        """handler: logs the lines with numbers. interval_s: seconds between two lines of a kind."""
         self._handler = handler
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -73,7 +78,7 @@ class RateLimit:
         self._last: dict[tuple[str, str], logging.LogRecord] = {}
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Whether to log the record now."""
+        """Return whether to log the record now."""
         if not vars(record).pop("rate_limited", record.name.startswith(_LIBRARIES)):
             return True
         kind = (record.name, str(record.msg))

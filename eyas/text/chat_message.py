@@ -13,7 +13,10 @@ from eyas.text.incremental_reader import WHITE_SPACE
 class ToolCall:
     """A call of a tool, or what a piece of text adds to one.
 
-    index: of the call in its message. id, name: empty but in the first piece. arguments: JSON as the model wrote it.
+    Attributes:
+        index: of the call in its message.
+        id, name: empty but in the first piece.
+        arguments: JSON as the model wrote it.
     """
 
     index: int

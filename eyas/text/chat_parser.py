@@ -46,7 +46,7 @@ REASONING_MARKS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model writes reasoning and tool calls, by vLLM's names of parsers. Empty: it writes none."""
+    """Format in which a model writes reasoning and tool calls, by vLLM's names of parsers. Empty: it writes none."""
 
     tool_call_parser: ToolParserName | Literal[""] = ""
     reasoning_parser: ReasoningParserName | Literal[""] = ""
@@ -63,7 +63,7 @@ class ChatFormat:
         return _SPECIAL_TOKENS.get(self.tool_call_parser, ()) + THINK_TAGS.get(self.reasoning_parser, ())
 
     def begins_with_reasoning(self, prompt: str) -> bool:
-        """Whether the output of a rendered prompt begins inside the reasoning, because the prompt ends with its tag.
+        """Return whether the output of a rendered prompt begins inside the reasoning, because the prompt ends with its tag.
 
         deepseek_r1 assumes it of every prompt that does not end the reasoning, as in vLLM.
         """
@@ -136,7 +136,7 @@ class ChatParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text is inside the reasoning."""
+        """Return whether the text is inside the reasoning."""
         return self._reader.is_reasoning
 
     def push(self, text: str) -> ChatMessage:

@@ -38,10 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
-    """A compiled chat template. special_tokens: by the names that templates use, such as bos_token.
+    """A compiled chat template. Raises ConfigError if a template does not compile.
 
-    model: for errors. tool_source: the template of chats with tools, if it is another one. form: becomes `format`, how the
-    model writes reasoning and calls; None takes what the template shows. Raises ConfigError if a template does not compile.
+    Args:
+        special_tokens: by the names that templates use, such as bos_token.
+        model: for errors.
+        tool_source: the template of chats with tools, if it is another one.
+        form: becomes `format`, how the model writes reasoning and calls; None takes what the template shows.
     """
 
     def __init__(
@@ -82,11 +85,13 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for the assistant's next message.
 
-        messages: in OpenAI's form. They are rewritten where the template cannot show them as they are.
-        extra: more variables, such as enable_thinking. continues_last: end with the content of the last message, which the
-        assistant is to continue. marked: changes the values that the template gets, see `ContentText.mark`.
-
         Raises InvalidRequest if the template rejects the messages.
+
+        Args:
+            messages: in OpenAI's form. They are rewritten where the template cannot show them as they are.
+            extra: more variables, such as enable_thinking.
+            continues_last: end with the content of the last message, which the assistant is to continue.
+            marked: changes the values that the template gets, see `ContentText.mark`.
         """
         if extra.get("documents") and not self._has_documents:
             raise InvalidRequest("the model's chat template shows no documents; put them into a message", "documents")
@@ -218,7 +223,7 @@ class ChatTemplate:
         return False
 
     def _shows(self, *messages: dict[str, Any]) -> bool | None:
-        """Whether _PROBE is in the text of these messages; None if the template refuses them."""
+        """Return whether _PROBE is in the text of these messages; None if the template refuses them."""
         has_calls = any("tool_calls" in message for message in messages)
         try:
             return _PROBE in self._text(messages, {"tools": [_PROBE_TOOL] if has_calls else None})

@@ -83,7 +83,7 @@ class ContentText:
         return self._mark.join([*parts, text[at:]])
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where a text has names of special tokens."""
+        """Return where a text has names of special tokens."""
         if not text or not self._renamed:
             return []
         (found,) = self._finder.encode_batch([text], add_special_tokens=False)

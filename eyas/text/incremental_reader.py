@@ -146,7 +146,7 @@ class JsonValue:
 
     @property
     def is_open(self) -> bool:
-        """Whether the value has begun and has no end yet."""
+        """Return whether the value has begun and has no end yet."""
         return bool(self._closers or self._quote)
 
     def scan(self, text: str, start: int = 0) -> int:
@@ -178,10 +178,10 @@ class JsonValue:
         return True
 
     def _may_be_plain(self, character: str) -> bool:
-        """Whether a character may stand between brackets, quotes and the like."""
+        """Return whether a character may stand between brackets, quotes and the like."""
         return character in " \t\r\n,:+-." or (character.isascii() and character.isalnum())
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `marker`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `marker`."""
     return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

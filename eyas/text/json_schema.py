@@ -92,10 +92,13 @@ def _alternative(
 
 
 class Alternatives:
-    """Finds the alternatives of values, with a bound on the parts and values that it looks at for each."""
+    """Finds the alternatives of values, with a bound on the parts and values that it looks at for each.
+
+    Args:
+        whole: the schema that references lead into.
+    """
 
     def __init__(self, whole: Schema) -> None:
-        """whole: the schema that references lead into."""
         self._whole = whole
         self._num_parts = self._num_values = 0
         self._targets = dict[str, object]()  # of references

@@ -58,7 +58,7 @@ def usable_rows(file: Path, parse: Callable[[Mapping[str, Any]], Row | None], re
 
 
 def token_ids_of(entry: Mapping[str, Any], vocab_size: int = 2**31) -> NDArray[np.int64]:
-    """The token ids of a row, int64 [n]. Raises BadRow, also for one beyond the vocabulary."""
+    """Return the token ids of a row, int64 [n]. Raises BadRow, also for one beyond the vocabulary."""
     ids = entry["token_ids"]
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise BadRow("wrong token_ids: expected a list of whole numbers")
@@ -68,7 +68,7 @@ def token_ids_of(entry: Mapping[str, Any], vocab_size: int = 2**31) -> NDArray[n
 
 
 def text_of(entry: Mapping[str, Any], expected: str = FIELDS) -> str:
-    """The plain text of a row. expected: fields, for errors. Raises BadRow."""
+    """Return the plain text of a row. expected: fields, for errors. Raises BadRow."""
     if "text" not in entry:
         raise BadRow(f"no known field: expected {expected}, found {', '.join(entry)[:80] or 'nothing'}")
     if not isinstance(entry["text"], str):
@@ -85,7 +85,7 @@ def check_text(text: str) -> None:
 
 
 def read_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """The objects of a JSON Lines file, or of a JSON list, with their numbers; or one with the text of any other file.
+    """Yield the objects of a JSON Lines file, or of a JSON list, with their numbers; or one with the text of any other file.
 
     A row that holds none is a BadRow in its place. Raises ConfigError for a file that cannot be read at all.
     """

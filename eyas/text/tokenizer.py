@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a local folder or hub id. Raises CheckpointError if there is none or it is damaged.
+    """Return the tokenizer of a local folder or hub id. Raises CheckpointError if there is none or it is damaged.
 
     Truncation and padding that are stored with it are for training; prompts are encoded whole.
     """
@@ -58,7 +58,7 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def special_token(value: object) -> str:
-    """The text of a special token in tokenizer_config.json, which may stand in an object; empty for another value."""
+    """Return the text of a special token in tokenizer_config.json, which may stand in an object; empty for another value."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if is_text(text) else ""
 
@@ -104,7 +104,7 @@ class Tokenizer:
         return self._with_bos(text, self._encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """As `encode` of each text, on all cores."""
+        """Encode each text as `encode` does, on all cores."""
         encoded = self.tokenizer.encode_batch_fast(list(texts))
         return [self._with_bos(text, tuple(encoding.ids)) for text, encoding in zip(texts, encoded, strict=True)]
 
@@ -121,7 +121,7 @@ class Tokenizer:
         return tuple(encoding.ids)
 
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as token ids inside a text, as given and after a space."""
+        """Return each word as token ids inside a text, as given and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(map(self.encode_inside, texts)))
 
@@ -145,7 +145,8 @@ class Tokenizer:
         return ids if ids and {ids[0], ids[-1]} <= self._added else None
 
     def left_context(self, prompt: Sequence[int], is_constrained: bool = False) -> tuple[int, ...]:
-        """The end of a prompt, on which the first text after it depends: some tokenizers drop a space at the beginning.
+        """Return the end of a prompt, on which the first text after it depends: some tokenizers drop a space at the
+        beginning.
 
         is_constrained: the output follows a grammar, which reads that space after a prompt without text too.
         """
@@ -165,20 +166,22 @@ class Tokenizer:
         return bool(self._text_ids(prompt))
 
     def _text_ids(self, prompt: Sequence[int]) -> list[int]:
-        """Those of the last tokens of a prompt that are not special."""
+        """Return the last tokens of a prompt that are not special."""
         return [token for token in prompt[-_MAX_CONTEXT:] if token not in self._special]
 
     def specials_in(self, texts: Iterable[str]) -> frozenset[int]:
-        """The special tokens whose names occur in texts."""
+        """Return the special tokens whose names occur in texts."""
         ids = (token for text in texts for token in self._encode(text, add_special_tokens=False))
         return frozenset(ids) & self._special
 
     def name_of(self, token: int) -> str:
-        """The name of a token in the vocabulary; empty for an id without a token."""
+        """Return the name of a token in the vocabulary; empty for an id without a token."""
         return self.tokenizer.id_to_token(token) or ""
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token adds to a text, which may be part of a character; of a special token, those of its name."""
+        """Return the bytes that a token adds to a text, which may be part of a character; of a special token, those of its
+        name.
+        """
         name = self.name_of(token)
         if self.is_special(token):
             return name.encode()
@@ -191,11 +194,11 @@ class Tokenizer:
         return self.decode([token]).encode()
 
     def token_text(self, token: int) -> str:
-        """A token as text; bytes that are no whole character are replaced."""
+        """Return a token as text; bytes that are no whole character are replaced."""
         return self.token_bytes(token).decode(errors="replace")
 
     def num_characters(self, token: int, skip_special_tokens: bool = True, is_first: bool = False) -> int:
-        """The number of characters of a text that begin in a token. is_first: no text comes before it."""
+        """Return the number of characters of a text that begin in a token. is_first: no text comes before it."""
         if skip_special_tokens and self.is_special(token):
             return 0
         text = self.decode([token], skip_special_tokens=False) if is_first else ""
@@ -204,15 +207,15 @@ class Tokenizer:
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, special tokens left out unless they are asked for."""
+        """Return the text of token ids, special tokens left out unless they are asked for."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def special_ids(self, names: Iterable[str]) -> frozenset[int]:
-        """Ids of those of the names that are special tokens of the vocabulary."""
+        """Return the ids of those of the names that are special tokens of the vocabulary."""
         return frozenset(id_ for name in names if (id_ := self.tokenizer.token_to_id(name)) is not None) & self._special
 
     def is_special(self, token: int) -> bool:
-        """Whether a token, such as end-of-sequence, has no text."""
+        """Return whether a token, such as end-of-sequence, has no text."""
         return token in self._special
 
 
@@ -220,8 +223,9 @@ class Tokenizer:
 class TextPiece:
     """The text that a chunk of tokens released.
 
-    texts: for each token, the text that it made safe to show; tokens after the end of a stop string do not count.
-    stopped: whether a stop string was found.
+    Attributes:
+        texts: for each token, the text that it made safe to show; tokens after the end of a stop string do not count.
+        stopped: whether a stop string was found.
     """
 
     texts: tuple[str, ...]
@@ -238,10 +242,12 @@ class _StopString:
 
     matched: length of the longest end of the text so far that begins the stop string.
     Source: Knuth, Morris and Pratt 1977, Fast Pattern Matching in Strings.
+
+    Args:
+        specials: the special tokens whose names it holds.
     """
 
     def __init__(self, text: str, specials: frozenset[int]) -> None:
-        """specials: the special tokens whose names it holds."""
         self.text = text
         self.specials = specials
         self.matched = 0
@@ -264,7 +270,7 @@ class _StopString:
         return None
 
     def _border(self, length: int) -> int:
-        """Length of the longest proper end of the first `length` characters that is a beginning too."""
+        """Return the length of the longest proper end of the first `length` characters that is a beginning too."""
         borders = self._borders
         while len(borders) < length:
             character, border = self.text[len(borders)], borders[-1]
@@ -349,7 +355,7 @@ class TextStream:
         return TextPiece(tuple(texts), stopped=False)
 
     def flush(self) -> str:
-        """The text still held back when the tokens have ended; cut at a stop string that it completes."""
+        """Return the text still held back when the tokens have ended; cut at a stop string that it completes."""
         found = self._release(self._text() if self._pending else "")
         return self._take(len(self._held)) if found is None else found
 
@@ -377,7 +383,7 @@ class TextStream:
         return self._take(at) + self.stop_string * self._includes_stop
 
     def _start(self, stop: _StopString, end: int, length: int) -> int:
-        """Where in the held text the last `length` characters before `end` begin that a stop string sees."""
+        """Return where in the held text the last `length` characters before `end` begin that a stop string sees."""
         at = end - length
         for name in reversed(self._hidden):
             if name.token not in stop.specials and at < name.end <= end:
@@ -406,7 +412,8 @@ class TextStream:
         return (is_end or is_skipped) and self._tokenizer.is_special(token)
 
     def _decode(self, token: int) -> str:
-        """The text that `token` completes, decoded with as much context as it needs; empty while a character is incomplete.
+        """Return the text that `token` completes, decoded with as much context as it needs; empty while a character is
+        incomplete.
 
         `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already
         out, and cannot return its rest.
@@ -437,7 +444,7 @@ class TextStream:
         return ""
 
     def _text(self, num_tokens: int | None = None) -> str:
-        """Of the first pending tokens, or of all."""
+        """Return the text of the first pending tokens, or of all."""
         pending = self._pending[:num_tokens]
         before = self._plain(self._context)
         both = self._plain(self._context + pending)
@@ -476,12 +483,12 @@ def _parsed(file: Path) -> HuggingFaceTokenizer:
 
 
 def tokenizer_settings(source: str) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty without one. Raises CheckpointError for a wrong value or file."""
+    """Return the content of tokenizer_config.json, empty without one. Raises CheckpointError for a wrong value or file."""
     return json_settings(source, "tokenizer_config.json")
 
 
 def json_settings(source: str, name: str) -> dict[str, Any]:
-    """The content of a file of settings, empty without one. Raises CheckpointError for a wrong value or file."""
+    """Return the content of a file of settings, empty without one. Raises CheckpointError for a wrong value or file."""
     file = fetch_file(source, name)
     if file is None:
         return {}
@@ -491,7 +498,9 @@ def json_settings(source: str, name: str) -> dict[str, Any]:
 
 
 def fetch_file(source: str, name: str) -> Path | None:
-    """A file of a local folder or of a hub repository; None if there is none. Raises CheckpointError if the hub fails."""
+    """Return a file of a local folder or of a hub repository; None if there is none. Raises CheckpointError if the hub
+    fails.
+    """
     if Path(source).is_dir():
         file = Path(source, name)
         return file if file.is_file() else None

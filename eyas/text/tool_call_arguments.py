@@ -167,7 +167,7 @@ def _dumped(value: object) -> str:
 
 
 def is_python_key(key: str) -> bool:
-    """Whether `python_arguments` reads a name of a parameter. It may be none of Python's, such as user-id or from."""
+    """Return whether `python_arguments` reads a name of a parameter. It may be none of Python's, such as user-id or from."""
     return bool(_KEY.fullmatch(key))
 
 
@@ -258,7 +258,13 @@ class _Work:
 
 @dataclass
 class _Bracket:
-    """An open bracket of a literal. begin: of its JSON; item: of its last item's. is_dict: None until it shows."""
+    """An open bracket of a literal.
+
+    Attributes:
+        begin: of its JSON.
+        item: of its last item's.
+        is_dict: None until it shows.
+    """
 
     mark: str
     begin: int

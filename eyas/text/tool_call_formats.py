@@ -44,7 +44,7 @@ class Marks:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """What begins a section."""
+        """Return what begins a section."""
         return (self.section, self.other_section) if self.other_section else (self.section,)
 
 
@@ -102,6 +102,11 @@ class CallReader(TextReader):
 
     Attributes:
         is_reasoning: the text is inside the reasoning.
+
+    Args:
+        types: of the tools that may be called.
+        tags: around the reasoning.
+        is_forced: the output is calls.
     """
 
     def __init__(
@@ -112,7 +117,6 @@ class CallReader(TextReader):
         in_reasoning: bool = False,
         is_forced: bool = False,
     ) -> None:
-        """types: of the tools that may be called. tags: around the reasoning. is_forced: the output is calls."""
         super().__init__(least_cut=1 if is_forced else 2)
         self.is_reasoning = in_reasoning
         self._is_forced = is_forced
@@ -424,7 +428,7 @@ class CallReader(TextReader):
         return self._out.reasoning if self.is_reasoning else self._out.content
 
     def _is_cut_header(self, header: str) -> bool:
-        """Whether it is the beginning of a header. A recipient in it must be the beginning of a tool's name."""
+        """Return whether it is the beginning of a header. A recipient in it must be the beginning of a tool's name."""
         found = _CUT_HEADER.fullmatch(header)
         names = [name for tool in self._tools for name in (tool, f"functions.{tool}")]
         recipients = [one for one in (found["first"], found["second"]) if one] if found else []

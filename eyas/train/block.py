@@ -42,10 +42,13 @@ Metrics = dict[str, Tensor]
 
 
 class BlockTrainer(nn.Module):
-    """A block head and its loss."""
+    """A block head and its loss.
+
+    Args:
+        lm_head: the target's, float32 [V, C].
+    """
 
     def __init__(self, head: BlockHead, lm_head: Tensor, config: LossConfig) -> None:
-        """lm_head: the target's, float32 [V, C]."""
         super().__init__()
         self.head, self.config = head, config
         self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
@@ -74,7 +77,7 @@ class BlockTrainer(nn.Module):
         return (CROSS_ENTROPY,) * (self.config.loss_decay == "dpace") + (OVERLAP,) * needs_overlap
 
     def _losses(self, rows: Tensor, previous: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """What `row_losses` finds, and the confidence logit, [K, G, 6], of rows [K, G, H]."""
+        """Return what `row_losses` finds, and the confidence logit, [K, G, 6], of rows [K, G, H]."""
         c, needed = self.head.config, self._needed
 
         def chunk(rows: Tensor, previous: Tensor, final: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ def draw_anchors(batch: Batch, count: int, depths: int, seed: int) -> tuple[Tens
 
 
 def new_block_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> BlockTrainer:
-    """A head with random weights, or with those of config.draft_model. Raises CheckpointError or ConfigError."""
+    """Return a head with random weights, or with those of config.draft_model. Raises CheckpointError or ConfigError."""
     if config.draft_model:
         head = load_block_head(config.draft_model, str(target.folder))
         c = head.config
@@ -189,7 +192,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
 
 
 def fixed_sizes(c: BackboneSizes) -> dict[str, object]:
-    """The sizes of a head's layers, by the settings of `head`."""
+    """Return the sizes of a head's layers, by the settings of `head`."""
     return {
         "num_hidden_layers": c.num_layers, "intermediate_size": c.intermediate, "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
@@ -203,7 +206,7 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def mask_token_id(config: TrainConfig, target: Mapping[str, object]) -> int:
-    """The reserved token of a head. Raises ConfigError if neither the settings, the data nor the target name one."""
+    """Return the reserved token of a head. Raises ConfigError if neither the settings, the data nor the target name one."""
     named = config.head.mask_token_id if config.head.mask_token_id >= 0 else target.get("pad_token_id")
     if not isinstance(named, int) or not 0 <= named < int(str(target["vocab_size"])):
         raise ConfigError(

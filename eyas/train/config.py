@@ -66,7 +66,7 @@ LOSS_SETTINGS: Mapping[TrainMethod, set[str]] = {
 
 @dataclass(frozen=True)
 class TrainDataConfig:
-    """What to train on.
+    """Data to train on.
 
     Attributes:
         path: folder that `eyas train prepare` wrote.
@@ -135,7 +135,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised.
+    """Loss that is minimised.
 
     Attributes:
         loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
@@ -193,17 +193,17 @@ class LossConfig:
 
     @property
     def needs_target(self) -> bool:
-        """Whether the target's states are part of the loss."""
+        """Return whether the target's states are part of the loss."""
         return {self.loss_type, self.final_loss_type or self.loss_type} != {"next_token"}
 
     def type_at(self, share: float) -> LossType:
-        """The loss after this share of the steps."""
+        """Return the loss after this share of the steps."""
         return self.final_loss_type if self.final_loss_type and share >= 1 - self.final_loss_ratio else self.loss_type
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How it is minimised.
+    """Optimiser that minimises the loss.
 
     Attributes:
         name: adamw, or muon for matrices of the decoder layers and adamw for the rest.
@@ -352,7 +352,7 @@ RESUMABLE_CHANGES = {"out", "eval", "save_every", "log_every", "threads", "devic
 
 
 def _changed(section: Any) -> dict[str, Any]:
-    """The settings of a section that differ from their defaults."""
+    """Return the settings of a section that differ from their defaults."""
     return {part.name: own for part in fields(section) if (own := getattr(section, part.name)) != part.default}
 
 

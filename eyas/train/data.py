@@ -70,9 +70,11 @@ class Entry(NamedTuple):
 
 
 class RenderedText(NamedTuple):
-    """A text to encode. spans: the characters that count in the loss; None marks plain text, which counts whole.
+    """A text to encode.
 
-    is_chat: whether a chat template made it, with its special tokens.
+    Attributes:
+        spans: the characters that count in the loss; None marks plain text, which counts whole.
+        is_chat: whether a chat template made it, with its special tokens.
     """
 
     text: str
@@ -82,12 +84,14 @@ class RenderedText(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepared.json` says.
+    """Content of `prepared.json`.
 
-    num_refused: turns of assistants that cannot be found in the rendered chat, and so do not count in the loss.
-    num_separate: turns that are documents of their own, because the template shows them differently in a longer chat.
-    chat_template_kwargs: variables that the chats were rendered with. rejected: rows that cannot be used, by reason.
-    mask_token_id: a token that never occurs, for heads with rows of a reserved token; -1 if every token occurs.
+    Attributes:
+        num_refused: turns of assistants that cannot be found in the rendered chat, and so do not count in the loss.
+        num_separate: turns that are documents of their own, because the template shows them differently in a longer chat.
+        chat_template_kwargs: variables that the chats were rendered with.
+        rejected: rows that cannot be used, by reason.
+        mask_token_id: a token that never occurs, for heads with rows of a reserved token; -1 if every token occurs.
     """
 
     model: str
@@ -110,12 +114,16 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
     chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = lambda rows: None,
 ) -> Prepared:  # fmt: skip
-    """Write a prepared folder. heldout: share of documents kept out of training; at least MIN_HELDOUT, see `Splitter`.
+    """Write a prepared folder.
 
-    show: called with the number of rows read so far.
-    Longer documents are cut into parts of max_length; parts without a supervised token are left out, and so are documents
-    with fewer than min_loss_tokens. Documents go to disk in batches. chat_template_kwargs: as `LLM.chat` takes them. Raises
-    ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
+    Raises ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
+
+    Args:
+        heldout: share of documents kept out of training; at least MIN_HELDOUT, see `Splitter`.
+        show: called with the number of rows read so far. Longer documents are cut into parts of max_length; parts without a
+            supervised token are left out, and so are documents with fewer than min_loss_tokens. Documents go to disk in
+            batches.
+        chat_template_kwargs: as `LLM.chat` takes them.
     """
     from datasets import Dataset, disable_progress_bars
     from safetensors.torch import save_file
@@ -215,7 +223,7 @@ class SplitWriter:
 
 
 def _cut(document: Document, max_length: int) -> Iterator[Document]:
-    """The parts of a document that have supervised tokens."""
+    """Yield the parts of a document that have supervised tokens."""
     for start in range(0, len(document.input_ids), max_length):
         mask = document.loss_mask[start : start + max_length]
         if mask.any():
@@ -318,11 +326,11 @@ class DocumentReader:
         yield from self._encoded(entries)
 
     def _usable(self, file: Path) -> Iterator[list[RenderedText | Document]]:
-        """The texts of the rows that can be used. Raises ConfigError if there are rows, and none can be."""
+        """Yield the texts of the rows that can be used. Raises ConfigError if there are rows, and none can be."""
         yield from usable_rows(file, self._answered, self.rejected)
 
     def _answered(self, row: Mapping[str, Any]) -> list[RenderedText | Document] | None:
-        """The texts of a row; None if it was not answered. Raises BadRow."""
+        """Return the texts of a row; None if it was not answered. Raises BadRow."""
         if UNANSWERED & row.keys():
             self.num_unanswered += 1
             return None
@@ -351,7 +359,7 @@ class DocumentReader:
         return Document(ids, np.arange(len(ids)) >= start)
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[RenderedText]:
-        """The rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it.
+        """Return the rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it.
 
         Some templates show a turn differently once others follow, such as without its reasoning. What the model wrote is the
         turn behind its own prefix, so that such a turn is a text of its own.
@@ -408,12 +416,12 @@ class DocumentReader:
 
 
 def _ids(value: object) -> list[int]:
-    """The token ids of a setting that holds one, several or none."""
+    """Return the token ids of a setting that holds one, several or none."""
     return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
 
 
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation, as chat templates take them; empty if the row is none.
+    """Return the messages of a conversation, as chat templates take them; empty if the row is none.
 
     Each turn has role and content, or from and value as ShareGPT has them. Raises BadRow.
     """
@@ -428,7 +436,7 @@ def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(name: str, number: int, turn: object) -> dict[str, Any]:
-    """A turn as a chat template takes it; raises BadRow."""
+    """Return a turn as a chat template takes it; raises BadRow."""
     if not isinstance(turn, dict):
         raise BadRow(f"wrong {name}: message {number} is a {type(turn).__name__}; expected an object")
     role = turn.get("role", turn.get("from"))
@@ -442,7 +450,7 @@ def _message(name: str, number: int, turn: object) -> dict[str, Any]:
 
 
 def prompt_of(entry: Mapping[str, Any]) -> str | None:
-    """The prompt of a row of prompt and completion in plain text; None if it is none. Raises BadRow."""
+    """Return the prompt of a row of prompt and completion in plain text; None if it is none. Raises BadRow."""
     if "prompt" not in entry or "completion" not in entry:
         return None
     for name in ("prompt", "completion"):
@@ -455,8 +463,11 @@ def prompt_of(entry: Mapping[str, Any]) -> str | None:
 class Batch:
     """Windows of packed documents: tokens, documents and positions int64 [N, L], loss_mask bool [N, L].
 
-    documents: number of each position's document within the window; -1 is padding. positions: within the document.
-    index: numbers of the windows. draws: how many windows of the run came before each; they seed what is random.
+    Attributes:
+        documents: number of each position's document within the window; -1 is padding.
+        positions: within the document.
+        index: numbers of the windows.
+        draws: how many windows of the run came before each; they seed what is random.
     """
 
     tokens: Tensor
@@ -467,7 +478,7 @@ class Batch:
     draws: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         tokens, loss_mask = self.tokens.to(device), self.loss_mask.to(device)
         return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index, self.draws)
 
@@ -479,7 +490,7 @@ class Batch:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a window holds more than one document, or padding."""
+        """Return whether a window holds more than one document, or padding."""
         return bool((self.documents != 0).any())
 
 
@@ -509,7 +520,7 @@ class StoredDocuments(Sequence[Document]):
         return len(self.lengths)
 
     def __getitem__(self, number: Any) -> Any:
-        """The document of a number."""
+        """Return the document of a number."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         part = int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -532,14 +543,16 @@ class Windows:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that windows hold, in their order; what was computed of other windows does not fit these."""
+        """Return the digest of all that windows hold, in their order, which states computed of other
+        windows do not match.
+        """
         found = hashlib.sha256(f"{self.max_length}".encode())
         for ids, mask in self.documents:
             found.update(ids.tobytes() + mask.tobytes())
         return found.hexdigest()[:16]
 
     def batch(self, indices: Sequence[int], draws: Sequence[int] = ()) -> Batch:
-        """The windows of these numbers. draws: see Batch."""
+        """Return the windows of these numbers. draws: see Batch."""
         shape = (len(indices), self.max_length)
         tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         positions, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -556,12 +569,12 @@ class Windows:
         return Batch(arrays[0], arrays[1], arrays[2], arrays[3], tuple(indices), tuple(draws))
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The order of the windows in an epoch."""
+        """Return the order of the windows in an epoch."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         return torch.randperm(len(self), generator=generator)
 
     def step_batch(self, seed: int, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """The windows of a process in a pass. All processes together take the windows that one alone would take."""
+        """Return the windows of a process in a pass. All processes together take the windows that one alone would take."""
         first = (step * num_ranks + rank) * batch_size
         numbers = range(first, first + batch_size)
         orders = {epoch: self.order(seed, epoch) for epoch in {number // len(self) for number in numbers}}
@@ -599,7 +612,7 @@ def _pack(lengths: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
 
 
 def read_prepared(folder: Path) -> Prepared:
-    """What was prepared. Raises ConfigError."""
+    """Return what was prepared. Raises ConfigError."""
     try:
         settings = json.loads((folder / INFO_FILE).read_text())
         found = Prepared(**{**settings, "sources": tuple(settings["sources"])})
@@ -613,7 +626,7 @@ def read_prepared(folder: Path) -> Prepared:
 
 
 def token_frequencies(folder: Path) -> Tensor:
-    """How often each token is supervised in the training split, int64 [V]."""
+    """Return how often each token is supervised in the training split, int64 [V]."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -624,7 +637,8 @@ def token_frequencies(folder: Path) -> Tensor:
 
 
 def covering_size(counts: Tensor) -> int:
-    """The size of the draft vocabulary that holds COVERAGE of the counted tokens, int64 [V]; 0 if a whole one is better.
+    """Return the size of the draft vocabulary that holds COVERAGE of the counted tokens, int64 [V]; 0 if a whole one is
+    better.
 
     Rare tokens of other text need rows too, so that it has at least MIN_DRAFT_VOCABULARY.
     """
@@ -635,7 +649,7 @@ def covering_size(counts: Tensor) -> int:
 
 
 def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:
-    """Ids of the most frequent supervised tokens, ascending, int64 [size].
+    """Return the ids of the most frequent supervised tokens, ascending, int64 [size].
 
     size: 0 takes all tokens, BY_COVERAGE as many as `covering_size` says. Raises ConfigError.
     """
@@ -649,7 +663,7 @@ def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:
 
 
 def vocabulary_coverage(folder: Path, draft_ids: Tensor) -> float:
-    """The share of the supervised tokens of the training split that are among these ids, int64 [D]."""
+    """Return the share of the supervised tokens of the training split that are among these ids, int64 [D]."""
     counts = token_frequencies(folder)
     return float(counts[draft_ids].sum()) / max(1.0, float(counts.sum()))
 

@@ -46,10 +46,13 @@ Seen = list[tuple[Tensor, Tensor]]
 
 
 class EagleTrainer(nn.Module):
-    """An EAGLE head with its fuser, and the loss. EAGLE-1 has no fuser: it is fed final states."""
+    """An EAGLE head with its fuser, and the loss. EAGLE-1 has no fuser: it is fed final states.
+
+    Args:
+        lm_head: the target's, float32 [V, C].
+    """
 
     def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig) -> None:
-        """lm_head: the target's, float32 [V, C]."""
         super().__init__()
         head, fuser = parts.head, parts.fuser
         self.head, self.fuser, self.config = head.requires_grad_(True), fuser, config
@@ -103,13 +106,13 @@ class EagleTrainer(nn.Module):
         }
 
     def _run(self, features: Tensor, tokens: Tensor, positions: Tensor, attended: _AttentionOverSteps) -> Tensor:
-        """States [N, L - 1, H] of a step."""
+        """Return states [N, L - 1, H] of a step."""
         attended.begin()
         flat = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), attended)
         return flat.view(*tokens.shape, -1)
 
     def _losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """What `row_losses` finds, [N, L - 1, S, 5], of states [N, L - 1, S, H] of S steps.
+        """Return what `row_losses` finds, [N, L - 1, S, 5], of states [N, L - 1, S, H] of S steps.
 
         All steps of a row have the same teacher, that of the target's final states [N, L - 1, H].
         """
@@ -131,10 +134,12 @@ class _AttentionOverSteps:
     """Attention of the rows of all steps so far, for each layer.
 
     A row of step s attends to its ancestors: rows 0..i - s of step 0, and row i - (s - j) of each later step j.
+
+    Args:
+        documents, positions: see `Ancestry`.
     """
 
     def __init__(self, documents: Tensor, positions: Tensor, num_layers: int) -> None:
-        """documents, positions: see `Ancestry`."""
         self._ancestry = Ancestry.of(documents, positions)
         self._seen: list[Seen] = [[] for _ in range(num_layers)]
         self._step = -1
@@ -223,9 +228,12 @@ def _shift(x: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class EagleParts:
-    """What a head is trained from. fuser: None for EAGLE-1. mask_hidden [1, 1, m * C]: of P-EAGLE's rows.
+    """Parts from which a head is trained.
 
-    own_embedding: whether the head's embedding differs from the target's, so that it must be written.
+    Attributes:
+        fuser: None for EAGLE-1.
+        mask_hidden [1, 1, m * C]: of P-EAGLE's rows.
+        own_embedding: whether the head's embedding differs from the target's, so that it must be written.
     """
 
     head: EagleHead
@@ -235,12 +243,14 @@ class EagleParts:
 
 
 def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleTrainer:
-    """A head with random weights, or with those of config.draft_model; its vocabulary may grow. Raises CheckpointError."""
+    """Return a head with random weights, or with those of config.draft_model; its vocabulary may grow. Raises
+    CheckpointError.
+    """
     return EagleTrainer(make_eagle_parts(config, target, draft_ids), target.lm_head, config.loss)
 
 
 def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleParts:
-    """The parts of a head of config.method; see `new_eagle_trainer`. Raises CheckpointError."""
+    """Return the parts of a head of config.method; see `new_eagle_trainer`. Raises CheckpointError."""
     if not config.draft_model:
         c = _head_config(config, target, len(draft_ids))
         tensors = _random_tensors(c, target, draft_ids)
@@ -272,7 +282,7 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
 
 
 def _rewired(old: EagleHeadConfig, config: TrainConfig) -> HeadWiring:
-    """The wiring of a head to start from; the settings may name other layers, as many as it reads."""
+    """Return the wiring of a head to start from; the settings may name other layers, as many as it reads."""
     layers = tuple(layer + 1 for layer in config.head.target_layer_ids) or old.aux_hidden_state_layers
     if len(layers) != (count := len(old.aux_hidden_state_layers)):
         raise ConfigError(
@@ -283,7 +293,7 @@ def _rewired(old: EagleHeadConfig, config: TrainConfig) -> HeadWiring:
 
 
 def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tensor) -> dict[str, Tensor]:
-    """The tensors of another head; rows of lm_head that it lacks are the target's."""
+    """Return the tensors of another head; rows of lm_head that it lacks are the target's."""
     kept = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" in found:
         rows = target.lm_head.clone()
@@ -322,7 +332,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
 
 
 def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor) -> dict[str, Tensor]:
-    """Weights of a new head under their published names; its lm_head starts as the target's."""
+    """Return the weights of a new head under their published names; its lm_head starts as the target's."""
     optional = optional_tensors(c) - {"norm.weight"}
     tensors = {}
     for name, shape in tensor_shapes(c).items():
@@ -340,7 +350,8 @@ def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor
 
 
 def eagle_tensors(head: EagleHead, fuser: LinearFuser | None, has_embedding: bool) -> dict[str, Tensor]:
-    """The tensors of a head under their published names, on the CPU: projections apart again that the module has fused.
+    """Return the tensors of a head under their published names, on the CPU: projections apart again that the module has
+    fused.
 
     has_embedding: whether the embedding is the head's own.
     """

@@ -40,19 +40,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """By temperature: tau, tokens per verify step with the bonus token, and the share of trees accepted to each depth."""
+    """Figures by temperature: tau, tokens per verify step with the bonus token, and the share of trees accepted to each
+    depth.
+    """
 
     tau: dict[float, float]
     acceptance_by_depth: dict[float, tuple[float, ...]]
 
     @property
     def mean_tau(self) -> float:
-        """What the best checkpoint is kept by."""
+        """Return what the best checkpoint is kept by."""
         return fmean(self.tau.values())
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the log."""
+        """Return the figures for the log."""
         tau = {f"tau_t{temperature:g}": round(value, 4) for temperature, value in self.tau.items()}
         depths = {f"acceptance_t{t:g}": [round(share, 4) for share in own] for t, own in self.acceptance_by_depth.items()}
         return tau | depths
@@ -60,7 +62,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class KnownOutput:
-    """What the target writes for a prompt. tokens: prompt and output. states [T, m * C]: those that heads read."""
+    """Output of the target for a prompt.
+
+    Attributes:
+        tokens: prompt and output.
+        states [T, m * C]: those that heads read.
+    """
 
     request: Request
     tokens: tuple[int, ...]
@@ -72,13 +79,16 @@ class Evaluator:
 
     Speculation changes no token, so that the target decodes each prompt once, at the first measurement, and is let go. Every
     head then drafts along these outputs: a tree is accepted as far as it holds the next tokens.
+
+    Args:
+        method: the drafting method that serves the head.
+        target: on this device; None loads one at the first use.
     """
 
     def __init__(
         self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto",
         target: TargetModel | None = None,
     ) -> None:  # fmt: skip
-        """method: the drafting method that serves the head. target: on this device; None loads one at the first use."""
         self._given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
@@ -161,7 +171,7 @@ class Evaluator:
 
 
 def _states(target: TargetModel, tokens: Sequence[int]) -> Tensor:
-    """The collected hidden states of a text, [T, m * C]; of width 0 if none are collected."""
+    """Return the collected hidden states of a text, [T, m * C]; of width 0 if none are collected."""
     ids, rows, none = np.array(tokens, dtype=np.int64), np.arange(len(tokens)), np.zeros(0, dtype=np.int64)
     packed = target.pack([Segment(ids, rows, rows, none, None, rows[-1:])])
     states = target.forward(packed, target.new_kv_cache(len(ids))).aux_hidden_states
@@ -199,7 +209,7 @@ def _draft_along(
 
 
 def _num_accepted(tree: DraftTree, following: Sequence[int]) -> int:
-    """How many of the next tokens the tree holds one below the other."""
+    """Return how many of the next tokens the tree holds one below the other."""
     node = 0
     for number, token in enumerate(following):
         child = tree.child(node, token)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: heads in other projects' layouts, a model card, and a plot of the training."""
+"""Results of a run: heads in other projects' layouts, a model card, and a plot of the training."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def _check_eagle(head: str, c: EagleHeadConfig, engine: str, num_layers: int) ->
 
 
 def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An EAGLE head as vLLM's `llama_eagle.py` and `llama_eagle3.py` load it; P-EAGLE's mask token is `pard_token` there."""
+    """Return an EAGLE head as vLLM's `llama_eagle.py` and `llama_eagle3.py` load it; P-EAGLE's mask token is `pard_token`
+    there.
+    """
     config = {key: value for key, value in config_json(c).items() if key not in (DEPTH_KEY, FC_BIAS_KEY)}
     if c.kind == "eagle":
         return config | {"architectures": ["EagleLlamaForCausalLM"]}, dict(tensors)
@@ -148,7 +150,7 @@ def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _sglang(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An EAGLE head as SGLang's `llama_eagle.py` and `llama_eagle3.py` load it.
+    """Return an EAGLE head as SGLang's `llama_eagle.py` and `llama_eagle3.py` load it.
 
     EAGLE-1's fc always has a bias there. Layer ids count outputs, which SpecForge's do only if they begin with 1: so the
     wiring is recorded for Eyas.
@@ -252,7 +254,7 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log. Raises ConfigError."""
+    """Return the lines of a run's log. Raises ConfigError."""
     try:
         return [json.loads(line) for line in (run / LOG_FILE).read_text().splitlines()]
     except (OSError, ValueError) as error:

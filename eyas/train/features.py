@@ -54,10 +54,10 @@ class TargetStates:
 
 
 class StateSource(Protocol):
-    """Where states come from."""
+    """Source of states."""
 
     def states(self, batch: Batch) -> TargetStates:
-        """The states of a batch, on its device."""
+        """Return the states of a batch, on its device."""
         ...
 
 
@@ -71,7 +71,7 @@ class NoStates:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What heads share with the target: embedding and lm_head float32 [V, C], and its config."""
+    """Weights that heads share with the target: embedding and lm_head float32 [V, C], and its config."""
 
     folder: Path
     config: dict[str, Any]
@@ -110,22 +110,27 @@ def load_target_weights(model: str) -> TargetWeights:
 
 
 def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
-    """The layers of a new head: those sizes that its settings name, the target's for the others. Raises CheckpointError."""
+    """Return the layers of a new head: those sizes that its settings name, the target's for the others. Raises
+    CheckpointError.
+    """
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     named = {key: value for key in sizes if (value := getattr(head, key))}
     return read_layer_sizes(target.config | named, target.folder / "config.json")
 
 
 class OnlineTarget:
-    """The target in this process, frozen. Documents of a window do not see each other."""
+    """The target in this process, frozen. Documents of a window do not see each other.
+
+    Raises CheckpointError, and ConfigError if it is to be sharded and there is one process only.
+
+    Args:
+        layers: as aux hidden state layers, whose inputs are collected.
+        is_sharded: spread the weights over the processes.
+    """
 
     def __init__(
         self, model: str, layers: Sequence[int], device: torch.device, dtype: torch.dtype, is_sharded: bool = False
     ) -> None:
-        """layers: as aux hidden state layers, whose inputs are collected. is_sharded: spread the weights over the processes.
-
-        Raises CheckpointError, and ConfigError if it is to be sharded and there is one process only.
-        """
         import_transformers()
         sharded = _load_sharded(resolve(model), device, dtype) if is_sharded else None
         # Bytes of the target's weights that this process has read; None if it has read all of them.
@@ -147,13 +152,16 @@ class OnlineTarget:
         self._device = torch.empty(0, device=device).device
 
     def can_serve(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether an engine on this device can run these weights as they are. On the CPU it packs weights of its own."""
+        """Return whether an engine on this device can run these weights as they are.
+
+        On the CPU it packs weights of its own.
+        """
         place = torch.empty(0, device=device).device
         own = self._device == place and self._model.dtype == dtype
         return own and place.type != "cpu" and not self._is_sharded
 
     def serving_target(self) -> TargetModel:
-        """The engine's target over the same weights; its modules, hooks and attention are its own."""
+        """Return the engine's target over the same weights; its modules, hooks and attention are its own."""
         return target_of(self._model.to(self._device))
 
     @torch.no_grad()
@@ -233,7 +241,7 @@ def _shard_decoder(decoder: Any, device: torch.device) -> None:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
+    """Return which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return causal & (documents[:, :, None] == documents[:, None])
@@ -346,7 +354,7 @@ def _features_index(windows: Windows, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def _read_index(folder: Path, windows: Windows, layers: Sequence[int]) -> dict[str, Any] | None:
-    """The index of a folder, if it has one. Raises ConfigError for features of other windows or layers."""
+    """Return the index of a folder, if it has one. Raises ConfigError for features of other windows or layers."""
     if not (folder / INDEX_FILE).exists():
         return None
     try:

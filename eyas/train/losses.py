@@ -45,7 +45,7 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
 
 
 def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The columns of `row_losses` for logits [R, V] against tokens [R], as against a target that is sure of them.
+    """Return the columns of `row_losses` for logits [R, V] against tokens [R], as against a target that is sure of them.
 
     AGREES says whether the likeliest token is the right one. Only LOSS has a gradient.
     """
@@ -115,7 +115,7 @@ class _Law(NamedTuple):
 
 
 def _figures(own: _Law, teacher: _Law, needed: Sequence[int]) -> Tensor:
-    """The columns of `row_losses`, [..., 5], with 0 for the loss."""
+    """Return the columns of `row_losses`, [..., 5], with 0 for the loss."""
     shape = own.likeliest.shape
     chance = teacher.probs.expand_as(own.probs).gather(-1, own.likeliest)
     agrees = (chance == teacher.probs.gather(-1, teacher.likeliest)).float()
@@ -140,7 +140,7 @@ def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_r
 
 
 def depth_weights(config: LossConfig, cross_entropy: Tensor, valid: Tensor) -> Tensor:
-    """Weights [K, G] of the depths of blocks: 0 where not valid [K, G].
+    """Return weights [K, G] of the depths of blocks: 0 where not valid [K, G].
 
     D-PACE (2605.18810): w_j = sum over m >= j of the product of s_1 .. s_m, s = (1 - alpha) exp(-CE) + alpha.
     """
@@ -158,7 +158,7 @@ def depth_weights(config: LossConfig, cross_entropy: Tensor, valid: Tensor) -> T
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Mean of values whose weights are not 0; a value of weight 0 may be NaN.
+    """Return the mean of values whose weights are not 0; a value of weight 0 may be NaN.
 
     Where several processes train one head, the weights of all of them count, so that the mean of the processes' results, and
     of their gradients, is that of one process with all rows. All processes must call it alike.

@@ -1,4 +1,4 @@
-"""What can be trained: builds the head of each method, and puts a whole run together."""
+"""Methods that can be trained: builds the head of each method, and puts a whole run together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRAINEES: Mapping[str, Build] = {
 
 
 def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
-    """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
+    """Return the head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
     torch.manual_seed(config.seed)
     if config.method in MASK_METHODS and config.head.mask_token_id < 0 and not config.draft_model:
@@ -64,7 +64,10 @@ def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...])
 
 
 def build_online_target(config: TrainConfig, layers: tuple[int, ...]) -> OnlineTarget:
-    """The target in the precision of the run. A process group must be there if it is sharded. Raises as OnlineTarget."""
+    """Return the target in the precision of the run.
+
+    A process group must be there if it is sharded. Raises as OnlineTarget.
+    """
     device, _ = resolve_placement(config.target_device or config.device, "auto", config.model)
     check_device("float32", device)
     return OnlineTarget(config.model, layers, torch.device(device), _dtype(config), config.shard_target)
@@ -96,7 +99,7 @@ def build_trainer(config: TrainConfig, show: Show = silent) -> Trainer:
 
 
 def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Evaluator:
-    """Trees on held-out prompts, by the weights of the target that the states come from where it can serve them.
+    """Return trees on held-out prompts, by the weights of the target that the states come from where it can serve them.
 
     device: of training.
     """

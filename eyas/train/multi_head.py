@@ -28,10 +28,13 @@ from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, next_token_losses
 
 
 class MultiHeadTrainer(nn.Module):
-    """Medusa or Hydra heads, and their loss: head h has the weight step_decay**h."""
+    """Medusa or Hydra heads, and their loss: head h has the weight step_decay**h.
+
+    Args:
+        lm_head: the target's, float32 [V, H].
+    """
 
     def __init__(self, head: MedusaHead | HydraHead, lm_head: Tensor, config: LossConfig) -> None:
-        """lm_head: the target's, float32 [V, H]."""
         super().__init__()
         self.head, self.config, self._vocab_size = head.requires_grad_(True), config, len(lm_head)
         if isinstance(head, HydraHead):
@@ -71,7 +74,7 @@ class MultiHeadTrainer(nn.Module):
         return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": tau}
 
     def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """What `row_losses` finds of a head, [N, S, 5]; states, final [N, S, H], tokens [N, S, number + 1]."""
+        """Return what `row_losses` finds of a head, [N, S, 5]; states, final [N, S, H], tokens [N, S, number + 1]."""
 
         def chunk(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
@@ -225,7 +228,7 @@ class DraftModelTrainer(nn.Module):
 
 
 def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> DraftModelTrainer:
-    """A random small Llama with the target's vocabulary, or config.draft_model. Raises CheckpointError."""
+    """Return a random small Llama with the target's vocabulary, or config.draft_model. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if config.draft_model:

@@ -33,10 +33,13 @@ LEAST_KEPT = 0.2  # of the pairs, at any depth
 
 
 class PEagleTrainer(nn.Module):
-    """A P-EAGLE head with its fuser and the mask row's hidden states, and the loss."""
+    """A P-EAGLE head with its fuser and the mask row's hidden states, and the loss.
+
+    Args:
+        lm_head: the target's, float32 [V, C].
+    """
 
     def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig, trains_embedding: bool) -> None:
-        """lm_head: the target's, float32 [V, C]."""
         super().__init__()
         head, fuser, mask_hidden = parts.head, parts.fuser, parts.mask_hidden
         assert fuser is not None
@@ -67,7 +70,7 @@ class PEagleTrainer(nn.Module):
         return _metrics(depths, weights)
 
     def _first_losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """What `row_losses` finds of the pairs [N, P, 5]."""
+        """Return what `row_losses` finds of the pairs [N, P, 5]."""
 
         def chunk(rows: Tensor, final: Tensor) -> Tensor:
             return row_losses(self.head.logits(rows), self._teacher(final), loss_type)
@@ -78,7 +81,7 @@ class PEagleTrainer(nn.Module):
     def _mask_losses(
         self, order: Tensor, context: Pairs, positions: Tensor, final: Tensor, loss_type: LossType
     ) -> list[Tensor]:
-        """What `row_losses` finds at each depth from 1, [N, pairs that keep it, 5], in the order of `order` [N, P].
+        """Return what `row_losses` finds at each depth from 1, [N, pairs that keep it, 5], in the order of `order` [N, P].
 
         Segments of pairs are recomputed in the backward pass, so that only one segment's rows are held; gradients add up.
         """
@@ -97,7 +100,8 @@ class PEagleTrainer(nn.Module):
         self, pairs: Tensor, positions: Tensor, final: Tensor, counts: list[int], loss_type: LossType,
         documents: Tensor, *context: Tensor,
     ) -> Tensor:  # fmt: skip
-        """What `row_losses` finds of the mask rows of pairs [N, S] at positions [N, S]: depth 1 of counts[0] of them, ...
+        """Return what `row_losses` finds of the mask rows of pairs [N, S] at positions [N, S]: depth 1 of counts[0] of them,
+        ...
 
         Returns [N, R, 5]. context: keys and values of all pairs, in turn for each layer.
         """
@@ -111,7 +115,7 @@ class PEagleTrainer(nn.Module):
     def mask_states(
         self, pairs: Tensor, positions: Tensor, counts: list[int], documents: Tensor, *context: Tensor
     ) -> Tensor:
-        """States of mask rows [N, R, H], those of depth 1 first; arguments as in `_segment`."""
+        """Return the states of mask rows [N, R, H], those of depth 1 first; arguments as in `_segment`."""
         c, device = self.head.config, pairs.device
         place = torch.cat([torch.arange(count, device=device) for count in counts])
         depth = torch.cat([torch.full((count,), number, device=device) for number, count in enumerate(counts, 1)])
@@ -166,7 +170,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def supervised_depths(batch: Batch, num_depths: int) -> Tensor:
-    """Whether all tokens that a pair's rows up to a depth predict are supervised, in its document; bool [N, P, depths]."""
+    """Return whether all tokens that a pair's rows up to a depth predict are supervised, in its document; bool [N, P,
+    depths].
+    """
     length = batch.tokens.shape[1]
     ahead, numbers = F.pad(batch.loss_mask, (0, num_depths)), F.pad(batch.documents, (0, num_depths), value=-1)
     at = 2 + torch.arange(length - 1, device=ahead.device)[:, None] + torch.arange(num_depths, device=ahead.device)
@@ -176,13 +182,15 @@ def supervised_depths(batch: Batch, num_depths: int) -> Tensor:
 
 
 def kept_pairs(count: int, config: LossConfig) -> list[int]:
-    """How many of `count` pairs keep their row at depth 1, 2, ...; at least one does."""
+    """Return how many of `count` pairs keep their row at depth 1, 2, ...; at least one does."""
     shares = (max(config.down_sample_ratio**depth, LEAST_KEPT) for depth in range(1, config.num_depths))
     return [max(1, math.ceil(count * share)) for share in shares]
 
 
 def segments(kept: list[int], windows: int, chunk_rows: int) -> list[tuple[int, int]]:
-    """Ranges of pairs, in the order in which they keep rows, that have about `chunk_rows` mask rows in all windows each."""
+    """Return the ranges of pairs, in the order in which they keep rows, that have about `chunk_rows` mask rows in all
+    windows each.
+    """
     if not kept:
         return []
     found, start = [], 0
@@ -195,7 +203,9 @@ def segments(kept: list[int], windows: int, chunk_rows: int) -> list[tuple[int, 
 
 
 def _metrics(depths: list[Tensor], weights: list[Tensor]) -> Metrics:
-    """Of what `row_losses` found at each depth [N, pairs, 5], and the weights of the rows. tau_chain: as in block heads."""
+    """Return the metrics of what `row_losses` found at each depth [N, pairs, 5], and the weights of the rows. tau_chain: as
+    in block heads.
+    """
     values, flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (depths, [w[..., None] for w in weights]))
     loss = weighted_mean(values[:, LOSS], flat[:, 0])
     accepted, tau = torch.ones_like(weights[0]), torch.ones((), device=loss.device)
@@ -213,6 +223,6 @@ def _metrics(depths: list[Tensor], weights: list[Tensor]) -> Metrics:
 
 
 def new_peagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> PEagleTrainer:
-    """A head with random weights, or with those of config.draft_model. Raises CheckpointError or ConfigError."""
+    """Return a head with random weights, or with those of config.draft_model. Raises CheckpointError or ConfigError."""
     parts = make_eagle_parts(config, target, draft_ids)
     return PEagleTrainer(parts, target.lm_head, config.loss, config.head.train_embeddings)

@@ -50,7 +50,7 @@ class RegenerateSettings:
 
 @dataclass(frozen=True)
 class Regenerated:
-    """What became of the entries of the input, those of earlier runs included."""
+    """Counts of the input's entries by outcome, earlier runs included."""
 
     num_entries: int
     num_answered: int
@@ -118,7 +118,7 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
 
 
 def _contents(files: Sequence[Path]) -> str:
-    """Digest of what the files hold, in their order. Raises ConfigError."""
+    """Return the digest of what the files hold, in their order. Raises ConfigError."""
     digest = hashlib.sha256()
     for file in files:
         try:
@@ -130,7 +130,7 @@ def _contents(files: Sequence[Path]) -> str:
 
 
 def _done(out: Path) -> dict[int, str]:
-    """The numbers of the entries that `out` holds. A last line that a crash cut off is removed."""
+    """Return the numbers of the entries that `out` holds. A last line that a crash cut off is removed."""
     if not out.exists():
         return {}
     done: dict[int, str] = {}
@@ -154,7 +154,7 @@ def _outcome(line: Mapping[str, Any]) -> str:
 
 
 def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
-    """The files in a seeded order if not all entries are answered, so that the answered ones are from everywhere."""
+    """Return the files in a seeded order if not all entries are answered, so that the answered ones are from everywhere."""
     order = list(files)
     if settings.max_entries:
         random.Random(settings.seed).shuffle(order)
@@ -183,7 +183,7 @@ def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> I
 
 
 def _prompts(llm: LLM, row: Mapping[str, Any], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
-    """What a row asks. Raises BadRow."""
+    """Yield what a row asks. Raises BadRow."""
     if messages := messages_of(row):
         yield {"messages": messages}
     elif (prompt := prompt_of(row)) is not None:
@@ -195,7 +195,7 @@ def _prompts(llm: LLM, row: Mapping[str, Any], settings: RegenerateSettings) -> 
 
 
 def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
-    """Prompts at evenly spread places; each begins with the document's first token, which may be a BOS token.
+    """Yield prompts at evenly spread places; each begins with the document's first token, which may be a BOS token.
 
     A document without text has one prompt without tokens.
     """
@@ -209,7 +209,7 @@ def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[s
 def _batches(
     entries: Iterator[dict[str, Any]], done: Mapping[int, str], settings: RegenerateSettings
 ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """The numbered entries that are not done."""
+    """Yield the numbered entries that are not done."""
     batch = []
     for index, entry in enumerate(entries):
         if settings.max_entries and index >= settings.max_entries:
@@ -225,7 +225,9 @@ def _batches(
 
 
 def _answer_all(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: RegenerateSettings) -> list[dict[str, Any]]:
-    """The lines of a batch. If it fails as a whole, its halves run apart, so that one bad entry costs a few more batches."""
+    """Return the lines of a batch. If it fails as a whole, its halves run apart, so that one bad entry costs a few more
+    batches.
+    """
     try:
         return _answer(llm, batch, settings)
     except EyasError as error:

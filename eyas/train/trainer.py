@@ -44,7 +44,7 @@ class Trainee(Protocol):
         ...
 
     def __call__(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Mapping[str, Tensor]:
-        """The loss, under "loss", and figures for the log. seed: of the run."""
+        """Return the loss, under "loss", and figures for the log. seed: of the run."""
         ...
 
     def write(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Trainee(Protocol):
 
 @dataclass
 class Progressed:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         num_tokens: of all windows with their padding.
@@ -335,7 +335,7 @@ def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim
 
 
 def learning_rates(c: OptimizerConfig) -> Callable[[int], float]:
-    """The share of the peak rate at each step."""
+    """Return the share of the peak rate at each step."""
     warmup, decay = max(1, round(c.warmup_ratio * c.max_steps)), max(1, round(c.decay_ratio * c.max_steps))
 
     def share(step: int) -> float:
@@ -370,7 +370,7 @@ def _save_state(state: Mapping[str, Any], file: Path) -> None:
 
 
 def _step_of(line: str) -> int:
-    """The step of a line of the log; a line that a crash cut off counts as the last."""
+    """Return the step of a line of the log; a line that a crash cut off counts as the last."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

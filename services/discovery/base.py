@@ -27,16 +27,16 @@ class Discovery(Protocol):
         ...
 
     def known(self, role: Role) -> tuple[Lease, ...]:
-        """The live workers of a watched role, ordered by address; each incarnation once."""
+        """Return the live workers of a watched role, ordered by address; each incarnation once."""
         ...
 
     def has_synced(self, role: Role) -> bool:
-        """Whether the live workers of a watched role have been read by now; there may be none."""
+        """Return whether the live workers of a watched role have been read by now; there may be none."""
         ...
 
     @property
     def outage(self) -> str:
-        """Why the source of workers does not answer; empty while it does. Names no address: clients may read it."""
+        """Return why the source of workers does not answer; empty while it does. Names no address: clients may read it."""
         ...
 
     async def close(self) -> None:
@@ -46,10 +46,11 @@ class Discovery(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a worker may be.
+    """Address at which a worker may be.
 
-    identity: separates the worker from an earlier one at the same address, such as a pod's UID; may be empty.
-    zone: where it runs; may be empty.
+    Attributes:
+        identity: separates the worker from an earlier one at the same address, such as a pod's UID; may be empty.
+        zone: where it runs; may be empty.
     """
 
     address: str

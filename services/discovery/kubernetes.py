@@ -101,7 +101,7 @@ class KubernetesEndpoints(EndpointSource):
                     update(slices.values())
 
     def _endpoints(self, slices: Iterable[V1EndpointSlice]) -> Iterator[Endpoint]:
-        """The endpoints that take work, on their gRPC port."""
+        """Yield the endpoints that take work, on their gRPC port."""
         for part in slices:
             ports = [port.port for port in part.ports or () if port.name == self._config.port_name and port.port]
             for endpoint in part.endpoints or () if ports else ():
@@ -112,7 +112,7 @@ class KubernetesEndpoints(EndpointSource):
 
 
 async def open_api(config: KubernetesConfig) -> tuple[ApiClient, str]:
-    """An open client and a namespace: of the settings, else of this pod, else of the kubeconfig. Does not dial yet.
+    """Return an open client and a namespace: of the settings, else of this pod, else of the kubeconfig. Does not dial yet.
 
     Raises ConfigError if there is none.
     """
@@ -153,7 +153,7 @@ def _takes_work(endpoint: V1Endpoint) -> bool:
 
 
 def _is_outage(role: Role, error: Exception) -> bool:
-    """Whether the API server cannot be read; logs why. An expired watch (410 Gone) is no outage."""
+    """Return whether the API server cannot be read; logs why. An expired watch (410 Gone) is no outage."""
     if isinstance(error, ApiException) and error.status == HTTP_GONE:
         return False
     reason = f"{type(error).__name__}: {error}"

@@ -47,13 +47,13 @@ class ProbedDiscovery:
             self._start(self._source.follow(role, partial(self._on_endpoints, role)))
 
     def known(self, role: Role) -> tuple[Lease, ...]:
-        """The workers that answered recently and report SERVING."""
+        """Return the workers that answered recently and report SERVING."""
         leases = [lease for probe in tuple(self._probes.get(role, {}).values()) for lease in probe.leases]
         live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
         return tuple(sorted(live.values(), key=lambda lease: lease.address))
 
     def has_synced(self, role: Role) -> bool:
-        """Whether the source has listed the role's endpoints, and each of them has answered or failed."""
+        """Return whether the source has listed the role's endpoints, and each of them has answered or failed."""
         return role in self._probes and all(probe.has_result for probe in self._probes[role].values())
 
     @property
@@ -85,7 +85,9 @@ class ProbedDiscovery:
 class WorkerProbe:
     """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls.
 
-    peers: how to dial. task: what runs `run`.
+    Attributes:
+        peers: how to dial.
+        task: what runs `run`.
     """
 
     task: asyncio.Task[None]
@@ -102,7 +104,7 @@ class WorkerProbe:
 
     @property
     def has_result(self) -> bool:
-        """Whether the process there has answered with its state and its health, or could not be asked."""
+        """Return whether the process there has answered with its state and its health, or could not be asked."""
         return bool(self._problem or (self._answered_at and self._serving is not None))
 
     @property
@@ -175,7 +177,7 @@ class StaticEndpoints(EndpointSource):
 
 
 def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: Peers | None = None) -> Discovery:
-    """The live workers.
+    """Return the live workers.
 
     Args:
         registry: Where leases are; needed for the kind "redis".

@@ -46,7 +46,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a worker signs. expires_at: Unix time by the clock of Redis, so that clocks of workers may differ."""
+    """Claim that a worker signs. expires_at: Unix time by the clock of Redis, so that clocks of workers may differ."""
 
     lease: Lease
     expires_at: int
@@ -116,7 +116,8 @@ class Registry:
             await self._attempt(lambda: self._erase(leases))
 
     async def leases(self, role: Role) -> list[Lease]:
-        """The live leases of a role, ordered by address. A lease that does not parse is replaced by the last known one.
+        """Return the live leases of a role, ordered by address. A lease that does not parse is replaced by the last known
+        one.
 
         Raises RedisError while Redis is away.
         """
@@ -124,7 +125,7 @@ class Registry:
         return [claim.lease for claim in claims]
 
     async def _read_claims(self, role: Role) -> tuple[list[_Claim], int]:
-        """The claims of `leases`, and the time of Redis."""
+        """Return the claims of `leases`, and the time of Redis."""
         incarnations = sorted(map(str, await self._redis.smembers(self._index_key(role))))
         async with self._redis.pipeline() as pipe:
             pipe.time()
@@ -151,16 +152,16 @@ class Registry:
             self._watcher = asyncio.create_task(repeat(interval, self.refresh, interval), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
-        """The last known leases of a watched role."""
+        """Return the last known leases of a watched role."""
         return self._known.get(role, ())
 
     def has_synced(self, role: Role) -> bool:
-        """Whether the leases of a watched role have been read."""
+        """Return whether the leases of a watched role have been read."""
         return role in self._known
 
     @property
     def outage(self) -> str:
-        """That Redis is away, if it is."""
+        """Return that Redis is away, if it is."""
         return "" if self._reachable else "Redis is away"
 
     async def place(self, session: str, placement: Placement) -> None:
@@ -170,7 +171,7 @@ class Registry:
             await self._attempt(lambda: self._redis.set(self._placement_key(session), value, ex=PLACEMENT_TTL_S))
 
     async def placement(self, session: str) -> Placement | None:
-        """Where the session ran last; None if that is unknown or Redis is away."""
+        """Return where the session ran last; None if that is unknown or Redis is away."""
         value = await self._attempt(lambda: self._redis.get(self._placement_key(session))) if self._reachable else None
         try:
             return _PLACEMENTS.validate_json(value) if value else None
@@ -229,13 +230,13 @@ class Registry:
             await pipe.execute()
 
     def _signed(self, lease: Lease, seconds: int) -> bytes:
-        """The value of a lease. seconds: time of Redis."""
+        """Return the value of a lease. seconds: time of Redis."""
         claim = _CLAIMS.dump_json(_Claim(lease, seconds + math.ceil(self._config.ttl_s) + 1))
         signature = self._token.sign(claim) if self._token else ""
         return _SIGNED_CLAIMS.dump_json(_SignedClaim(claim.decode(), signature))
 
     def _read(self, role: Role, incarnation: str, value: str) -> tuple[str, _Claim] | None:
-        """A value and its claim; the last ones, with a warning, if no worker has written this value there."""
+        """Return a value and its claim; the last ones, with a warning, if no worker has written this value there."""
         last = self._claims.get((role, incarnation))
         if last and last[0] == value:
             return last
@@ -281,7 +282,7 @@ class Registry:
         return f"{self._config.prefix}:placement:{session}"
 
     async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
-        """The result of `call`, or None while Redis is away or its replies are damaged; logs each outage once."""
+        """Return the result of `call`, or None while Redis is away or its replies are damaged; logs each outage once."""
         try:
             result = await call()
         except (RedisError, *_DAMAGED_REPLY) as error:
@@ -303,10 +304,10 @@ _PLACEMENTS = TypeAdapter(Placement)
 
 
 def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
-    """Where a worker publishes its lease; None if it is found without one. Raises ConfigError for a bad URL."""
+    """Return where a worker publishes its lease; None if it is found without one. Raises ConfigError for a bad URL."""
     return Registry(registry, peers.token) if discovery.kind == "redis" else None
 
 
 def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
-    """Where routers share placements; None if each keeps its own. Raises ConfigError for a bad URL."""
+    """Return where routers share placements; None if each keeps its own. Raises ConfigError for a bad URL."""
     return Registry(registry, peers.token) if registry.url or discovery.kind == "redis" else None

@@ -65,7 +65,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
 
 
 def with_method(model: DraftedModel) -> DraftedModel:
-    """The model with the drafting method that its draft_model is for, if it names none.
+    """Return the model with the drafting method that its draft_model is for, if it names none.
 
     Raises CheckpointError for a draft_model that does not show it.
     """
@@ -73,7 +73,7 @@ def with_method(model: DraftedModel) -> DraftedModel:
 
 
 def read_target(path_or_id: str) -> ModelInfo:
-    """The target's fingerprint and sizes, from its config and samples of its weights. Raises CheckpointError."""
+    """Return the target's fingerprint and sizes, from its config and samples of its weights. Raises CheckpointError."""
     config = read_target_config(resolve(path_or_id))
     fingerprint = target_fingerprint(path_or_id)
     vocab_size, longest = (get_setting(int, config, key, path_or_id) for key in ("vocab_size", "max_position_embeddings"))
@@ -81,7 +81,7 @@ def read_target(path_or_id: str) -> ModelInfo:
 
 
 def describe(model: DraftedModel, drafter: LocalDrafter, target: ModelInfo) -> DrafterInfo:
-    """The answer to a verifier's Describe. Raises CheckpointError."""
+    """Return the answer to a verifier's Describe. Raises CheckpointError."""
     digest = features_fingerprint(model.method, model.draft_model)
     return DrafterInfo(
         model=replace(target, name=model.served_model_name, features_fingerprint=digest),

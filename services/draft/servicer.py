@@ -23,17 +23,20 @@ MAX_UNREAD = 1024
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    """Answers every stream as soon as its worker does. Construct it inside the running event loop."""
+    """Answers every stream as soon as its worker does. Construct it inside the running event loop.
+
+    Args:
+        workers: one per drafter; no two of them fit the same verifiers.
+    """
 
     def __init__(self, workers: Sequence[DraftWorker]) -> None:
-        """workers: one per drafter; no two of them fit the same verifiers."""
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._readers: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:  # noqa: N802
-        """The drafter for this verifier. Raises UnknownModel if there is none."""
+        """Return the drafter for this verifier. Raises UnknownModel if there is none."""
         return convert.drafter_info_to_proto(choose_worker(self._workers, _target(request)).info)
 
     async def Speculate(  # noqa: N802
@@ -107,7 +110,7 @@ def _check_load(num_commits: int, num_unread: int, limits: DraftQueueConfig) -> 
 
 
 def choose_worker(workers: Sequence[DraftWorker], target: TargetInfo | None) -> DraftWorker:
-    """The drafter that takes the verifier's features, else one that needs none; without `target`, the only one.
+    """Return the drafter that takes the verifier's features, else one that needs none; without `target`, the only one.
 
     Raises UnknownModel with a list of the drafters here.
     """

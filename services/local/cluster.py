@@ -80,7 +80,7 @@ class ServiceSettings:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def add(self, *assignments: str) -> ServiceSettings:
-        """The same with more key=value settings; later ones win."""
+        """Return the same with more key=value settings; later ones win."""
         return replace(self, assignments=(*self.assignments, *assignments))
 
     def load(self) -> AnyServiceConfig:
@@ -116,7 +116,7 @@ class ServiceSettings:
                 raise ConfigError(f"{self.name}.{key} has no effect where one command starts all services; {remedy}")
 
     def command(self) -> list[str]:
-        """The command line of the service. -P: a file in the working directory cannot hide a module."""
+        """Return the command line of the service. -P: a file in the working directory cannot hide a module."""
         words = [sys.executable, "-P", "-m", f"eyas.services.{self.name}"]
         words += ["--config", str(self.file)] if self.file else []
         return words + [word for assignment in self.assignments for word in ("--set", assignment)]
@@ -141,8 +141,10 @@ def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> l
 class Child:
     """A process of the cluster. It starts when it is constructed.
 
-    folder: working directory; this process's own by default. stop_timeout_s: seconds from SIGTERM to SIGKILL.
-    environment: variables besides those of this process.
+    Attributes:
+        folder: working directory; this process's own by default.
+        stop_timeout_s: seconds from SIGTERM to SIGKILL.
+        environment: variables besides those of this process.
     """
 
     name: str
@@ -229,8 +231,11 @@ def _message(line: str) -> str:
 class Cluster:
     """Running processes: Redis, then the services in the order in which they started.
 
-    http: URL of the router's server. playground: URL of its page for browsers; empty if that is switched off.
-    killed: ids of the processes that `kill_drafter` has killed. restarts: when `tend` started the draft service again.
+    Attributes:
+        http: URL of the router's server.
+        playground: URL of its page for browsers; empty if that is switched off.
+        killed: ids of the processes that `kill_drafter` has killed.
+        restarts: when `tend` started the draft service again.
     """
 
     children: list[Child]
@@ -382,7 +387,7 @@ def with_own_pages(router: ServiceSettings) -> ServiceSettings:
 
 
 def _new_folder() -> tuple[Path, int]:
-    """A folder for logs, and the file descriptor whose lock says that its owner lives.
+    """Return a folder for logs, and the file descriptor whose lock says that its owner lives.
 
     Removes the folders of owners that were killed. Those that an error left have no lock, and stay.
     """
@@ -411,7 +416,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _reachable(host: str) -> str:
-    """A host, as part of an address, under which this machine reaches a server that listens on `host`."""
+    """Return a host, as part of an address, under which this machine reaches a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -428,7 +433,7 @@ def _start_redis(logs: Path) -> Child:
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """A function for the child that has it sent SIGTERM when its parent is killed; Linux only."""
+    """Return a function for the child that has it sent SIGTERM when its parent is killed; Linux only."""
     if sys.platform != "linux":
         return None
     return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -467,7 +472,7 @@ def is_serving(health: health_pb2_grpc.HealthStub, service: str = "") -> bool:
 
 
 def free_port() -> int:
-    """A port that is free now on every address, outside the range that outgoing connections take theirs from.
+    """Return a port that is free now on every address, outside the range that outgoing connections take theirs from.
 
     No other call returns it while this process lives, here or in another process: UDP's port of this number stays bound.
     """

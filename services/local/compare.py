@@ -74,7 +74,7 @@ def demo(
 
 @contextmanager
 def _name_dead_service(cluster: Cluster) -> Iterator[None]:
-    """When a call fails because a process has ended, raise that process's error instead."""
+    """Raise a dead process's error instead of that of a call which failed because the process has ended."""
     try:
         yield
     except EyasError:
@@ -101,8 +101,9 @@ def read_prompts(file: Path) -> list[Prompt]:
 class DemoAnswer:
     """One finished request.
 
-    seconds: from sending the request to its last chunk.
-    round_trip: mean time from verifier to drafter and back, in ms; None without drafting.
+    Attributes:
+        seconds: from sending the request to its last chunk.
+        round_trip: mean time from verifier to drafter and back, in ms; None without drafting.
     """
 
     token_ids: tuple[int, ...]
@@ -188,11 +189,13 @@ class DemoComparison:
         return fmean(times or [0.0])
 
     def speed(self, mode: Mode) -> float:
-        """Tokens per second over the fastest passes of all prompts, time to the first token included; prompts are cached."""
+        """Return the tokens per second over the fastest passes of all prompts, time to the first token included; prompts are
+        cached.
+        """
         return sum(len(answer.token_ids) for answer in self.answers[mode]) / NUM_PASSES / self._seconds(mode, 0)
 
     def _seconds(self, mode: Mode, rank: int) -> float:
-        """Seconds of a pass of each prompt, together: of the fastest one for rank 0, of the next one for 1."""
+        """Return the seconds of a pass of each prompt, together: of the fastest one for rank 0, of the next one for 1."""
         passes = [self.answers[mode][first :: len(self.prompts)] for first in range(len(self.prompts))]
         return sum(sorted(answer.seconds for answer in answers)[rank] for answers in passes)
 
@@ -228,7 +231,7 @@ class DemoComparison:
         return self.speed("speculative") / self.speed("plain")
 
     def differences(self) -> list[str]:
-        """One line for each prompt and pass whose outputs differ."""
+        """Return one line for each prompt and pass whose outputs differ."""
         pairs = zip(self.answers["plain"], self.answers["speculative"], strict=True)
         return [
             f"{prompt.source} at temperature {self.temperature}: outputs differ from token "

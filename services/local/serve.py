@@ -178,9 +178,11 @@ def plan(
     There is a draft service if there is a method or a draft model, and the verifier does not draft itself. On the CPU,
     verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
 
-    names: of the model in requests; the first one is in responses. settings: later ones win.
-
     Raises ConfigError for settings that are not valid, or of a service that is not started.
+
+    Args:
+        names: of the model in requests; the first one is in responses.
+        settings: later ones win.
     """
     name, *aliases = names or [model]
     method = method or ("" if draft_model else NO_DRAFTS)
@@ -234,7 +236,7 @@ def share_cores(num_cores: int) -> tuple[int, int]:
 
 
 def _assignment(key: str, value: Any) -> str:
-    """A setting whose value is read as YAML; JSON is YAML."""
+    """Return a setting whose value is read as YAML; JSON is YAML."""
     return f"{key}={json.dumps(value)}"
 
 

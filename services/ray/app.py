@@ -23,7 +23,7 @@ _HISTORY_S = 15.0
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The application for `serve run` and `serve deploy`. args: a RayConfig as YAML. Raises ConfigError."""
+    """Return the application for `serve run` and `serve deploy`. args: a RayConfig as YAML. Raises ConfigError."""
     config = read(args)
     router, verifier, draft, pools = config.router, config.verifier, config.draft, config.pools
     policy = _policy(VerifierPolicy, pools.verifier)

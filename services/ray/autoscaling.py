@@ -32,11 +32,14 @@ _MAX_DRAFTER_DEMAND = 2.0
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """When a pool changes its size.
+    """Rules by which a pool changes its size.
 
     A pool grows when its utilization is above `high` and shrinks when it is below `low`, to the size that brings it to
-    `target`. upscale_delay_s: how long utilization must have been too high. downscale_delay_s: how long too low, and the
-    least time since the last change.
+    `target`.
+
+    Attributes:
+        upscale_delay_s: how long utilization must have been too high.
+        downscale_delay_s: how long too low, and the least time since the last change.
     """
 
     low: float = 0.5
@@ -63,7 +66,7 @@ class PendingChange:
 
 
 def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
-    """The size for a demand, at least 1: the present one between the bounds, else the one that meets the target."""
+    """Return the size for a demand, at least 1: the present one between the bounds, else the one that meets the target."""
     fitting = max(1, math.ceil(demand / config.target))
     if demand > config.high * size:
         return max(fitting, size)
@@ -73,7 +76,7 @@ def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
 def decide_size(
     demand: float, size: int, pending: PendingChange | None, changed: float | None, now: float, config: ScalingConfig
 ) -> tuple[int, PendingChange | None]:
-    """The size to have at `now`, in seconds, and the change that still waits for its delay.
+    """Return the size to have at `now`, in seconds, and the change that still waits for its delay.
 
     Args:
         pending: From the last decision.
@@ -96,7 +99,12 @@ def decide_size(
 
 @dataclass(frozen=True)
 class VerifierUsage:
-    """A verifier now. used_kv_tokens, queued_kv_tokens: of running and queued requests. num_requests: both together."""
+    """A verifier now.
+
+    Attributes:
+        used_kv_tokens, queued_kv_tokens: of running and queued requests.
+        num_requests: both together.
+    """
 
     used_kv_tokens: float
     queued_kv_tokens: float
@@ -106,7 +114,7 @@ class VerifierUsage:
 
     @property
     def demand(self) -> float:
-        """By KV cache or by requests, whichever is scarcer."""
+        """Return the demand by KV cache or by requests, whichever is scarcer."""
         kv_tokens = self.used_kv_tokens + self.queued_kv_tokens
         by_kv_cache = kv_tokens / self.num_kv_tokens if self.num_kv_tokens else 0.0
         return max(by_kv_cache, self.num_requests / self.max_num_seqs)
@@ -116,8 +124,9 @@ class VerifierUsage:
 class DraftUsage:
     """A drafter since its last report.
 
-    occupancy: share of the time that it drafted; the sum over the drafters of a device. replies, late: per second; late
-    replies come after the verifiers' draft_timeout_s.
+    Attributes:
+        occupancy: share of the time that it drafted; the sum over the drafters of a device.
+        replies, late: per second; late replies come after the verifiers' draft_timeout_s.
     """
 
     occupancy: float
@@ -125,7 +134,9 @@ class DraftUsage:
     late: float
 
     def demand(self, max_late_ratio: float) -> float:
-        """By occupancy or by late replies, whichever is higher. max_late_ratio: share of them at which a drafter is full."""
+        """Return the demand by occupancy or by late replies, whichever is higher. max_late_ratio: share of them at which a
+        drafter is full.
+        """
         by_lateness = self.late / self.replies / max_late_ratio if self.replies else 0.0
         return max(min(self.occupancy, _MAX_DRAFTER_DEMAND), min(by_lateness, _MAX_DRAFTER_DEMAND))
 
@@ -153,13 +164,13 @@ class DraftUsageReader:
         self._last = self._counts()
 
     def read(self) -> Stats:
-        """The fields of a DraftUsage."""
+        """Return the fields of a DraftUsage."""
         last, self._last = self._last, self._counts()
         seconds, *counts = (now - before for now, before in zip(self._last, last, strict=True))
         return asdict(DraftUsage(*(count / max(seconds, 1e-9) for count in counts)))
 
     def _counts(self) -> list[float]:
-        """The time, and since the start of the process the seconds of drafting, the replies and the late ones."""
+        """Return the time, and since the start of the process the seconds of drafting, the replies and the late ones."""
         family = metrics.DRAFT_REPLY_DURATION.family
         in_time = _sample(self._registry, f"{family}_bucket", {"le": str(self._bound)})
         replies = _sample(self._registry, f"{family}_count", {})
@@ -168,7 +179,7 @@ class DraftUsageReader:
 
 
 def _sample(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> float:
-    """The value of a sample; 0 before its first."""
+    """Return the value of a sample; 0 before its first."""
     return registry.get_sample_value(name, labels) or 0.0
 
 
@@ -184,10 +195,10 @@ class _Policy(ABC):
 
     @abstractmethod
     def _demand(self, context: AutoscalingContext) -> float:
-        """The demand of the whole pool, in replicas."""
+        """Return the demand of the whole pool, in replicas."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
-        """The number of replicas, and the state that Serve passes to the next call."""
+        """Return the number of replicas, and the state that Serve passes to the next call."""
         size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
         changed = max((at for at in changes if at is not None), default=None)
         state = context.policy_state or {}
@@ -197,13 +208,15 @@ class _Policy(ABC):
         return size, asdict(pending) if pending else {}
 
     def _recent(self, context: AutoscalingContext, kind: type[UsageT]) -> list[UsageT | None]:
-        """The mean usage of each running replica; None without a report, which counts as well used rather than idle."""
+        """Return the mean usage of each running replica; None without a report, which counts as well used
+        rather than idle.
+        """
         raw, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
         reported = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
         return [kind(*map(self._mean, series)) if all(series) else None for series in reported]
 
     def _mean(self, reports: Sequence[Any]) -> float:
-        """The mean value of the last seconds, by the replica's clock."""
+        """Return the mean value of the last seconds, by the replica's clock."""
         start = reports[-1].timestamp - self._look_back_period_s
         return fmean(report.value for report in reports if report.timestamp >= start)
 

@@ -21,11 +21,13 @@ _GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """How many replicas a service has and what each gets of its node.
+    """Number of replicas of a service, and the share of its node that each gets.
 
-    look_back_period_s: reports of the replicas are averaged over it. scaling: when the pool changes its size.
-    num_cpus, num_gpus, resources: what Ray reserves for each replica. num_gpus 0 reserves what the service needs: one GPU
-    for each rank on CUDA, none elsewhere; with device auto it must be set.
+    Attributes:
+        look_back_period_s: reports of the replicas are averaged over it.
+        scaling: when the pool changes its size.
+        num_cpus, num_gpus, resources: what Ray reserves for each replica. num_gpus 0 reserves what the service needs: one
+            GPU for each rank on CUDA, none elsewhere; with device auto it must be set.
     """
 
     min_replicas: int = 1
@@ -77,7 +79,9 @@ class PoolsConfig:
 class EnvironmentConfig:
     """Names of environment variables that replicas read on their nodes; empty reads none.
 
-    registry_url: replaces registry.url, which may hold a password. zone: replaces server.zone.
+    Attributes:
+        registry_url: replaces registry.url, which may hold a password.
+        zone: replaces server.zone.
     """
 
     registry_url: str = ""
@@ -112,7 +116,7 @@ class RayConfig:
 
 
 def read(args: Mapping[str, Any]) -> RayConfig:
-    """The settings in the args of an application. Raises ConfigError, also for a missing block."""
+    """Return the settings in the args of an application. Raises ConfigError, also for a missing block."""
     for name in ("router", "verifier"):
         if not isinstance(args.get(name), Mapping):
             raise ConfigError(f"args has no settings for the {name}; give it a block {name}: as its config file has it")
@@ -120,7 +124,8 @@ def read(args: Mapping[str, Any]) -> RayConfig:
 
 
 def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: Mapping[str, str] = os.environ) -> ConfigT:
-    """A service's settings for a replica on a node with the address `host`: with free ports, so that replicas share nodes.
+    """Return a service's settings for a replica on a node with the address `host`: with free ports, so that replicas share
+    nodes.
 
     Raises ConfigError for a named variable that is not set there.
     """
@@ -138,7 +143,7 @@ def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: M
 
 
 def graceful_shutdown_timeout_s(config: ServerConfig) -> int:
-    """Seconds that Serve must wait for a replica that it stops."""
+    """Return the seconds that Serve must wait for a replica that it stops."""
     return math.ceil(config.shutdown_delay_s + config.graceful_shutdown_timeout_s + _GRACE_S)
 
 

@@ -59,7 +59,7 @@ class _Call:
         self._peer = context.peer()
 
     def peer(self) -> str:
-        """The address of the caller."""
+        """Return the address of the caller."""
         return str(self._peer)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class _Call:
 async def read_in_task(
     handler: Callable[[Any, Any], AsyncGenerator[bytes, None]], request: Any, context: Any
 ) -> AsyncGenerator[bytes, None]:
-    """The messages of a handler, except empty ones, which a replica sends to carry metadata.
+    """Yield the messages of a handler, except empty ones, which a replica sends to carry metadata.
 
     A task of its own reads them. So the handler is cancelled with the call, wherever this generator is then.
     """
@@ -116,7 +116,7 @@ class Router:
         await self._app.readiness.register("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The HTTP application for Serve's proxies."""
+        """Return the HTTP application for Serve's proxies."""
         return self._app.http
 
     async def Generate(  # noqa: N802
@@ -136,7 +136,7 @@ class Router:
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb2.ListModelsResponse:
-        """The configured models that a live verifier serves."""
+        """Return the configured models that a live verifier serves."""
         try:
             return await self._app.grpc.ListModels(request, grpc_context)
         except EyasError as error:
@@ -149,7 +149,7 @@ class Router:
 
 
 async def _delay_final_chunks(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
-    """The same chunks, but a chunk that ends a completion waits for the next one or the end of the stream.
+    """Yield the same chunks, but a chunk that ends a completion waits for the next one or the end of the stream.
 
     Serve sends trailing metadata with messages, and the metadata is known only at the end of the stream.
     """

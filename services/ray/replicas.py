@@ -60,7 +60,7 @@ class WorkerReplica:
             raise RequestFailed("the service has ended; see the replica's log for the cause")
 
     def record_autoscaling_stats(self) -> Stats:
-        """What Serve passes to the pool's policy."""
+        """Return what Serve passes to the pool's policy."""
         return self._read_usage()
 
     async def stop(self) -> None:

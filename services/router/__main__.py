@@ -36,7 +36,9 @@ from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 class RouterApp:
     """A router without its sockets. It serves requests after `readiness.register`.
 
-    http, operations: the HTTP applications of clients and of the operations port. end_calls: see GenerationService.
+    Attributes:
+        http, operations: the HTTP applications of clients and of the operations port.
+        end_calls: see GenerationService.
     """
 
     grpc: RouterServicer
@@ -52,9 +54,11 @@ async def build_router(
 ) -> AsyncIterator[RouterApp]:
     """Build a router, and close what it opened at the end.
 
-    set_serving: see ReadinessMonitor. admission: the bounds that both servers share.
-
     Raises ConfigError if the settings name no model, or files that cannot be read.
+
+    Args:
+        set_serving: see ReadinessMonitor.
+        admission: the bounds that both servers share.
     """
     if not config.models:
         raise ConfigError("models is empty; name at least one model and its tokenizer")

@@ -25,10 +25,12 @@ class ClientThreads:
     """A few threads that no caller can hold all of. Each caller has a queue of its own, and the queues take turns.
 
     A caller is an API key, or an address where there are no keys. For one event loop.
+
+    Args:
+        num_threads: 0 takes one for each core, from 2 to 4.
     """
 
     def __init__(self, num_threads: int = 0) -> None:
-        """num_threads: 0 takes one for each core, from 2 to 4."""
         num_threads = num_threads or min(4, max(2, os.cpu_count() or 1))
         self._slots = FairSlots(num_threads)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="client-text")

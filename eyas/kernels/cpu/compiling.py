@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that compiles a function with these options of numba.
+    """Return a decorator that compiles a function with these options of numba.
 
     The result is kept for later processes, unless numba finds no folder that it may write to: an installation that is read
     only, for a user without a home.

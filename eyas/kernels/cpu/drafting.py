@@ -24,10 +24,12 @@ NO_NOISE, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.fl
 
 
 class MarkovBias(NamedTuple):
-    """What a vanilla Markov head adds to a level's logits: a weight times an embedding of the token before.
+    """Bias that a vanilla Markov head adds to a level's logits: a weight times an embedding of the token before.
 
-    embedding: [V, r], or [0, 0] without a head. address, is_half: of the weight [D, r], see `multiply_weight`. unscale: what
-    its products are multiplied by.
+    Attributes:
+        embedding: [V, r], or [0, 0] without a head.
+        address, is_half: of the weight [D, r], see `multiply_weight`.
+        unscale: what its products are multiplied by.
     """
 
     embedding: npt.NDArray[np.float32] = NO_EMBEDDING
@@ -38,7 +40,7 @@ class MarkovBias(NamedTuple):
 
 @kernel(error_model="numpy")
 def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
-    """The nodes of the last level to expand, best first, to `frontier` [k]; returns how many.
+    """Write the nodes of the last level to expand, best first, to `frontier` [k]; returns how many.
 
     A node whose score is not above that of `limit` candidates has no child among the best.
     """
@@ -189,7 +191,7 @@ NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
 
 @kernel(error_model="numpy")
 def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
-    """Where the nodes of a tree stand among the candidates of their parents, see `GrownTree`.
+    """Find the places of a tree's nodes among the candidates of their parents, see `GrownTree`.
 
     tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
     candidate; to expanded [E * C] the number of each candidate's node, else 0.
@@ -225,9 +227,13 @@ def _sift(worths, places, num):
 
 @kernel(error_model="numpy")
 def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, repair, places, worths):
-    """The most useful candidates of a tree, see `GrownTree.useful`: to places and worths [R], the best first.
+    """Write the most useful candidates of a tree, see `GrownTree.useful`, to places and worths [R], the best first.
 
-    least: new nodes must have more. repair: added to the worth of nodes that are outdated. Returns how many there are.
+    Returns how many there are.
+
+    Args:
+        least: new nodes must have more.
+        repair: added to the worth of nodes that are outdated.
     """
     width, room, num = scores.shape[1], len(places), 0
     for node in range(len(depths)):

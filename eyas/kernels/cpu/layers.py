@@ -85,10 +85,14 @@ def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def pair_inputs(states, sources, embedding, tokens, state_weight, token_weight, eps, inputs, residual):
-    """What the first layer of an EAGLE-3 head reads: normed embeddings beside normed features, to inputs [R, 2 C].
+    """Write the inputs of the first layer of an EAGLE-3 head: normed embeddings beside normed features, to inputs [R, 2 C].
 
-    The features are the rows of states [N, C] that sources [R] name; they go to residual [R, C]. embedding: [V, C]. tokens:
-    ids [R]. state_weight, token_weight: of the norms [C].
+    The features are the rows of states [N, C] that sources [R] name; they go to residual [R, C].
+
+    Args:
+        embedding: [V, C].
+        tokens: ids [R].
+        state_weight, token_weight: of the norms [C].
     """
     width = states.shape[1]
     for r in range(len(sources)):
@@ -168,8 +172,12 @@ def _softmax(scores):
 def _weigh(scores, length, visible, positions, position, window, scaling, softcap):
     """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
 
-    length: of the prefix. visible: which of the keys behind it are seen; positions: of the last of these. position: of the
-    query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many others there are.
+    Args:
+        length: of the prefix.
+        visible: which of the keys behind it are seen.
+        positions: of the last of these.
+        position: of the query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many
+            others there are.
     """
     oldest, masked = position - window + 1, len(visible) - len(positions)
     start, end = min(max(oldest, 0), length), length
@@ -196,8 +204,11 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
 def _attend_head(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
     """Attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
 
-    The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS. count: of
-    the keys. weights: scratch [Q, n], n at least the count rounded up to whole blocks.
+    The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS.
+
+    Args:
+        count: of the keys.
+        weights: scratch [Q, n], n at least the count rounded up to whole blocks.
     """
     num_queries, width = queries.shape
     num_blocks, per_row = num_blocks_of(count), num_queries // len(visible)
@@ -235,7 +246,7 @@ def _find_vectors(slots, cache, j, own, head, places):
 
 @intrinsic
 def _floats_at(typing, address):
-    """A pointer to float32 numbers."""
+    """Return a pointer to float32 numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -266,9 +277,12 @@ def attend(
 ):  # fmt: skip
     """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to `end`.
 
-    A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose keys
-    and values are those of qkv. The other arguments: see RowKeys. window: in tokens, at most NO_WINDOW; slots that `visible`
-    names lie within it. softcap: 0 for none.
+    A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose
+    keys and values are those of qkv. The other arguments: see RowKeys.
+
+    Args:
+        window: in tokens, at most NO_WINDOW; slots that `visible` names lie within it.
+        softcap: 0 for none.
     """
     width, num_heads = qkv.shape[2], qkv.shape[1] - 2 * num_kv
     group, padded = num_heads // num_kv, num_blocks_of(width) * BLOCK_OUTPUTS
@@ -328,13 +342,23 @@ def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, sof
 
 
 class LayerStack(NamedTuple):
-    """Layers of one shape, as `run_layers` takes them. Legend: M layers, E products of a layer, in the order of CpuProducts.
+    """Layers of one shape, as `run_layers` takes them.
 
-    weights: their addresses [M, E]. halves: which of them are float16, not float32 [M, E]. scales: what to multiply the
-    products by [M, E]. biases: of the first product [M, N], or [M, 0]. norms: factors of the norms before the MLP and before
-    the next layer [M, 2, C]. delta_norms: of those behind attention and MLP [M, 2, C], or [M, 2, 0]. head_norms: of query
-    and key heads [M, H + J, D], or [M, 0, 0]. eps: of the five norms, in this order [M, 5]. windows: see `attend` [M].
-    sizes: H, J, D and I. scaling, softcap: see `attend`. is_silu: see `gate`.
+    Legend: M layers, E products of a layer, in the order of CpuProducts.
+
+    Attributes:
+        weights: their addresses [M, E].
+        halves: which of them are float16, not float32 [M, E].
+        scales: what to multiply the products by [M, E].
+        biases: of the first product [M, N], or [M, 0].
+        norms: factors of the norms before the MLP and before the next layer [M, 2, C].
+        delta_norms: of those behind attention and MLP [M, 2, C], or [M, 2, 0].
+        head_norms: of query and key heads [M, H + J, D], or [M, 0, 0].
+        eps: of the five norms, in this order [M, 5].
+        windows: see `attend` [M].
+        sizes: H, J, D and I.
+        scaling, softcap: see `attend`.
+        is_silu: see `gate`.
     """
 
     weights: Ints

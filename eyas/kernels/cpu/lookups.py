@@ -25,10 +25,14 @@ NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zero
 class Ngrams(NamedTuple):
     """The n-grams of a text, of `shortest` tokens and more.
 
-    text: its tokens, with room for more [P]. previous: for each place and length, the place behind the previous occurrence
-    of the n-gram that ends there, 0 if there is none [P, N]. table: a hash table of the places behind the latest
-    occurrences, each times N plus the number of the length; 0 in empty entries. trials, with PRIOR_TRIALS, hits and prior:
-    see HitRates [N]. weights: of a session's matches [M]. seed: of the hashes, which no client knows.
+    Attributes:
+        text: its tokens, with room for more [P].
+        previous: for each place and length, the place behind the previous occurrence of the n-gram that ends there, 0 if
+            there is none [P, N].
+        table: a hash table of the places behind the latest occurrences, each times N plus the number of the length; 0 in
+            empty entries. trials, with PRIOR_TRIALS, hits and prior: see HitRates [N].
+        weights: of a session's matches [M].
+        seed: of the hashes, which no client knows.
     """
 
     text: Ints
@@ -52,9 +56,12 @@ class Bans(NamedTuple):
 
 @kernel(error_model="numpy")
 def _find_entry(ngrams, number, mixed, tokens, end):
-    """Where the table has the n-gram of a length that ends in `tokens` before `end`, or the empty entry where it belongs.
+    """Return the place at which the table has the n-gram of a length that ends in `tokens` before `end`, or the empty entry
+    where it belongs.
 
-    number: of the length. mixed: the hash.
+    Args:
+        number: of the length.
+        mixed: the hash.
     """
     count, mask, n = ngrams.previous.shape[1], len(ngrams.table) - 1, ngrams.shortest + number
     at = (mixed ^ (mixed >> 29)) & mask
@@ -106,7 +113,8 @@ def move_entries(ngrams, entries):
 
 @kernel(error_model="numpy")
 def _find_matches(ngrams, size, ending, length, places, numbers):
-    """The best matches of the last `length` tokens of `ending`, see `NgramIndex.occurrences`: to places and numbers [M].
+    """Write the best matches of the last `length` tokens of `ending`, see `NgramIndex.occurrences`, to places and numbers
+    [M].
 
     numbers: of their lengths. Returns how many there are.
     """
@@ -133,7 +141,7 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
 
 @kernel(error_model="numpy")
 def _num_drawable(text, place, most, bans, depth):
-    """How many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
+    """Return how many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
     if len(bans.allowed) and most:
         token = text[place]
         if token >> 3 >= len(bans.allowed) or not bans.allowed[token >> 3] >> (token & 7) & 1:
@@ -149,7 +157,11 @@ def _num_drawable(text, place, most, bans, depth):
 def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, tokens, parents, scores, count):
     """Put what followed the last `length` tokens of `ending` below a node of a tree, as nodes from `count` on.
 
-    limit, levels: most nodes and levels. depth: of the node. Returns how many nodes the tree has then.
+    Returns how many nodes the tree has then.
+
+    Args:
+        limit, levels: most nodes and levels.
+        depth: of the node.
     """
     most, text = len(ngrams.weights), ngrams.text
     places, numbers, lengths = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
@@ -182,7 +194,9 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
 
 @kernel(error_model="numpy")
 def _find_leaves(parents, scores, count, max_depth, depths, leaves):
-    """The best leaves above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many leaves."""
+    """Write the best leaves above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many
+    leaves.
+    """
     is_inner, found = np.zeros(count, np.bool_), 0
     for node in range(1, count):
         depths[node] = depths[parents[node]] + 1
@@ -205,8 +219,11 @@ def _find_leaves(parents, scores, count, max_depth, depths, leaves):
 def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens, parents, scores, count):
     """Grow a tree [K] of `count` nodes below its best leaves, or a root alone. Returns how many nodes it has then.
 
-    path: tokens behind the text, up to the root of the tree. leaves: room for those that are continued. limit, levels: most
-    nodes and levels below a leaf. max_depth: most levels of the tree.
+    Args:
+        path: tokens behind the text, up to the root of the tree.
+        leaves: room for those that are continued.
+        limit, levels: most nodes and levels below a leaf.
+        max_depth: most levels of the tree.
     """
     depths, num_leaves = np.zeros(count, np.int64), 1
     leaves[0] = 0
@@ -251,7 +268,7 @@ def _sort_matches(text, places, lengths, order):
 
 @kernel(error_model="numpy")
 def _build_trie(text, places, lengths, weights, numbers, log_rates, order, levels, node_tokens, parents, scores):
-    """The trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
+    """Return the trie of some matches, level by level: tokens, parents (1 for the first node, 0 for the root) and scores.
 
     Returns the number of nodes.
     """
@@ -304,7 +321,9 @@ def _take_best(scores, num, limit, is_taken):
 
 @kernel(error_model="numpy")
 def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
-    """Of each node of a session's trees the first one with the same path, its level, and its score, at most its parent's."""
+    """Find, for each node of a session's trees, the first one with the same path, its level, and its score, at most its
+    parent's.
+    """
     tree = 0
     for i in range(num):
         if tree + 1 < len(starts) and i == starts[tree + 1]:
@@ -329,7 +348,11 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
 
 @kernel(error_model="numpy")
 def _choose(scores, is_reserved, limit, ranked, is_taken):
-    """Mark the `limit` best nodes, all reserved ones before any other. ranked, is_taken: room to work in."""
+    """Mark the `limit` best nodes, all reserved ones before any other.
+
+    Args:
+        ranked, is_taken: room to work in.
+    """
     num, left = len(scores), limit
     is_chosen = np.zeros(num, np.bool_)
     for turn in range(2):  # the reserved ones first
@@ -346,7 +369,9 @@ def _choose(scores, is_reserved, limit, ranked, is_taken):
 def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
     """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
 
-    counts: trees of each session [S]. sizes: nodes of each tree [T].
+    Args:
+        counts: trees of each session [S].
+        sizes: nodes of each tree [T].
     """
     tree = begin = 0
     for s in range(len(limits)):

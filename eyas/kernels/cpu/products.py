@@ -61,7 +61,7 @@ _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BL
 
 @kernel()
 def num_blocks_of(count):
-    """How many blocks hold `count` outputs."""
+    """Return the number of blocks that hold `count` outputs."""
     return (count + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
 
 
@@ -69,8 +69,9 @@ def num_blocks_of(count):
 def multiply_weight(left, address, is_half, out):
     """Rows left [R, K] times the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
 
-    address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
-    is_half: whether it is float16, not float32.
+    Args:
+        address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
+        is_half: whether it is float16, not float32.
     """
     multiply_blocks(left, address, is_half, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
@@ -91,7 +92,7 @@ def multiply_blocks(left, address, is_half, out, first_block, end_block):
 
 @kernel(error_model="numpy")
 def _spread_rows(left):
-    """The rows, apart from each other in the sets of the cache."""
+    """Return the rows, apart from each other in the sets of the cache."""
     num_rows, num_inputs = left.shape
     rows = left
     if num_inputs % ALIASED == 0 and num_rows > 4:
@@ -119,7 +120,8 @@ class _Tile:
 
     @classmethod
     def take(cls, typing, rows, first, num_left, num_inputs, right, start, count, out):
-        """An intrinsic that multiplies rows from `first` on by `count` blocks from `start` on. It returns how many rows it
+        """Return an intrinsic that multiplies rows from `first` on by `count` blocks from `start` on. It returns how many
+        rows it
         takes: a tile's."""
         signature = types.int64(rows, first, num_left, num_inputs, right, start, count, out)
 
@@ -188,7 +190,7 @@ class _Tile:
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
 
     def blocks(self, numbers: list[Any]) -> list[Any]:
-        """What `vectors` takes of blocks: here pointers to their first vectors."""
+        """Return what `vectors` takes of blocks: here pointers to their first vectors."""
         b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
         return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
 
@@ -216,13 +218,13 @@ class _Tile:
         return self.builder.gep(pointer, [offset])
 
     def _loaded(self, pointer: Any) -> Any:
-        """A vector in float32."""
+        """Return a vector in float32."""
         vector = self.builder.load(pointer)
         vector.align = 2 if self.LOADED is _HALVES else 4
         return self.builder.fpext(vector, _FLOATS) if self.LOADED is _HALVES else vector
 
     def _spread(self, number: Any) -> Any:
-        """A number in all places of a vector."""
+        """Return a number in all places of a vector."""
         nothing, first = ir.Constant(_FLOATS, ir.Undefined), ir.IntType(32)(0)
         mask = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), [0] * BLOCK_OUTPUTS)
         return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, first), nothing, mask)
@@ -287,7 +289,9 @@ def sum_values(weights, num_keys, places, out):
 def transpose_keys(typing, places, first, offset, out):
     """Write BLOCK_OUTPUTS numbers from `offset` on of as many keys, columns of a block: [BLOCK_OUTPUTS, BLOCK_OUTPUTS].
 
-    places: addresses of keys, from `first` on. out: address of the block's row `offset`.
+    Args:
+        places: addresses of keys, from `first` on.
+        out: address of the block's row `offset`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -339,7 +343,7 @@ def _read(typing, counters, index):
 
 @intrinsic
 def _pause(typing):
-    """The hint to an x86 processor that a loop waits for a number in memory; nothing on others."""
+    """Return the hint to an x86 processor that a loop waits for a number in memory; nothing on others."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if llvm.get_process_triple().startswith("x86_64"):
@@ -365,7 +369,7 @@ def _leave_core(typing):
 
 @kernel()
 def next_part(tickets, phase):
-    """The next part of a phase that no thread has taken; the parts are numbered from 0."""
+    """Return the next part of a phase that no thread has taken; the parts are numbered from 0."""
     return _add_one(tickets, PHASE_SIZE * phase)
 
 

@@ -45,7 +45,7 @@ def exp(x):
 
 @kernel(error_model="numpy", fastmath={"contract"}, inline="always")
 def ln(x):
-    """The logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
+    """Return the logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
     bits = np.float32(x).view(np.int32)
     power = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
     f = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32) - np.float32(1.0)
@@ -65,7 +65,7 @@ def ln(x):
 
 @kernel(inline="always")
 def mixed(z):
-    """The finaliser of SplitMix64, as `eyas.kernels.noise` has it; uint64."""
+    """Return the finaliser of SplitMix64, as `eyas.kernels.noise` has it; uint64."""
     z = (z ^ (z >> np.uint64(30))) * MIX_1
     z = (z ^ (z >> np.uint64(27))) * MIX_2
     return z ^ (z >> np.uint64(31))
@@ -73,26 +73,28 @@ def mixed(z):
 
 @kernel(inline="always")
 def row_key(seed, position):
-    """What the noise of a seed and a position, both int64, is hashed from; uint64."""
+    """Return the key from which the noise of a seed and a position, both int64, is hashed; uint64."""
     return mixed(mixed(np.uint64(seed) + GOLDEN) + np.uint64(position) * GOLDEN)
 
 
 @kernel(inline="always")
 def uniform(key, token):
-    """A token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
+    """Return a token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
     bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
     return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
 
 
 @kernel(inline="always")
 def _ordered(bits):
-    """The bits of a float32 as a number in the order of floats, and the other way round; int32."""
+    """Return the bits of a float32 as a number in the order of floats, and the other way round; int32."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @kernel()
 def highest_of(x):
-    """The highest of x [n], which may hold infinities but no NaN. Whole numbers are compared: LLVM makes vectors of that."""
+    """Return the highest of x [n], which may hold infinities but no NaN. Whole numbers are compared: LLVM makes vectors of
+    that.
+    """
     bits, highest = x.view(np.int32), np.int32(-(2**31))
     for i in range(len(bits)):
         highest = np.int32(max(highest, _ordered(bits[i])))
@@ -101,7 +103,7 @@ def highest_of(x):
 
 @kernel(fastmath={"reassoc"})
 def sum_of(x):
-    """The sum of x [n]."""
+    """Return the sum of x [n]."""
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i]
@@ -158,7 +160,7 @@ def top_k(scores, values, ids):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _lower_bounds(row, key, by, top, inverses, bounds):
-    """Of each token of row [V] the inverse of its weight, and a lower bound of its noise over its weight."""
+    """Write, for each token of row [V], the inverse of its weight, and a lower bound of its noise over its weight."""
     for i in range(len(row)):
         bounds[i] = np.float32(uniform(key, i))  # the noise is at least that
     for i in range(len(row)):
@@ -170,7 +172,7 @@ def _lower_bounds(row, key, by, top, inverses, bounds):
 
 @kernel(error_model="numpy")
 def _race(row, key, by, top, inverses, bounds):
-    """The token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
+    """Return the token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
 
     Noise is computed for those tokens alone that its lower bound does not rule out.
     """
@@ -193,8 +195,11 @@ def _race(row, key, by, top, inverses, bounds):
 def draw_rows(logits, seeds, positions, temperatures, tokens):
     """One token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
 
-    As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs. seeds: the
-    signed integers with the same bits. temperatures: float32, above 0 at least MIN_TEMPERATURE.
+    As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
+
+    Args:
+        seeds: the signed integers with the same bits.
+        temperatures: float32, above 0 at least MIN_TEMPERATURE.
     """
     num_rows, size = logits.shape
     inverses, bounds = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -222,15 +227,17 @@ def draw_rows(logits, seeds, positions, temperatures, tokens):
 
 @kernel(inline="always")
 def real_word(words, row, session):
-    """A float32 among the output of `eyas.drafters.trees.scoring.noise_words`."""
+    """Return a float32 among the output of `eyas.drafters.trees.scoring.noise_words`."""
     return np.float32(np.int64(words[row, session]).view(np.float64))
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def shared_noise(words, draft_ids, noise):
-    """What the target's draws add to the logits, to noise [S, L, D]; 0 in sessions at temperature 0.
+    """Write to noise [S, L, D] the terms that the target's draws add to the logits; 0 in sessions at temperature 0.
 
-    words: see `eyas.drafters.trees.scoring.noise_words`. draft_ids: the target's ids, int64 [D].
+    Args:
+        words: see `eyas.drafters.trees.scoring.noise_words`.
+        draft_ids: the target's ids, int64 [D].
     """
     uniforms = np.empty(len(draft_ids), np.float64)
     for s in range(noise.shape[0]):
@@ -253,8 +260,9 @@ def shared_noise(words, draft_ids, noise):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def shifted_scores(logits, noise, by, scores, weights):
-    """Logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
-    exponentials. What is no number is never drafted. weights: scratch [D]."""
+    """Write logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
+    exponentials. What is no number is never drafted. weights: scratch [D].
+    """
     for i in range(len(logits)):
         scores[i] = logits[i] if logits[i] < np.inf else -np.float32(np.inf)
     if len(noise):
@@ -272,7 +280,7 @@ def shifted_scores(logits, noise, by, scores, weights):
 
 @kernel(error_model="numpy")
 def are_valid(counts, tokens, parents, bounds, vocab_size):
-    """Whether nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+    """Check that nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
     depths, start = np.empty(counts.max(), np.int64), 0
     for b in range(len(counts)):
         if counts[b] > bounds[1, b] or tokens[start] != bounds[0, b] or parents[start] != 0:
@@ -311,7 +319,9 @@ def layout(counts, parents):
 
 @kernel(error_model="numpy")
 def accepted_rows(counts, tokens, above, samples):
-    """Rows of the accepted paths of all trees, and where each path ends among these. Children stand behind their parent."""
+    """Return the rows of the accepted paths of all trees, and where each path ends among these. Children stand behind their
+    parent.
+    """
     rows, ends = np.empty(len(tokens), np.int64), np.empty(len(counts), np.int64)
     found, start = 0, 0
     for b in range(len(counts)):
@@ -341,11 +351,13 @@ def ranges(firsts, counts):
 
 @kernel(error_model="numpy")
 def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes):
-    """The words of a pass over trees, see eyas.models.backends.attention_metadata.
+    """Return the words of a pass over trees, see eyas.models.backends.attention_metadata.
 
-    tokens, positions, slots: of the nodes [R]. seen: `words` of PackedTrees as int32 [R, 2 W]. lengths, prefixes: of each
-    tree's prefix, and where it begins [B]. sizes: rows with padding, rows aligned, rows of a tile, tiles, words of
-    each, padding's slot.
+    Args:
+        tokens, positions, slots: of the nodes [R].
+        seen: `words` of PackedTrees as int32 [R, 2 W].
+        lengths, prefixes: of each tree's prefix, and where it begins [B].
+        sizes: rows with padding, rows aligned, rows of a tile, tiles, words of each, padding's slot.
     """
     num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
     masks, num_masks = 4 * line + tile_words * sizes[3], 0

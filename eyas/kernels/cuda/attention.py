@@ -42,7 +42,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
+    """Return the attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
 
     Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them.
     """
@@ -138,7 +138,7 @@ def _constants(
 
 
 def _most_product_rows(query: Tensor) -> int:
-    """Rows of query heads that fit into registers. Tiles with more are cut into pieces, each read by a program."""
+    """Return rows of query heads that fit into registers. Tiles with more are cut into pieces, each read by a program."""
     if query.dtype == torch.float32:
         return 16
     width = _block_width(query.shape[2])
@@ -155,12 +155,13 @@ def _row_bytes(query: Tensor) -> int:
 
 
 def _keys_per_block(query: Tensor) -> int:
-    """Keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
+    """Return the keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
     return 64 if _row_bytes(query) <= 256 else 32 if _row_bytes(query) <= 512 else 16
 
 
 def _would_spill(query: Tensor, keys: Tensor) -> bool:
-    """Whether registers spill with whole blocks of keys: 128 wide where no heads share keys, or where keys are converted.
+    """Return whether registers spill with whole blocks of keys: 128 wide where no heads share keys, or where keys are
+    converted.
 
     query [R, H, D], keys [S, J, D]. GPUs without numbers of 8 bits convert `float8_e5m2` in registers, and spill 64 wide too
     where many heads share keys.

@@ -57,9 +57,11 @@ COMPARED = tl.constexpr(16)
 
 
 def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
-    """What the target's draws add to the logits, float32 [S, L, D]; zero in sessions at temperature 0. One launch.
+    """Return what the target's draws add to the logits, float32 [S, L, D]; zero in sessions at temperature 0. One launch.
 
-    words: see `eyas.drafters.trees.scoring.noise_words`. draft_ids: the target's ids, int64 [D].
+    Args:
+        words: see `eyas.drafters.trees.scoring.noise_words`.
+        draft_ids: the target's ids, int64 [D].
     """
     sessions, size = words.shape[1], len(draft_ids)
     noise = torch.empty((sessions, levels, size), dtype=torch.float32, device=draft_ids.device)
@@ -79,10 +81,13 @@ def best_children(
     above: Tensor | None = None,
     lowest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id. Two launches.
+    """Return log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id. Two launches.
 
-    logits: [S, R, D] in any float type. noise: the output of `shared_noise`; None adds nothing. above: scores [S, R] of the
-    nodes, added to their children's. lowest: the output of `lowest_keys`; None keeps all tokens.
+    Args:
+        logits: [S, R, D] in any float type.
+        noise: the output of `shared_noise`; None adds nothing.
+        above: scores [S, R] of the nodes, added to their children's.
+        lowest: the output of `lowest_keys`; None keeps all tokens.
     """
     sessions, rows, size = logits.shape
     count, blocks = sessions * rows, triton.cdiv(size, BLOCK)
@@ -106,7 +111,7 @@ def best_children(
 
 
 def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
-    """The lowest key that the filters of each row keep, int64 [S, R], see `best_children`. Two launches."""
+    """Return the lowest key that the filters of each row keep, int64 [S, R], see `best_children`. Two launches."""
     sessions, rows, size = logits.shape
     count, blocks, logits = sessions * rows, triton.cdiv(size, BLOCK), logits.contiguous()
     found = torch.empty((4, count, blocks), dtype=torch.int32, device=logits.device)
@@ -126,7 +131,7 @@ def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
 
 
 def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
-    """As `eyas.drafters.trees.growth.find_frontier`. One launch."""
+    """Find the frontier as `eyas.drafters.trees.growth.find_frontier` does, in one launch."""
     sessions, count = scores.shape
     best = torch.empty((sessions, top_k), dtype=torch.float32, device=scores.device)
     ids = torch.empty((2, sessions, top_k), dtype=torch.int64, device=scores.device)
@@ -143,7 +148,10 @@ def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int,
 def draw_children(logits: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
     """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
 
-    logits: [S, 1, D] in any float type. words: see `scoring.chain_words`. drawn: float64 [S, L, 2 k + 1].
+    Args:
+        logits: [S, 1, D] in any float type.
+        words: see `scoring.chain_words`.
+        drawn: float64 [S, L, 2 k + 1].
     """
     sessions, _, size = logits.shape
     blocks, logits, device = triton.cdiv(size, BLOCK), logits.contiguous(), logits.device
@@ -221,7 +229,7 @@ def _mixed(z):
 
 @triton.jit
 def _has_filters(words, sessions, session):
-    """Whether a session has top-k, top-p or min-p."""
+    """Return whether a session has top-k, top-p or min-p."""
     has_limit = (tl.load(words + 3 * sessions + session) > 0) | (real(words, sessions, session, 6) < 1)
     return has_limit | (real(words, sessions, session, 7) > 0)
 
@@ -280,7 +288,9 @@ def _lowest_keys(
 
 @triton.jit
 def _lowest_of_weight(least, largest, scale):
-    """The lowest key of tokens whose weight exp((logit - largest) / scale) is not below `least`, which is at most 1."""
+    """Return the lowest key of tokens whose weight exp((logit - largest) / scale) is not below `least`,
+    which is at most 1.
+    """
     low, high = largest.to(tl.int64) * 0 + LOWEST, ordered(largest).to(tl.int64)
     while low < high:
         middle = low + (high - low) // 2
@@ -391,7 +401,7 @@ def _keep_best(
 
 @triton.jit
 def _lowest_of_best(source, words, sessions, row, limit, K: tl.constexpr, IN_ROW: tl.constexpr):
-    """The lowest key among the K best tokens that the filters keep, and whether it is certain; see `lowest_kept`."""
+    """Return the lowest key among the K best tokens that the filters keep, and whether it is certain; see `lowest_kept`."""
     top_k, top_p = tl.load(words + 3 * sessions + row), real(words, sessions, row, 6)
     has_limit, least = (top_k > 0) | (top_p < 1), key_of(limit, IDS - 1)
     best = _search(source, least, K, False, IN_ROW)

@@ -30,7 +30,9 @@ ROUTE_TILE = 8192  # logits that a program which routes compares at once
 
 
 def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm) -> tuple[Tensor, ...]:
-    """The residual sum and its norm, as `fused.add_norm`, and what router and experts of Gemma 4 see of it: one launch."""
+    """Return the residual sum and its norm, as `fused.add_norm`, and what router and experts of Gemma 4 see of it: one
+    launch.
+    """
     width, found = hidden.shape[-1], tuple(torch.empty_like(hidden) for _ in range(4))
     block = triton.next_power_of_2(width)
     with on_device_of(hidden):
@@ -45,9 +47,11 @@ def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, 
 def route(
     logits: Tensor, routed: RoutedExperts, gate_up: Tensor | None = None, ups: Tensor | None = None
 ) -> tuple[Routing, Tensor | None]:
-    """The best experts of rows by logits [R, E], in one launch.
+    """Return the best experts of rows by logits [R, E], in one launch.
 
-    gate_up, ups: of an MLP beside the experts, as `fused.gate` takes them. The same launch computes what `gate` returns.
+    Args:
+        gate_up, ups: of an MLP beside the experts, as `fused.gate` takes them. The same launch computes what `gate`
+            returns.
     """
     (rows, num_experts), device = logits.shape, logits.device
     dtype = logits.dtype if routed.rounds_weights else torch.float32
@@ -92,7 +96,7 @@ def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor
 
 
 def combine(outputs: Tensor, shares: Tensor) -> Tensor:
-    """The sum of the experts' outputs [R, K, C] by their shares: [R, C], in one launch."""
+    """Return the sum of the experts' outputs [R, K, C] by their shares: [R, C], in one launch."""
     (rows, top_k, width), out = outputs.shape, outputs.new_empty((outputs.shape[0], outputs.shape[2]))
     block = triton.next_power_of_2(width)
     with on_device_of(outputs):
@@ -144,7 +148,8 @@ def _route(
 
 @triton.jit
 def _rank(own, expert, logits, experts):
-    """How many logits of a row come before its own: higher ones, and equal ones of earlier experts. NaN is the lowest.
+    """Return how many logits of a row come before its own: higher ones, and equal ones of earlier experts. NaN is the
+    lowest.
 
     A row is along the last dimension.
     """
@@ -198,7 +203,9 @@ def _share_row(
 
 @triton.jit
 def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a program's tile, its pairs, and which of these are there. Tiles behind all others have no expert."""
+    """Return the expert of a program's tile, its pairs, and which of these are there. Tiles behind all others have no
+    expert.
+    """
     tile, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     count = tl.load(counts + e, mask=e < NUM_EXPERTS, other=0)
     tiles = tl.cdiv(count, BLOCK_M)

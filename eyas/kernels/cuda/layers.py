@@ -1,4 +1,4 @@
-"""What a fused layer does between its products, as Triton kernels: the functions of `eyas.models.layers.fused` for CUDA.
+"""Triton kernels of a fused layer's work between its products: the functions of `eyas.models.layers.fused` for CUDA.
 
 Sums are float32. Norms and gates are rounded where transformers rounds, rotary embedding once. Launches depend on
 shapes only, so a graph can capture them. Legend as in eyas.models.layers.fused; N is the number of rows that a norm sees.
@@ -29,7 +29,7 @@ WIDE_OUTPUTS = 8192
 def add_norm(
     hidden: Tensor, delta: Tensor | ExpertOutputs, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm, as `fused.add_norm`: one launch. Outputs of experts are summed in it."""
+    """Return the residual sum and its norm, as `fused.add_norm`: one launch. Outputs of experts are summed in it."""
     outputs, shares, dense, mixed = (delta, None, None, None) if isinstance(delta, Tensor) else delta
     (own, beside), inner, width = mixed or (norm, norm), delta_norm or norm, hidden.shape[-1]
     state, normed = outputs.new_empty(hidden.shape), outputs.new_empty(hidden.shape)
@@ -73,7 +73,7 @@ def pair_inputs(
     states: Tensor, parents: Tensor, tokens: Tensor, draft_ids: Tensor, embedding: Tensor, norms: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
+    """Return what the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
 
     states: [S, R, C] of the rows above. parents: rows among these, tokens: draft ids, int64 [S, W]. norms: weights for the
     embeddings and for the states.
@@ -97,9 +97,11 @@ def rotate_and_store(
     qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None,
     scales: KVScales = UNSCALED,
 ) -> Tensor:  # fmt: skip
-    """Rotate and write to the cache as `fused.rotate_and_store`: one launch. rotary: plain cos and sin [1, R, D].
+    """Rotate and write to the cache as `fused.rotate_and_store`: one launch.
 
-    slots: without them row r writes to slot r.
+    Args:
+        rotary: plain cos and sin [1, R, D].
+        slots: without them row r writes to slot r.
     """
     (rows, _, width), (cos, sin), norms = qkv.shape, rotary, heads.norms
     query = torch.empty((rows, heads.num_heads, width), dtype=qkv.dtype, device=qkv.device)
@@ -130,7 +132,9 @@ def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
 def convolve(rows: Tensor, base: Tensor, deltas: Tensor, side: int, block_rows: int) -> Tensor:
     """Causal convolutions over blocks of rows [R, C], as `BlockConvolution`: one launch.
 
-    base: [taps, C]. deltas: of both sides, [R, 2, taps, groups]; `side` chooses.
+    Args:
+        base: [taps, C].
+        deltas: of both sides, [R, 2, taps, groups]; `side` chooses.
     """
     (num_rows, width), (_, _, taps, groups), out = rows.shape, deltas.shape, torch.empty_like(rows)
     with on_device_of(rows):
@@ -151,10 +155,12 @@ def linear(
 ) -> Tensor:
     """x [..., K] times weight [N, K] plus bias [N], in one launch: [..., N] of `dtype`, summed in float32.
 
-    out: the result. scales: of a weight with 8 bits, float32 [N]; it is converted to the type of x while it is read.
-
     Tiles depend on the weight alone and nothing is summed across programs. So a row gets the same bits in any batch, which
     libraries do not promise: they choose kernels by the number of rows.
+
+    Args:
+        out: the result.
+        scales: of a weight with 8 bits, float32 [N]; it is converted to the type of x while it is read.
     """
     (outputs, inputs), rows = weight.shape, x.numel() // weight.shape[1]
     out = torch.empty((*x.shape[:-1], outputs), dtype=dtype, device=x.device) if out is None else out
@@ -220,7 +226,12 @@ def _add_norm(
     WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, HAS_FACTOR: tl.constexpr, TOP_K: tl.constexpr,
     HAS_DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. TOP_K: of its experts, whose outputs are delta; 0 if delta is a row. HAS_DENSE: an MLP is beside them."""
+    """One row.
+
+    Args:
+        TOP_K: of its experts, whose outputs are delta; 0 if delta is a row.
+        HAS_DENSE: an MLP is beside them.
+    """
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, kept = row * WIDTH + d, d < WIDTH
     y = weighted_row(delta, shares, row, d, kept, WIDTH, TOP_K) if TOP_K else tl.load(delta + at, mask=kept, other=0.0)
@@ -241,7 +252,7 @@ def _add_norm(
 
 @triton.jit
 def weighted_row(outputs, shares, row, d, kept, WIDTH: tl.constexpr, TOP_K: tl.constexpr):
-    """The sum of the outputs [R, K, C] of a row's experts by their shares [R, K]."""
+    """Return the sum of the outputs [R, K, C] of a row's experts by their shares [R, K]."""
     acc = tl.zeros(d.shape, tl.float32)
     for k in range(TOP_K):
         y = tl.load(outputs + (row * TOP_K + k) * WIDTH + d, mask=kept, other=0.0)
@@ -293,7 +304,7 @@ def _pair_inputs(
 
 @triton.jit
 def normed_row(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
-    """One row divided by its root mean square, times its weight."""
+    """Return one row divided by its root mean square, times its weight."""
     y = x.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
     if ADDS_ONE:
@@ -308,9 +319,12 @@ def _rotate_and_store(
     ROTARY_STRIDE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMED_HEADS: tl.constexpr, ADDS_ONE: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row. MOST: the largest number of a narrow cache; 0 for the type of qkv.
+    """One head of one row.
 
-    SOURCE_HEADS: of a row of qkv, in which values may be missing. NORMED_HEADS: how many of the heads are normed.
+    Args:
+        MOST: the largest number of a narrow cache; 0 for the type of qkv.
+        SOURCE_HEADS: of a row of qkv, in which values may be missing.
+        NORMED_HEADS: how many of the heads are normed.
     """
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     kept, left = d < WIDTH, d < WIDTH // 2
@@ -344,7 +358,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _narrow(x, scale, pool, MOST: tl.constexpr):
-    """What a cache of 8 bits keeps of x; NaN stays."""
+    """Round x as a cache of 8 bits does; NaN stays."""
     if MOST > 0:
         y = tl.div_rn(x.to(tl.float32), tl.full([x.shape[0]], 1.0, tl.float32) * scale)
         y = tl.where(y > MOST, MOST, tl.where(y < -MOST, -MOST, y))

@@ -42,7 +42,7 @@ MASS_ERROR = tl.constexpr(1e-5)
 
 
 def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token id per row, int64 [N]; logits float32 [N, V], contiguous. V where a row holds NaN.
+    """Return one token id per row, int64 [N]; logits float32 [N, V], contiguous. V where a row holds NaN.
 
     Temperature 0 takes the likeliest token, above it argmin noise / probs as `exponential_race`. Two launches.
     """
@@ -123,7 +123,9 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
 
 
 def _words(draws: Sequence[Draw]) -> Ints:
-    """What the rows' draws depend on, int64 [5, N]: keys of the noise, temperatures, top-k, top-p, min-p; reals as bits."""
+    """Return what the rows' draws depend on, int64 [5, N]: keys of the noise, temperatures, top-k, top-p, min-p; reals as
+    bits.
+    """
     draws = Draws.of(draws)
     keys = draws.keys
     words = np.empty((5, len(draws)), dtype=np.int64)
@@ -135,7 +137,9 @@ def _words(draws: Sequence[Draw]) -> Ints:
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k highest of each row of float32 scores [..., V] and their ids, best first, ties by lowest id. Two launches."""
+    """Return the k highest of each row of float32 scores [..., V] and their ids, best first, ties by lowest id. Two
+    launches.
+    """
     size = scores.shape[-1]
     rows, blocks = scores.numel() // size, triton.cdiv(size, BLOCK)
     keys = torch.empty((rows, blocks, k), dtype=torch.int64, device=scores.device)
@@ -262,7 +266,7 @@ def _winners(
 
 @triton.jit
 def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr):
-    """The winner among the tokens that the filters keep, and whether it is certain: always, if the whole row is read.
+    """Return the winner among the tokens that the filters keep, and whether it is certain: always, if the whole row is read.
 
     `keys`: of listed tokens; down to `limit`, in ordered bits, all of the row's are listed. `total`: the row's mass, about.
     Kept are the tokens with keys from `low` on, if they weigh enough.
@@ -289,7 +293,7 @@ def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr)
 
 @triton.jit
 def lowest_kept(source, top_k, top_p, limit, total, IN_ROW: tl.constexpr):
-    """The lowest key that top-k and top-p keep, and whether it is certain; see `_draw_kept`.
+    """Return the lowest key that top-k and top-p keep, and whether it is certain; see `_draw_kept`.
 
     source: keys and masses of listed tokens; the row's logits, their number, the largest; the temperature; the mass of the
     likeliest token. The key is below all others if the filters keep more than is listed.
@@ -352,14 +356,14 @@ def _keys_of_row(logits, start, size):
 
 @triton.jit
 def without_nan(x):
-    """Logits in float32 with minus infinity for what is no number."""
+    """Return logits in float32 with minus infinity for what is no number."""
     x = x.to(tl.float32)
     return tl.where((x == x) & (x != float("inf")), x, float("-inf"))
 
 
 @triton.jit
 def key_of(bits, ids):
-    """The key of a token: the higher, the better its rank."""
+    """Return the key of a token: the higher, the better its rank."""
     return (bits.to(tl.int64) + 1) * IDS - 1 - ids
 
 
@@ -381,13 +385,13 @@ def _noise(key, ids):
 
 @triton.jit
 def real(words, rows, row, word):
-    """A real number of a row's words, see `_words`."""
+    """Return a real number of a row's words, see `_words`."""
     return tl.load(words + word * rows + row).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _is_filtered(words, rows, row):
-    """Whether a row is not greedy and has top-k, top-p or min-p."""
+    """Return whether a row is not greedy and has top-k, top-p or min-p."""
     has_filters = (tl.load(words + 2 * rows + row) > 0) | (real(words, rows, row, 3) < 1) | (real(words, rows, row, 4) > 0)
     return has_filters & (real(words, rows, row, 1) > 0)
 
@@ -401,7 +405,7 @@ def ordered(x):
 
 @triton.jit
 def logit_of(bits):
-    """The float of `ordered`."""
+    """Return the float of `ordered`."""
     bits = bits.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

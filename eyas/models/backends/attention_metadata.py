@@ -78,12 +78,17 @@ MAX_MORE_PARTS = 256
 
 @dataclass(frozen=True)
 class Tiling:
-    """What good tile sizes depend on.
+    """Device and head sizes on which good tile sizes depend.
 
-    heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
-    num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
-    prefill_rows: the same in passes of prompts, 0 for as many. longest: the most keys that a row may see. fixed_part: keys
-    of parts at fixed positions; 0 cuts keys so that the device is full, and results depend on the batch.
+    Attributes:
+        heads_per_kv: query heads that share keys; they are rows of one matrix product.
+        num_kv: key-value heads.
+        num_processors: of the device; each should have two programs.
+        max_rows: of a matrix product that registers can hold.
+        prefill_rows: the same in passes of prompts, 0 for as many.
+        longest: the most keys that a row may see.
+        fixed_part: keys of parts at fixed positions; 0 cuts keys so that the device is full, and results depend on the
+            batch.
     """
 
     heads_per_kv: int
@@ -95,7 +100,7 @@ class Tiling:
     fixed_part: int = 0
 
     def tile_rows(self, longest: int) -> int:
-        """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
+        """Return the rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
         few = max(1, 16 // self.heads_per_kv)
         return few if longest <= few and not self.fixed_part else self.most_rows
 
@@ -105,15 +110,16 @@ class Tiling:
         return max(1, self.max_rows // self.heads_per_kv)
 
     def shape(self, rows: int, logits: int, tiles: int, tile_rows: int, filled: int | None = None) -> MetadataShape:
-        """A shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all by
-        default."""
+        """Return a shape whose keys are cut so that even a few tiles fill the device. filled: tiles that are no padding, all
+        by default.
+        """
         even = min(MAX_SPLITS, max(1, 2 * self.num_processors // ((filled or max(tiles, 1)) * self.num_kv)))
         long = min(LONG_SPLITS, MAX_PART_ROWS // max(rows, 1), self.longest // LONG_PART)
         return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
 
 
 def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
-    """The shape of segments without padding. runs: those of `shared_runs`."""
+    """Return the shape of segments without padding. runs: those of `shared_runs`."""
     counts = segments.rows.counts.tolist() if isinstance(segments, TreeSegments) else [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     if tiling.fixed_part:
@@ -145,8 +151,9 @@ class SharedRun(NamedTuple):
 
 
 def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
-    """All segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few keys, and
-    nothing for parts at fixed positions."""
+    """Return all segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few
+    keys, and nothing for parts at fixed positions.
+    """
     if tiling.fixed_part:
         return []
     prefixes = prefixes_of(segments)
@@ -168,8 +175,9 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
 
 
 def _num_common(one: Ints, other: Ints) -> int:
-    """Slots that two prefixes begin with; 0 for fewer than SHARED_KEYS. The same slot at a position has the same before it,
-    since a slot of the prefix cache belongs to one prefix."""
+    """Return the slots that two prefixes begin with; 0 for fewer than SHARED_KEYS. The same slot at a position has the same
+    before it, since a slot of the prefix cache belongs to one prefix.
+    """
     low, high = SHARED_KEYS, min(len(one), len(other))
     if high < low or one[low - 1] != other[low - 1]:
         return 0
@@ -180,7 +188,7 @@ def _num_common(one: Ints, other: Ints) -> int:
 
 
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
-    """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
+    """Return a shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
     tiles = min(rows, max_segments + 1 + rows // tile_rows)
     if tiling.fixed_part:
@@ -192,20 +200,20 @@ def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
 
 
 class PartCount(NamedTuple):
-    """What parts at fixed positions take: tiles listed once for each part, and rows of results of all of them."""
+    """Memory that parts at fixed positions take: tiles listed once for each part, and rows of results of all of them."""
 
     tiles: int
     part_rows: int
 
 
 def count_parts(segments: Sequence[Segment], tile_rows: int, part: int) -> PartCount:
-    """What a pass takes without padding."""
+    """Return what a pass takes without padding."""
     cut = _cut_tiles(SegmentRows.of(segments), tile_rows, part)
     return PartCount(int(cut.parts.sum()), int(cut.parts @ cut.rows))
 
 
 def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
-    """Whether a shape of `bucket_shape` holds the parts of a pass whose rows it holds."""
+    """Return whether a shape of `bucket_shape` holds the parts of a pass whose rows it holds."""
     if not shape.fixed_part:
         return True
     needs = count_parts(segments, shape.tile_rows, shape.fixed_part)
@@ -214,7 +222,7 @@ def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
 
 
 def max_words(shape: MetadataShape) -> int:
-    """The most words that a pass of this shape can take, without its prefixes."""
+    """Return the most words that a pass of this shape can take, without its prefixes."""
     return _num_fixed_words(shape) + shape.rows * (shape.rows if shape.fixed_part else -(-shape.rows // 32))
 
 
@@ -226,9 +234,11 @@ def pack_with_metadata(
     runs: Sequence[SharedRun] = (),
     memory: SlotMemory | None = None,
 ) -> PackedInputs:
-    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
+    """Return segments padded to a shape. Rows behind the last segment write to slot `scratch` and attend to nothing.
 
-    runs: those that the shape was made for. memory: keeps the prefixes, if they fit.
+    Args:
+        runs: those that the shape was made for.
+        memory: keeps the prefixes, if they fit.
     """
     writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
     words = build_words(segments, shape, scratch, runs, writes.prefixes if writes else None)
@@ -245,7 +255,7 @@ def pack_with_metadata(
 
 
 def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, device: torch.device) -> Tensor:
-    """The words of a pass on the device, behind the writes to its slot memory; all of it travels in one copy."""
+    """Return the words of a pass on the device, behind the writes to its slot memory; all of it travels in one copy."""
     count, start = len(writes.at), _aligned(len(words))
     padding = np.zeros(start - len(words), dtype=np.int32)  # the addresses of writes have 64 bits
     at, slots = writes.at.astype(np.int64, copy=False).view(np.int32), writes.slots.astype(np.int32)
@@ -261,7 +271,7 @@ def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, dev
 
 
 def _has_others(segments: Sequence[Segment]) -> bool:
-    """Whether rows see keys of their segments that are not of the pass."""
+    """Return whether rows see keys of their segments that are not of the pass."""
     return not isinstance(segments, TreeSegments) and any(len(segment.others) for segment in segments)
 
 
@@ -272,7 +282,7 @@ def build_words(
     runs: Sequence[SharedRun] = (),
     kept_prefixes: Ints | None = None,
 ) -> Words:
-    """The words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
+    """Return the words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
     is_usual = kept_prefixes is not None and not (shape.fixed_part or runs)
     if is_usual and isinstance(segments, TreeSegments) and (compiled := kernels()):
         rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
@@ -393,7 +403,7 @@ def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape:
 
 
 def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:
-    """The masks of all segments, one bit for each pair of rows; each row begins a word. All become words at once."""
+    """Return the masks of all segments, one bit for each pair of rows; each row begins a word. All become words at once."""
     if isinstance(segments, TreeSegments):
         words = segments.trees.words.view("<i4")
         if (strides == strides[0]).all():
@@ -450,7 +460,7 @@ def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
 
 
 def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor | None = None) -> PackedInputs:
-    """A pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
+    """Return a pass over words that are on the device. prefixes: the words of a SlotMemory, if prefixes are there."""
     stride, width = _aligned(shape.rows), _tile_words(shape)
     rows = words.as_strided((4, shape.rows), (stride, 1))
     tiles = words.as_strided((shape.tiles, width), (width, 1), words.storage_offset() + 4 * stride)
@@ -461,7 +471,7 @@ def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor 
 
 
 def _num_fixed_words(shape: MetadataShape) -> int:
-    """Words before the prefixes and masks."""
+    """Return the words before the prefixes and masks."""
     return 4 * _aligned(shape.rows) + _tile_words(shape) * shape.tiles
 
 
@@ -470,7 +480,7 @@ def _tile_words(shape: MetadataShape) -> int:
 
 
 def mask_words(visible: Bools) -> Words:
-    """Which keys each row sees, [n, k], as words of 32 bits [n, ceil(k / 32)]."""
+    """Return which keys each row sees, [n, k], as words of 32 bits [n, ceil(k / 32)]."""
     packed = np.packbits(visible, axis=1, bitorder="little")
     padded = np.zeros((len(visible), 4 * -(-visible.shape[1] // 32)), dtype=np.uint8)
     padded[:, : packed.shape[1]] = packed

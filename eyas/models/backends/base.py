@@ -18,11 +18,11 @@ class ForwardBackend(Protocol):
     """A way to run forward passes: TargetModel, KernelBackend or GraphBackend. They agree up to rounding."""
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments in the form that this `forward` takes."""
+        """Return segments in the form that this `forward` takes."""
         ...
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
-        """One pass over all rows, as TargetModel.forward."""
+        """Return one pass over all rows, as TargetModel.forward."""
         ...
 
 
@@ -38,7 +38,9 @@ class BackendKind(IntEnum):
 class BackendPlan:
     """Rank 0's decision for all ranks: NCCL needs a sum captured on every rank or on none, and in the same order.
 
-    batch_invariant: whether a row must get the same bits in any pass; with one rank only. kv_cache_dtype: as configured.
+    Attributes:
+        batch_invariant: whether a row must get the same bits in any pass; with one rank only.
+        kv_cache_dtype: as configured.
     """
 
     kind: BackendKind

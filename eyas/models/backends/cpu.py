@@ -61,8 +61,8 @@ class CpuDecoder:
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
     ) -> Any:
-        """What we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other ways to
-        attend go to its own code. No hooks run where the KV cache keeps the states.
+        """Return what we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other
+        ways to attend go to its own code. No hooks run where the KV cache keeps the states.
 
         Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
         segment.
@@ -112,7 +112,7 @@ class CpuDecoder:
 
     @property
     def has_stack(self) -> bool:
-        """Whether one kernel runs all layers, so that threads can share them."""
+        """Return whether one kernel runs all layers, so that threads can share them."""
         return self.stack is not None
 
     @cached_property
@@ -138,7 +138,7 @@ class CpuDecoder:
             self._head.product.helpers = self.helpers
 
     def model_forward(self, *, logits_to_keep: Tensor, **arguments: Any) -> Any:
-        """What `TargetModel.forward` reads of the output of transformers' causal model."""
+        """Return what `TargetModel.forward` reads of the output of transformers' causal model."""
         hidden = self._decoder(**arguments).last_hidden_state
         logits = self._head(hidden[:, logits_to_keep])
         return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
@@ -177,7 +177,7 @@ def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
 
 
 def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.device) -> str:
-    """Why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
+    """Return why no threads share the layers of a decoder that kernels run, or of another one (None); empty if they do."""
     if decoder is None and runs_compiled(device):
         return "they are not fused or have experts, so no kernel of the CPU runs them"
     if decoder is None:
@@ -192,10 +192,13 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
 
 
 class CpuStack:
-    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same."""
+    """Layers of one shape, which one kernel runs. `CpuLayer.run` of each computes the same.
+
+    Args:
+        layers: see `of`.
+    """
 
     def __init__(self, layers: Sequence[CpuLayer], kinds: Sequence[int]) -> None:
-        """layers: see `of`."""
         from eyas.kernels.cpu.layers import NO_WINDOW, LayerStack
 
         first, heads = layers[0], layers[0].heads
@@ -225,7 +228,7 @@ class CpuStack:
 
     @classmethod
     def of(cls, layers: Sequence[CpuLayer], kinds: Sequence[int] = ()) -> CpuStack | None:
-        """The layers, if their shapes and kinds of norms are the same and their weights are in blocks; else None.
+        """Return the layers, if their shapes and kinds of norms are the same and their weights are in blocks; else None.
 
         kinds: which of the rotary tables given to `run` each layer takes, by default the first one.
         """
@@ -242,8 +245,10 @@ class CpuStack:
     ) -> None:
         """Advance `rows` through all layers; no row may belong to a prompt.
 
-        rotary: tables of cos and sin [R, D]. kept: where states before some layers go. helpers: threads that share the
-        layers of MIN_SHARED_ROWS rows and more; the result is the same, bit for bit.
+        Args:
+            rotary: tables of cos and sin [R, D].
+            kept: where states before some layers go.
+            helpers: threads that share the layers of MIN_SHARED_ROWS rows and more; the result is the same, bit for bit.
         """
         from eyas.kernels.cpu.layers import NUM_COUNTERS, run_layers
 
@@ -265,9 +270,13 @@ class CpuStack:
 class CpuRows:
     """Rows on their way through the layers.
 
-    state, normed: the residual stream and its norm, [R, C]. count: R. inputs: what the next attention reads, [R, X]; by
-    default the norm. slots: where keys and values belong, int64 [R]; empty if they are not kept. keys: RowKeys of the
-    segments that the kernels attend. prompts: for each longer segment which rows it has, and these packed by themselves.
+    state, normed: the residual stream and its norm, [R, C]. count: R.
+
+    Args:
+        inputs: what the next attention reads, [R, X]; by default the norm.
+        slots: where keys and values belong, int64 [R]; empty if they are not kept.
+        keys: RowKeys of the segments that the kernels attend.
+        prompts: for each longer segment which rows it has, and these packed by themselves.
     """
 
     def __init__(
@@ -311,7 +320,7 @@ class CpuProduct(NamedTuple):
 
     @classmethod
     def of(cls, product: Product) -> CpuProduct:
-        """The product, whose scale is left to the kernel behind it."""
+        """Return the product, whose scale is left to the kernel behind it."""
         if not isinstance(product, PackedProduct):
             return cls(product, 1.0)
         return cls(product.scaled, 1 / product.scale, product if product.weight.in_blocks else None)
@@ -327,7 +336,11 @@ class CpuProducts(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Product, out: Product, gate_up: Product, down: Product) -> CpuProducts:
-        """The products with their scales apart. out, down: may be modules."""
+        """Return the products with their scales apart.
+
+        Args:
+            out, down: may be modules.
+        """
         return cls(*map(CpuProduct.of, (qkv, out, gate_up, down)))
 
 
@@ -335,7 +348,9 @@ class CpuProducts(NamedTuple):
 class CpuLayer:
     """A decoder layer as `eyas.kernels.cpu.layers` computes it; the order is that of `FusedLayer.forward`.
 
-    scaling, window, softcap: of its attention. out_norm, down_norm: of what attention and MLP give; None for none.
+    Attributes:
+        scaling, window, softcap: of its attention.
+        out_norm, down_norm: of what attention and MLP give; None for none.
     """
 
     products: CpuProducts
@@ -351,7 +366,7 @@ class CpuLayer:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What layers of a CpuStack have in common."""
+        """Return what layers of a CpuStack have in common."""
         products = [product.packed for product in self.products]
         sizes = tuple(packed and len(packed.weight.layout) for packed in products)
         biases = tuple(packed is not None and packed.bias is not None for packed in products)
@@ -361,13 +376,20 @@ class CpuLayer:
 
     @property
     def can_stack(self) -> bool:
-        """Whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the first product."""
+        """Return whether the layer may be one of a CpuStack: weights in blocks, and no bias but that of the
+        first product.
+        """
         packed = [product.packed for product in self.products]
         is_biased = any(product is not None and product.bias is not None for product in packed[1:])
         return all(product and product.weight.fills_blocks for product in packed) and not is_biased
 
     def run(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> None:
-        """Advance `rows` through this layer. rotary: cos and sin [R, D]. index: of the layer in the KV cache."""
+        """Advance `rows` through this layer.
+
+        Args:
+            rotary: cos and sin [R, D].
+            index: of the layer in the KV cache.
+        """
         self.finish(kernels, rows, self.project(kernels, rows, rotary, kv, index), kv, index)
 
     def project(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> Floats:

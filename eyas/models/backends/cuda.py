@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, max_model_len: int) -> BackendPlan:
-    """The fastest kind that the target's device and shapes allow. Logs what rules out the kernel on CUDA."""
+    """Return the fastest kind that the target's device and shapes allow. Logs what rules out the kernel on CUDA."""
     rows = engine.max_prefill_tokens + engine.max_num_seqs * tree.num_draft_tokens
     limits = CaptureLimits(rows, engine.max_num_seqs, min(engine.max_num_seqs * max_model_len, MAX_PREFIX))
     if target.device.type != "cuda":
@@ -166,7 +166,7 @@ def release_backend(backend: ForwardBackend) -> None:
 
 
 def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_kv: int) -> Tiling:
-    """The tiling of attention over keys and values of a dtype on a device."""
+    """Return the tiling of attention over keys and values of a dtype on a device."""
     rows = 16 if dtype == torch.float32 else 64
     if device.type != "cuda":
         return Tiling(heads_per_kv, num_kv, 1, rows)
@@ -176,14 +176,14 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 
 def why_no_kernel(target: TargetModel) -> str:
-    """Why the kernel cannot serve a target; empty if it can."""
+    """Return why the kernel cannot serve a target; empty if it can."""
     num_heads = target.heads_per_kv * target.kv_shapes[0][0]
     layouts = {(width, num_heads // num_kv) for num_kv, width in target.kv_shapes}
     return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 
 def why_no_kernel_for(head_width: int, heads_per_kv: int, dtype: torch.dtype) -> str:
-    """Why the kernel cannot serve heads of this layout; empty if it can."""
+    """Return why the kernel cannot serve heads of this layout; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if head_width > MAX_HEAD_WIDTH:
@@ -199,8 +199,12 @@ def why_no_kernel_for(head_width: int, heads_per_kv: int, dtype: torch.dtype) ->
 
 
 class KernelBackend:
-    """A target whose attention is the kernel. scratch: the slot that padding rows write to. memory: of prefixes; without it
-    each pass brings its own along."""
+    """A target whose attention is the kernel.
+
+    Args:
+        scratch: the slot that padding rows write to.
+        memory: of prefixes; without it each pass brings its own along.
+    """
 
     def __init__(self, target: TargetModel, tiling: Tiling, scratch: int, memory: SlotMemory | None = None) -> None:
         self.target = target
@@ -209,13 +213,13 @@ class KernelBackend:
         self.scratch = scratch
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments without padding."""
+        """Return segments without padding."""
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
         return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
-        """As TargetModel.forward, but hidden states may end with padding rows."""
+        """Run TargetModel.forward, but hidden states may end with padding rows."""
         device = self.target.device
         products = FixedProducts() if self.tiling.fixed_part else nullcontext()
         # Triton launches on the thread's current device, wherever the tensors are.
@@ -224,7 +228,7 @@ class KernelBackend:
 
 
 class FixedProducts(TorchFunctionMode):
-    """Inside the context every linear layer multiplies by the kernel `linear`, whose tiles do not depend on the rows."""
+    """Context in which every linear layer multiplies by the kernel `linear`, whose tiles do not depend on the rows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the two functions that linear layers and output heads call."""

@@ -47,9 +47,13 @@ MAX_UNUSED_LOGITS = 64  # rows whose logits may be computed without need, howeve
 
 @dataclass(frozen=True)
 class CaptureLimits:
-    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together.
+    """The most that a pass can hold.
 
     A SlotMemory has room for as many prefixes as there are segments, each with an equal share of the slots.
+
+    Attributes:
+        rows: of all segments together.
+        prefix: slots of all prefixes together.
     """
 
     rows: int
@@ -90,7 +94,7 @@ class GraphBackend:
         self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in self._buckets[::-1]}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments padded to a bucket if one holds them, and if they share no long prefix."""
+        """Return segments padded to a bucket if one holds them, and if they share no long prefix."""
         if shared_runs(segments, self._launched.tiling):
             return self._launched.pack(segments)
         rows = choose_bucket(self._buckets, count_rows(segments), count_logits(segments))
@@ -102,7 +106,7 @@ class GraphBackend:
         )
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
-        """As TargetModel.forward, but the next pass overwrites the output, and hidden states may end with padding rows."""
+        """Run TargetModel.forward, but the next pass overwrites the output, and hidden states may end with padding rows."""
         assert packed.metadata is not None, "packed by another backend"
         assert kv_cache is self._kv_cache, "captured over another KV cache"
         words, replay = packed.metadata.masks, self._replays.get(packed.metadata.shape)
@@ -134,7 +138,9 @@ class GraphBackend:
 
     @torch.inference_mode()
     def _run(self, rows: int) -> TargetOutput:
-        """What is captured. All graphs leave their output in the same memory: one graph's is used before the next runs."""
+        """Return what is captured. All graphs leave their output in the same memory: one graph's is used before the next
+        runs.
+        """
         shape = self._shapes[rows]
         memory = self._launched.memory
         packed = view(self._words, shape, shape.logits, memory.words if memory else None)
@@ -162,7 +168,8 @@ def row_buckets(most: int) -> tuple[int, ...]:
 
 
 def choose_bucket(buckets: Sequence[int], rows: int, num_logits: int) -> int | None:
-    """The smallest bucket that holds a pass. None if a graph does not help: too many rows, or too few logits asked for.
+    """Return the smallest bucket that holds a pass. None if a graph does not help: too many rows, or too few logits asked
+    for.
 
     A graph computes the logits of all rows.
     """
@@ -172,14 +179,16 @@ def choose_bucket(buckets: Sequence[int], rows: int, num_logits: int) -> int | N
 
 
 def padded_size(count: int, least: int) -> int:
-    """The smallest size that holds `count`, at least `least`: powers of two, and from 4 on the values half way between."""
+    """Return the smallest size that holds `count`, at least `least`: powers of two, and from 4 on the values half way
+    between.
+    """
     power = 1 << max(count - 1, 0).bit_length()
     half = 3 * power // 4
     return max(least, half if power > 4 and half >= count else power)
 
 
 def largest_padded_size(count: int) -> int:
-    """The largest `padded_size` that is not above `count`, at least 1."""
+    """Return the largest `padded_size` that is not above `count`, at least 1."""
     power = 1 << max(count.bit_length() - 1, 0)
     half = 3 * power // 2
     return half if power >= 4 and half <= count else power
@@ -187,7 +196,7 @@ def largest_padded_size(count: int) -> int:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside the context no garbage is collected: graphs and pinned memory that it frees would call the device."""
+    """Stop garbage collection inside the context: graphs and pinned memory that it frees would call the device."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

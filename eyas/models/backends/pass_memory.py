@@ -28,10 +28,13 @@ GRAPH_NODES = 2**20
 
 @dataclass(frozen=True)
 class PassSizes:
-    """Widths of a target, or of one rank's part of it. itemsize: bytes of a hidden number. num_aux: collected layers.
+    """Widths of a target, or of one rank's part of it.
 
-    keeps_logits: whether smaller graphs write logits straight to the output that all share. pairs: numbers inside and behind
-    the experts of a row, side by side; 0 without experts.
+    Attributes:
+        itemsize: bytes of a hidden number.
+        num_aux: collected layers.
+        keeps_logits: whether smaller graphs write logits straight to the output that all share.
+        pairs: numbers inside and behind the experts of a row, side by side; 0 without experts.
     """
 
     vocab: int
@@ -47,7 +50,7 @@ class PassSizes:
 
     @classmethod
     def of(cls, target: TargetModel) -> PassSizes:
-        """The widths of a loaded target."""
+        """Return the widths of a loaded target."""
         config, shapes = target.config, target.kv_shapes
         width = max(width for _, width in shapes)
         kv_heads = -(-max(heads * width for heads, width in shapes) // width)
@@ -62,11 +65,11 @@ class PassSizes:
         return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, itemsize, num_aux, own_logits, pairs)
 
     def logits(self, rows: int) -> int:
-        """Bytes of logits [N, V], float32."""
+        """Return the bytes of logits [N, V], float32."""
         return rows * self.vocab * 4
 
     def layers(self, rows: int, results: int) -> int:
-        """Most bytes inside the layers: of attention, of the MLP or of experts, and of hidden states around them.
+        """Return the most bytes inside the layers: of attention, of the MLP or of experts, and of hidden states around them.
 
         Beside the pairs of experts are their inputs and outputs, and queries, keys and values that attention has left.
 
@@ -80,21 +83,24 @@ class PassSizes:
         return max(attention + partials, mlp, experts) + self.states(rows)
 
     def states(self, rows: int) -> int:
-        """Bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""
+        """Return bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""
         return rows * (4 + 2 * self.num_aux) * self.hidden * self.itemsize
 
     def peak(self, rows: int, num_logits: int, results: int) -> int:
-        """Most bytes in use at once; an allocator that reuses no block of layers for logits takes more."""
+        """Return the most bytes in use at once; an allocator that reuses no block of layers for logits takes more."""
         return max(self.layers(rows, results), self.states(rows) + self.logits(num_logits))
 
 
 def output_bytes(sizes: PassSizes, rows: int) -> int:
-    """Bytes that all graphs together keep for their outputs: logits and hidden states of the largest, which all share."""
+    """Return the bytes that all graphs together keep for their outputs: logits and hidden states of the largest, which all
+    share.
+    """
     return sizes.logits(rows) + rows * sizes.num_aux * sizes.hidden * sizes.itemsize
 
 
 def graph_bytes(sizes: PassSizes, max_rows: int, max_segments: int, tiling: Tiling) -> int:
-    """Bytes that captured graphs keep. They share one pool: the outputs, and what the neediest graph takes besides.
+    """Return the bytes that captured graphs keep. They share one pool: the outputs, and what the neediest graph takes
+    besides.
 
     All but the largest write logits to the shared output, or compute them in the pool and copy if the model scales them.
     """
@@ -112,10 +118,12 @@ def num_partials(shape: MetadataShape) -> int:
 
 
 def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: int, tiling: Tiling) -> int:
-    """Bytes of the largest pass that no graph holds, and of what its draws copy.
+    """Return the bytes of the largest pass that no graph holds, and of what its draws copy.
 
-    max_drawn: rows at which tokens are drawn. max_prompt: rows of prompts; `prompt_logprobs` asks for their logits. Then the
-    logits of drawn rows are copied, in memory that layers have left.
+    Args:
+        max_drawn: rows at which tokens are drawn.
+        max_prompt: rows of prompts; `prompt_logprobs` asks for their logits. Then the logits of drawn rows are copied, in
+            memory that layers have left.
     """
     if tiling.fixed_part:  # each row may lie at the end of a longest context
         partials = min(max_rows, max_drawn + max_prompt) * -(-tiling.longest // tiling.fixed_part)
@@ -129,7 +137,7 @@ def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: 
 
 
 def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig) -> int:
-    """Bytes to leave free beside the KV cache, for graphs and for the largest pass; 0 on the CPU."""
+    """Return bytes to leave free beside the KV cache, for graphs and for the largest pass; 0 on the CPU."""
     if target.device.type != "cuda":
         return 0
     limits, sizes = plan.limits, PassSizes.of(target)

@@ -68,10 +68,13 @@ class BlockHead(nn.Module):
 
     embed_tokens and lm_head are frozen. draft_ids maps draft ids to the target's. compiled: see `serve`. In a new head the
     Markov head adds nothing, the confidence is even, and convolutions pass rows on.
+
+    Args:
+        max_model_len: positions of the rotary table.
+        std: of random weights, drawn from torch's global generator.
     """
 
     def __init__(self, config: BlockHeadConfig, max_model_len: int, std: float = 0.02) -> None:
-        """max_model_len: positions of the rotary table. std: of random weights, drawn from torch's global generator."""
         super().__init__()
         c = self.config = config
         self.fc = empty_linear(len(c.aux_hidden_state_layers) * c.target_hidden, c.hidden)
@@ -98,7 +101,7 @@ class BlockHead(nn.Module):
 
     @property
     def is_independent(self) -> bool:
-        """Whether the tokens of a block are drafted without regard to each other."""
+        """Return whether the tokens of a block are drafted without regard to each other."""
         return self.markov_head is None and self.candidate_selector is None
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class BlockHead(nn.Module):
         return torch.cat([anchors[..., None], masks], -1)
 
     def project_context(self, layer: int, features: Tensor, positions: Tensor) -> Projected:
-        """Keys and values of context features [R, H] at positions [R] in a layer; the query is empty."""
+        """Return keys and values of context features [R, H] at positions [R] in a layer; the query is empty."""
         return self._layer(layer).self_attn.project_context(features, self._rotary(positions))
 
     def run(self, tokens: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
@@ -122,25 +125,25 @@ class BlockHead(nn.Module):
         return self._rms(states, self.norm)
 
     def drafted_rows(self, states: Tensor) -> Tensor:
-        """Of states [..., B, H] of whole blocks those that propose tokens, [..., G, H]."""
+        """Return, of states [..., B, H] of whole blocks, the ones that propose tokens, [..., G, H]."""
         first = self.config.first_row
         return states[..., first : first + self.config.num_drafted, :]
 
     def backbone_logits(self, states: Tensor) -> Tensor:
-        """Logits float32 [..., D] of normed states [..., H], without regard to other tokens of the block."""
+        """Return logits float32 [..., D] of normed states [..., H], without regard to other tokens of the block."""
         logits: Tensor = self.lm_head(states).float()
         scale, cap = self.config.multiplier, self.config.softcap
         logits = logits if scale == 1 else logits * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def initial_state(self, *shape: int) -> Tensor:
-        """What the recurrent Markov head starts from, [..., r]; of width 0 for heads without a state."""
+        """Return what the recurrent Markov head starts from, [..., r]; of width 0 for heads without a state."""
         weight = self.embed_tokens.weight
         width = self.markov_head.state_size if self.markov_head else 0
         return torch.zeros(*shape, width, dtype=weight.dtype, device=weight.device)
 
     def step(self, logits: Tensor, states: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32 [..., D] of a depth, given the token before it; and the memory [..., r] for the next depth.
+        """Return logits float32 [..., D] of a depth, given the token before it; and the memory [..., r] for the next depth.
 
         Args:
             logits: the output of `backbone_logits` at this depth, [..., D].
@@ -156,7 +159,9 @@ class BlockHead(nn.Module):
         return logits, memory
 
     def block_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before, [..., G]."""
+        """Return logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before, [...,
+        G].
+        """
         if self.is_independent:
             return self.backbone_logits(states)
         if self.markov_head is None:
@@ -179,7 +184,7 @@ class BlockHead(nn.Module):
         return torch.stack(latents, -2)
 
     def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits float32 [...] of the chance that the proposed token is accepted if all before it are.
+        """Return logits float32 [...] of the chance that the proposed token is accepted if all before it are.
 
         states [..., H], previous [...] as in `step`. The head must have a confidence head.
         """
@@ -247,10 +252,15 @@ def block_masks(
     is_causal: bool = False,
     documents: Tensor | None = None,
 ) -> Both:
-    """What the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool [1, 1, B, B].
+    """Return what the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool [1, 1,
+    B, B].
 
     A row sees the context before its anchor and its own block; with a window only what is less than `window` tokens before
-    it and, if `is_causal`, no later row. anchors: positions int64 [N, A]. documents: see `BlockHead.forward`.
+    it and, if `is_causal`, no later row.
+
+    Args:
+        anchors: positions int64 [N, A].
+        documents: see `BlockHead.forward`.
     """
     place = torch.arange(block_size, device=anchors.device)
     behind = place[:, None] - place
@@ -261,7 +271,7 @@ def block_masks(
 
 
 def _seen_context(anchors: Tensor, at: Tensor, length: int, window: int | None, documents: Tensor | None) -> Tensor:
-    """What rows at places [N, A, R] see of the context before their anchors [N, A], bool [N, A * R, T]."""
+    """Return what rows at places [N, A, R] see of the context before their anchors [N, A], bool [N, A * R, T]."""
     context, starts = torch.arange(length, device=anchors.device), anchors.repeat_interleave(at.shape[2], 1)
     seen = context < starts[:, :, None]
     if documents is not None:
@@ -270,7 +280,7 @@ def _seen_context(anchors: Tensor, at: Tensor, length: int, window: int | None, 
 
 
 def _places(tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Positions of tokens [N, T], by default those within their sequences."""
+    """Return the positions of tokens [N, T], by default those within their sequences."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1) if positions is None else positions
 
 
@@ -351,7 +361,7 @@ def load_block_head(
 
 
 def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32") -> BlockHead:
-    """A random head on the CPU, with the target's embedding, and its lm_head if the vocabulary is whole."""
+    """Return a random head on the CPU, with the target's embedding, and its lm_head if the vocabulary is whole."""
     folder = resolve(target)
     target_config = read_target_config(folder)
     head = BlockHead(config, get_setting(int, target_config, "max_position_embeddings", folder))
@@ -413,7 +423,7 @@ def write_block_head(
 
 
 def block_tensors(head: BlockHead) -> dict[str, Tensor]:
-    """The tensors of a head's checkpoint, on the CPU. Left out is what the target has: embedding, lm_head."""
+    """Return the tensors of a head's checkpoint, on the CPU. Left out is what the target has: embedding, lm_head."""
     c, tensors = head.config, {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size != c.vocab_size:
         ids = head.draft_ids.cpu()

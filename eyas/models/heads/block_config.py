@@ -1,4 +1,4 @@
-"""What a one-pass block head is (DFlash, DFlash2, DSpark), read from a checkpoint of any project: sizes, wiring, tensors.
+"""Config of a one-pass block head (DFlash, DFlash2, DSpark), read from a checkpoint of any project: sizes, wiring, tensors.
 
 Three dialects: the authors' (DFlash: settings in `dflash_config`; DSpark: flat), SpecForge's (all in `dflash_config`) and
 vLLM speculators' (`speculators_model_type`, sizes in `transformer_layer_config`). Sources stand in docs/models.md.
@@ -47,10 +47,15 @@ TENSOR_SPELLINGS = (
 class BlockHeadConfig(BackboneSizes):
     """Sizes of a block head, its layers and its heads over the backbone.
 
-    num_target_layers: of the target that it was made for. mask_token_id: whose embedding the rows after the anchor have.
-    block_size: B. windows: of each layer's attention in tokens, None for all. causal_windows: whether layers with a window
-    also attend causally within the block. markov_rank, selector_rank: r; 0 for none. conv_kernel: taps of the convolutions
-    around attention and MLP; 0 for none. multiplier, softcap: of the logits; 0 for no cap.
+    Attributes:
+        num_target_layers: of the target that it was made for.
+        mask_token_id: whose embedding the rows after the anchor have.
+        block_size: B.
+        windows: of each layer's attention in tokens, None for all.
+        causal_windows: whether layers with a window also attend causally within the block.
+        markov_rank, selector_rank: r; 0 for none.
+        conv_kernel: taps of the convolutions around attention and MLP; 0 for none.
+        multiplier, softcap: of the logits; 0 for no cap.
     """
 
     kind: BlockKind
@@ -90,7 +95,7 @@ class BlockHeadConfig(BackboneSizes):
 
 
 def find_kind(raw: Settings) -> BlockKind | None:
-    """Which block head a config.json describes; None if none."""
+    """Return which block head a config.json describes; None if none."""
     inner = raw.get("dflash_config") or {}
     words = (
         *(raw.get("architectures") or ()), raw.get("speculators_model_type"), raw.get("projector_type"),
@@ -102,7 +107,7 @@ def find_kind(raw: Settings) -> BlockKind | None:
 
 
 def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None = None) -> BlockHeadConfig:
-    """The block head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
+    """Return the block head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
 
     Raises CheckpointError.
     """
@@ -146,19 +151,21 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
 
 
 def read_block_size(folder: Path) -> int:
-    """Rows of a head's block: it proposes that many tokens, or one less. Raises CheckpointError."""
+    """Return the rows of a head's block: it proposes that many tokens, or one less. Raises CheckpointError."""
     return get_setting(int, _flatten(read_config(folder)), "block_size", folder / "config.json")
 
 
 def canonical_name(name: str) -> str:
-    """A tensor's name as the authors spell it."""
+    """Return a tensor's name as the authors spell it."""
     for pattern, spelling in TENSOR_SPELLINGS:
         name = re.sub(pattern, spelling, name)
     return name
 
 
 def _flatten(raw: Settings) -> dict[str, Any]:
-    """The settings of any dialect on one level, without those that are null. Inner ones of `dflash_config` come first."""
+    """Return the settings of any dialect on one level, without those that are null. Inner ones of `dflash_config` come
+    first.
+    """
     layers = (raw.get("transformer_layer_config") or {}, raw, raw.get("dflash_config") or {})
     return {key: value for settings in layers for key, value in settings.items() if value is not None}
 
@@ -180,7 +187,7 @@ def _check_kind(raw: Settings, folder: Path) -> BlockKind:
 
 
 def _stated_wiring(head: Settings, kind: BlockKind, raw: Settings, num_layers: int, source: Path) -> HeadWiring:
-    """What the config says. The ids of speculators count inputs of layers, all others outputs.
+    """Return what the config says. The ids of speculators count inputs of layers, all others outputs.
 
     Raises CheckpointError if it leaves the ids out: trainers have different defaults, so they are not guessed.
     """
@@ -249,7 +256,7 @@ def _check(c: BlockHeadConfig, head: Settings, target: Settings, folder: Path) -
 
 
 def block_tensor_shapes(c: BlockHeadConfig) -> Shapes:
-    """Names and shapes of all tensors that the head may have, as the authors spell them."""
+    """Return names and shapes of all tensors that the head may have, as the authors spell them."""
     shapes: Shapes = {
         **block_fuser_shapes(c),
         "norm.weight": (c.hidden,),
@@ -282,7 +289,7 @@ def block_tensor_shapes(c: BlockHeadConfig) -> Shapes:
 
 
 def block_optional_tensors(c: BlockHeadConfig) -> set[str]:
-    """Tensors that may be absent: the target's embedding and lm_head are used, or the vocabulary is whole."""
+    """Return the tensors that may be absent: the target's embedding and lm_head are used, or the vocabulary is whole."""
     whole = c.draft_vocab_size == c.vocab_size
     same_width = c.hidden == c.target_hidden
     return (
@@ -313,7 +320,7 @@ def _layer_shapes(c: BlockHeadConfig) -> Shapes:
 
 
 def block_config_json(c: BlockHeadConfig, dialect: Dialect = "author") -> dict[str, Any]:
-    """The head's config.json in a dialect. Each of them can be read back to the same config."""
+    """Return the head's config.json in a dialect. Each of them can be read back to the same config."""
     outputs = [layer - 1 for layer in c.aux_hidden_state_layers]
     sizes, parts = _sizes_json(c), _parts_json(c)
     place = {"block_size": c.block_size, "mask_token_id": c.mask_token_id, "sample_from_anchor": c.wiring.sample_from_anchor}
@@ -350,7 +357,7 @@ def block_config_json(c: BlockHeadConfig, dialect: Dialect = "author") -> dict[s
 
 
 def _sizes_json(c: BlockHeadConfig) -> dict[str, Any]:
-    """What a Qwen3 config says."""
+    """Return what a Qwen3 config says."""
     window = next((window for window in c.windows if window), None)
     return {
         "model_type": "qwen3",
@@ -362,7 +369,7 @@ def _sizes_json(c: BlockHeadConfig) -> dict[str, Any]:
 
 
 def _parts_json(c: BlockHeadConfig) -> dict[str, Any]:
-    """What distinguishes the kinds."""
+    """Return what distinguishes the kinds."""
     scaled = {"output_multiplier": c.multiplier} if c.multiplier != 1 else {}
     capped = {"final_logit_softcapping": c.softcap} if c.softcap else {}
     if c.kind == "dspark":

@@ -76,7 +76,7 @@ class BlockSelfAttention(nn.Module):
         return Projected(query, context.key, context.value, rows)
 
     def project_context(self, features: Tensor, rotary: Tensor) -> Projected:
-        """Keys and values of features [R, H], rotary [R, 2, d]; the query is empty."""
+        """Return keys and values of features [R, H], rotary [R, 2, d]; the query is empty."""
         if self._head_norms is not None and (kernels := layer_kernels_for(features)):
             return self._rotated(kernels, [self.k_proj(features), self.v_proj(features)], rotary, 0, features)
         key = rms_norm(self._heads(self.k_proj(features)), self.k_norm.weight, self._eps)
@@ -196,7 +196,9 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = empty_linear(c.hidden, c.selector_rank)
 
     def forward(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits [..., V] of the candidates, minus infinity elsewhere; logits [..., V], states [..., H], previous [...]."""
+        """Return logits [..., V] of the candidates, minus infinity elsewhere; logits [..., V], states [..., H], previous
+        [...].
+        """
         unary, ids = logits.topk(self.top_k, -1)
         context = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
         scores = unary + (context[..., None, :] * F.embedding(ids, self.successor_codebook)).sum(-1).float()
@@ -205,5 +207,5 @@ class CandidateSelector(nn.Module):
 
 
 def empty_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    """A linear layer without values yet."""
+    """Return a linear layer without values yet."""
     return skip_init(nn.Linear, inputs, outputs, bias=bias)  # type: ignore[no-any-return, no-untyped-call]

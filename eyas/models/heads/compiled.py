@@ -28,10 +28,13 @@ from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 
 class CompiledEagle:
-    """The layers of an EAGLE head by the kernels of the CPU; the order is that of `EagleHead.run`."""
+    """The layers of an EAGLE head by the kernels of the CPU; the order is that of `EagleHead.run`.
+
+    Args:
+        head: packed, in float32.
+    """
 
     def __init__(self, head: EagleHead) -> None:
-        """head: packed, in float32."""
         self._head, self._embedding = head, head.embedding.detach().numpy()
         self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
         layers, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
@@ -44,7 +47,10 @@ class CompiledEagle:
     def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
         """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
 
-        new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`. Returns the states [S, H] behind the last pairs.
+        Returns the states [S, H] behind the last pairs.
+
+        Args:
+            new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`.
         """
         from eyas.kernels.cpu import layers as cpu_kernels
 
@@ -62,9 +68,13 @@ class CompiledEagle:
     def level(
         self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """Rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R, D].
+        """Return the rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R,
+        D].
 
-        tokens: the target's ids [R]. slots: for their keys and values [R]. keys: RowKeys of the rows.
+        Args:
+            tokens: the target's ids [R].
+            slots: for their keys and values [R].
+            keys: RowKeys of the rows.
         """
         from eyas.kernels.cpu import layers as cpu_kernels
 
@@ -78,7 +88,7 @@ class CompiledEagle:
         return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
 
     def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
-        """The inputs of the first layer."""
+        """Return the inputs of the first layer."""
         from eyas.kernels.cpu import layers as cpu_kernels
 
         head, first, width = self._head, self._head.layer(0), states.shape[1]
@@ -106,7 +116,7 @@ class CompiledEagle:
 
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
-    """A layer for the kernels of the CPU. behind: the norm of what it returns."""
+    """Return a layer for the kernels of the CPU. behind: the norm of what it returns."""
     sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
     products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
     heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
@@ -115,10 +125,15 @@ def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
 
 
 class CompiledBackbone:
-    """A head's layers by the kernels of the CPU. One product makes keys and values of context for all layers."""
+    """A head's layers by the kernels of the CPU. One product makes keys and values of context for all layers.
+
+    Args:
+        layers: packed, in float32, without convolutions and biases.
+        norm: behind them.
+        rotary: [length, 2, d].
+    """
 
     def __init__(self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor) -> None:
-        """layers: packed, in float32, without convolutions and biases. norm: behind them. rotary: [length, 2, d]."""
         self._config, self._num_kv = c, c.num_kv_heads
         self._cos, self._sin = (rotary[:, i].contiguous().numpy() for i in range(2))
         firsts = [self._norm(layer.input_layernorm.weight) for layer in layers]
@@ -144,8 +159,9 @@ class CompiledBackbone:
             cpu_kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
 
     def run(self, embedded: Tensor, blocks: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see each other
-        and their prefixes."""
+        """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
+        each other and their prefixes.
+        """
         from eyas.kernels.cpu import layers as cpu_kernels
 
         whole = RowKeys.of(blocks, len(embedded))

@@ -75,12 +75,15 @@ class EagleHead(nn.Module):
 
     P-EAGLE instead has parallel rows behind the last pair: `mask_feature` [H] and the embedding of a mask token.
     RoPE has the head's own base and covers the target's context. draft_ids maps draft ids to the target's.
+
+    Args:
+        tensors: under their published names.
+        embedding, lm_head: the head's own or the target's.
     """
 
     def __init__(
         self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, max_model_len: int
     ) -> None:
-        """tensors: under their published names. embedding, lm_head: the head's own or the target's."""
         super().__init__()
         self.config = config
         self.embedding = frozen(embedding)
@@ -165,7 +168,7 @@ class EagleHead(nn.Module):
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
     def first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention sees of embeddings and features [R, H], and its residual [R, H].
+        """Return what the first layer's attention sees of embeddings and features [R, H], and its residual [R, H].
 
         EAGLE-1 and -2: fc joins the two, and there is no norm before attention. EAGLE-3: the two are normed and stand side
         by side, embedding first; fc runs beside the target.
@@ -181,7 +184,7 @@ class EagleHead(nn.Module):
         return inputs, normed if self.config.wiring.norm_before_residual else features
 
     def layer(self, layer: int) -> DraftLayer:
-        """A layer by its number."""
+        """Return a layer by its number."""
         return cast(DraftLayer, self.layers[layer])
 
     def _final_norm(self, states: Tensor) -> Tensor:
@@ -193,7 +196,10 @@ class EagleHead(nn.Module):
 
 
 def head_rotary(config: BackboneSizes, length: int) -> Tensor:
-    """The head's rotary table, [length, 2, d]. Raises CheckpointError for a scaling that transformers does not know."""
+    """Return the head's rotary table, [length, 2, d].
+
+    Raises CheckpointError for a scaling that transformers does not know.
+    """
     if config.rotary["rope_type"] == "default":
         return default_rotary_table(config.rotary["rope_theta"], config.head_dim, length)
     from transformers import LlamaConfig
@@ -220,8 +226,12 @@ def load_head(
 ) -> EagleHead:
     """Load a head, with the target's embedding and lm_head where it has none of its own.
 
-    wiring: replaces what its config says. quantization: as `drafting.quantization`. Raises CheckpointError for tensors that
-    are missing, left over or of another shape than the two configs imply, and ConfigError as `quantise_head`.
+    Raises CheckpointError for tensors that are missing, left over or of another shape than the two configs imply, and
+    ConfigError as `quantise_head`.
+
+    Args:
+        wiring: replaces what its config says.
+        quantization: as `drafting.quantization`.
     """
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
@@ -276,7 +286,7 @@ def load_fuser(
 
 
 def _fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
-    """The part of an EAGLE-3 head that runs beside the target."""
+    """Return the part of an EAGLE-3 head that runs beside the target."""
     norms = [tensors[name] for name in fuser_shapes(config) if not name.startswith("fc.")]
     return LinearFuser(
         tensors["fc.weight"],
@@ -310,7 +320,7 @@ def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tens
 
 
 def config_json(c: EagleHeadConfig) -> dict[str, Any]:
-    """The head's config.json, without a wiring that no published key can express."""
+    """Return the head's config.json, without a wiring that no published key can express."""
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""What an EAGLE head is, read from a checkpoint of any project: sizes, wiring, and the tensors that these imply.
+"""Config of an EAGLE head, read from a checkpoint of any project: sizes, wiring, and the tensors that these imply.
 
 To support another project's format, read its settings in `_flatten` and add its tensor names to TENSOR_SPELLINGS.
 Facts about the formats and their sources stand in docs/models.md. Reads names of tensors, never their values.
@@ -34,12 +34,15 @@ LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids
 class HeadWiring:
     """The settings of a head that fit its tensors either way, and give good drafts only one way.
 
-    aux_hidden_state_layers: layers of the target whose *inputs* are its features; the number of layers means the state
-    before the final norm. norm_before_residual: whether the residual is taken after hidden_norm instead of before it.
-    output: "state": logits from norm(state), and the next step reads the state. "normed": logits from norm(state), and the
-    next step reads norm(state) (EAGLE-3.1). "bare": logits from the state without a norm, and the next step reads it.
-    sample_from_anchor: of block heads (DFlash, DSpark): whether the row at a position predicts the token after it instead of
-    the token at it.
+    Attributes:
+        aux_hidden_state_layers: layers of the target whose *inputs* are its features; the number of layers means the state
+            before the final norm.
+        norm_before_residual: whether the residual is taken after hidden_norm instead of before it.
+        output: "state": logits from norm(state), and the next step reads the state. "normed": logits from norm(state), and
+            the next step reads norm(state) (EAGLE-3.1). "bare": logits from the state without a norm, and the next step
+            reads it.
+        sample_from_anchor: of block heads (DFlash, DSpark): whether the row at a position predicts the token after it
+            instead of the token at it.
     """
 
     aux_hidden_state_layers: tuple[int, ...]
@@ -52,10 +55,12 @@ class HeadWiring:
 class EagleHeadConfig(BackboneSizes):
     """Sizes of an EAGLE head and its layers.
 
-    kind: "eagle" for EAGLE-1 and -2, "peagle" for P-EAGLE, which is EAGLE-3 with parallel rows.
-    mask_token_id: whose embedding these rows have. depth: levels that they draft; 0 for other kinds.
-    input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
-    *_bias: which projections have one.
+    Attributes:
+        kind: "eagle" for EAGLE-1 and -2, "peagle" for P-EAGLE, which is EAGLE-3 with parallel rows.
+        mask_token_id: whose embedding these rows have.
+        depth: levels that they draft; 0 for other kinds.
+        input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them. *_bias:
+            which projections have one.
     """
 
     kind: Kind
@@ -75,7 +80,7 @@ class EagleHeadConfig(BackboneSizes):
 
 
 def _flatten(config: Settings) -> dict[str, Any]:
-    """The settings of any format on one level, under the names of the first publication.
+    """Return the settings of any format on one level, under the names of the first publication.
 
     Sizes may stand in transformer_layer_config (vLLM speculators); settings beside it take precedence. Layer ids may stand
     in eagle_config, where they count outputs if they begin with 1, the lowest id of an output. Everywhere else, and in
@@ -92,7 +97,8 @@ def _flatten(config: Settings) -> dict[str, Any]:
 
 
 def _output(head: Settings, names: set[str], source: Path) -> Output:
-    """What norm_output means. SpecForge: whether lm_head reads the normed state. Other formats, and a head with a norm per
+    """Return what norm_output means. SpecForge: whether lm_head reads the normed state. Other formats, and a head with a
+    norm per
     hidden state: whether the next step does (EAGLE-3.1)."""
     if head.get("norm_output") is None:
         return "state"
@@ -133,14 +139,14 @@ UNSUPPORTED_HEADS = {
 
 
 def canonical_name(name: str, kind: Kind) -> str:
-    """A tensor's name as the first publication of its kind spells it."""
+    """Return a tensor's name as the first publication of its kind spells it."""
     for pattern, spelling in TENSOR_SPELLINGS:
         name = re.sub(pattern, spelling, name)
     return re.sub(r"^layers\.0\.", "midlayer.", name) if kind != "eagle" else name
 
 
 def find_eagle_kind(folder: Path) -> Kind | None:
-    """The kind of an EAGLE head, by the tensors that only this kind has; None for another checkpoint.
+    """Return the kind of an EAGLE head, by the tensors that only this kind has; None for another checkpoint.
 
     Raises CheckpointError for a folder without weights.
     """
@@ -153,7 +159,9 @@ def find_eagle_kind(folder: Path) -> Kind | None:
 
 
 def trained_depth(raw: Settings) -> int:
-    """Levels that a P-EAGLE head was made for: those that its config states (ours, vLLM speculators), else the paper's."""
+    """Return the levels that a P-EAGLE head was made for: those that its config states (ours, vLLM speculators), else the
+    paper's.
+    """
     if (depth := raw.get(DEPTH_KEY)) is not None:
         return int(depth)
     match raw.get("speculators_config"):
@@ -165,7 +173,7 @@ def trained_depth(raw: Settings) -> int:
 def read_head_config(
     folder: Path, target: Settings, kind: Kind = "eagle3", wiring: HeadWiring | None = None
 ) -> EagleHeadConfig:
-    """The head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
+    """Return the head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
 
     Raises CheckpointError.
     """
@@ -219,7 +227,7 @@ def _check_kind(raw: Settings, names: set[str], asked: Kind, folder: Path) -> No
 
 
 def recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
-    """The wiring that `eyas check head --write` recorded in a config.json, if it did."""
+    """Return the wiring that `eyas check head --write` recorded in a config.json, if it did."""
     record = raw.get(WIRING_KEY)
     if record is None:
         return None
@@ -236,7 +244,7 @@ def recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
 
 
 def _stated_wiring(head: Settings, kind: Kind, names: set[str], target: Settings, source: Path) -> HeadWiring:
-    """What the config says, with the usual values for what it leaves out."""
+    """Return what the config says, with the usual values for what it leaves out."""
     if kind == "eagle":
         return HeadWiring((FINAL_NORM_OUTPUT,), output="bare")
     num_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
@@ -262,7 +270,7 @@ def _input_norms(head: Settings, names: set[str], source: Path) -> InputNorms:
 
 
 def read_rotary(head: Settings, source: Path) -> dict[str, Any]:
-    """The head's own base and scaling; those of the target do not apply."""
+    """Return the head's own base and scaling; those of the target do not apply."""
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
     parameters = {**found, "rope_theta": get_setting(float, {**head, **found}, "rope_theta", source, 10000.0)}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
@@ -281,12 +289,12 @@ def _check(config: EagleHeadConfig, head: Settings, target: Settings, folder: Pa
 
 
 def layer_prefix(config: EagleHeadConfig, layer: int) -> str:
-    """The prefix of the names of a layer's tensors."""
+    """Return the prefix of the names of a layer's tensors."""
     return "midlayer." if config.kind != "eagle" and layer == 0 else f"layers.{layer}."
 
 
 def tensor_shapes(c: EagleHeadConfig) -> Shapes:
-    """Names and shapes of all tensors that the head may have, as the first publication spells them."""
+    """Return names and shapes of all tensors that the head may have, as the first publication spells them."""
     shapes = {**fuser_shapes(c), "embed_tokens.weight": (c.vocab_size, c.hidden)}
     for layer in range(c.num_layers):
         shapes |= {layer_prefix(c, layer) + name: shape for name, shape in _layer_shapes(c, layer).items()}
@@ -303,7 +311,7 @@ def tensor_shapes(c: EagleHeadConfig) -> Shapes:
 
 
 def optional_tensors(c: EagleHeadConfig) -> set[str]:
-    """Tensors that may be absent: the target's are used, the vocabulary is whole, or no norm is needed."""
+    """Return the tensors that may be absent: the target's are used, the vocabulary is whole, or no norm is needed."""
     return (
         {"t2d"}
         | ({"embed_tokens.weight"} if c.hidden == c.target_hidden else set())

@@ -16,8 +16,12 @@ from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 class FeatureFuser(nn.Module):
     """Hidden states of the target [R, T * C] to features [R, H].
 
-    This class passes them on unchanged. By default they are the target's final states, as its lm_head sees them: EAGLE-1 and
-    -2, Medusa, Hydra. width: H. aux_hidden_state_layers: what `load_target` is to collect.
+    This class passes them on unchanged. By default they are the target's final states, as its lm_head sees them: EAGLE-1
+    and -2, Medusa, Hydra.
+
+    Args:
+        width: H.
+        aux_hidden_state_layers: what `load_target` is to collect.
     """
 
     def __init__(self, width: int, aux_hidden_state_layers: tuple[int, ...] = (FINAL_NORM_OUTPUT,)) -> None:
@@ -37,8 +41,10 @@ class FeatureFuser(nn.Module):
 class LinearFuser(FeatureFuser):
     """A head's fc, weight [H, T * C], bias [H] if it has one.
 
-    norms: weights [n, T * C / n] of root-mean-square norms before fc, one over all states side by side, or one for each.
-    output_norm: weight [H] of a norm behind fc, as block heads have it.
+    Args:
+        norms: weights [n, T * C / n] of root-mean-square norms before fc, one over all states side by side, or one for
+            each.
+        output_norm: weight [H] of a norm behind fc, as block heads have it.
     """
 
     def __init__(

@@ -55,8 +55,9 @@ PREFIX_OPTIONAL = frozenset({f"{PREFIX}embed_tokens.weight"})
 class HydraHead(nn.Module):
     """Head i guesses, from the state behind token t and the embeddings of t + 1 to t + 1 + i, the token at t + 2 + i.
 
-    embedding: the target's, [V, H]. prefix: makes the states of prefix-mlp from the target's. draft_ids maps draft ids to
-    the target's.
+    Args:
+        embedding: the target's, [V, H].
+        prefix: makes the states of prefix-mlp from the target's. draft_ids maps draft ids to the target's.
     """
 
     def __init__(
@@ -79,15 +80,22 @@ class HydraHead(nn.Module):
             head.quantise(device)
 
     def logits(self, inputs: Tensor, head: int) -> Tensor:
-        """Draft logits float32 [..., D] of one head; inputs [..., (head + 2) * H]: the state, then the embeddings."""
+        """Draft logits float32 [..., D] of one head;
+
+        Args:
+            inputs [..., (head + 2) * H]: the state, then the embeddings.
+        """
         return self.heads[head](inputs).float()  # type: ignore[no-any-return]
 
 
 class HydraMLP(nn.Module):
-    """One head: a grounded block from (i + 2) * H to H, further residual blocks, and an output layer."""
+    """One head: a grounded block from (i + 2) * H to H, further residual blocks, and an output layer.
+
+    Args:
+        blocks: weight and bias of each; the first block's are those of its two layers, one below the other.
+    """
 
     def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], output: Tensor, bias: Tensor | None) -> None:
-        """blocks: weight and bias of each; the first block's are those of its two layers, one below the other."""
         super().__init__()
         self.weights = nn.ParameterList(frozen(weight) for weight, _ in blocks)
         self.biases = nn.ParameterList(frozen(bias) for _, bias in blocks)
@@ -111,7 +119,7 @@ class HydraMLP(nn.Module):
         return output(x)
 
     def _products(self) -> list[Callable[[Tensor], Tensor]]:
-        """Of the blocks and of the output layer."""
+        """Yield the products of the blocks and of the output layer."""
         if self.narrow is not None:
             return list(self.narrow)
         pairs = [*zip(self.weights, self.biases, strict=True), (self.output, self.bias)]
@@ -138,7 +146,7 @@ class PrefixLayer(nn.Module):
         return self.layer.project(normed, states, self.rotary[positions])
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """The rest: attention output [R, heads, d] and residual [R, H] to the states that heads read, [R, H]."""
+        """Return the rest: attention output [R, heads, d] and residual [R, H] to the states that heads read, [R, H]."""
         return rms_norm(self.layer.finish(attended, residual), self.norm, self.sizes.rms_norm_eps)
 
 
@@ -179,7 +187,7 @@ def load_hydra(
 
 @dataclass(frozen=True)
 class HydraConfig:
-    """What a Hydra checkpoint's config says. prefix-mlp numbers its modules 1, 3, 5, ..., mlp 0, 1, 2, ..."""
+    """Config of a Hydra checkpoint. prefix-mlp numbers its modules 1, 3, 5, ..., mlp 0, 1, 2, ..."""
 
     num_heads: int
     num_layers: int
@@ -209,7 +217,7 @@ def read_hydra_config(folder: Path) -> HydraConfig:
 
 
 def _shapes(c: HydraConfig, hidden: int, vocab: int, draft_vocab: int) -> Shapes:
-    """Names and shapes of all tensors but the prefix layer's."""
+    """Return names and shapes of all tensors but the prefix layer's."""
     shapes: Shapes = {"input_embed_fn.weight": (vocab, hidden)}
     for head in range(c.num_heads):
         for layer in range(c.num_layers):

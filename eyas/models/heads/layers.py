@@ -50,7 +50,7 @@ class BackboneSizes(LayerSizes):
 
 
 def read_layer_sizes(settings: Mapping[str, Any], source: object) -> LayerSizes:
-    """The sizes that a config.json states. Raises CheckpointError if it lacks one of them."""
+    """Return the sizes that a config.json states. Raises CheckpointError if it lacks one of them."""
     hidden, intermediate, heads = (
         get_setting(int, settings, key, source) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
@@ -65,7 +65,7 @@ def read_layer_sizes(settings: Mapping[str, Any], source: object) -> LayerSizes:
 
 
 def backbone_json(sizes: BackboneSizes) -> dict[str, Any]:
-    """What a config.json says of a head's decoder layers."""
+    """Return what a config.json says of a head's decoder layers."""
     scaling = dict(sizes.rotary)
     theta = scaling.pop("rope_theta")
     return {
@@ -86,7 +86,7 @@ def backbone_json(sizes: BackboneSizes) -> dict[str, Any]:
 
 
 def layer_shapes(sizes: LayerSizes, width: int) -> Shapes:
-    """Names and shapes of a layer's weights without the norms of its inputs. width: X."""
+    """Return names and shapes of a layer's weights without the norms of its inputs. width: X."""
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
         "self_attn.q_proj.weight": (q, width),
@@ -110,7 +110,8 @@ def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_siz
 
 @dataclass(frozen=True)
 class Projected:
-    """What attention needs of a layer's rows: query [R, heads, d], key and value [R, kv heads, d], residual [R, H].
+    """Projections of a layer's rows that attention needs: query [R, heads, d], key and value [R, kv heads, d], residual [R,
+    H].
 
     is_cached: whether key and value are in their slots of the KV cache already.
     """
@@ -132,10 +133,13 @@ class LayerSlots:
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer without its attention and its input norm: project, attend elsewhere, finish."""
+    """A decoder layer without its attention and its input norm: project, attend elsewhere, finish.
+
+    Args:
+        weights: under their published names without the layer's prefix. q, k, v and gate, up are fused.
+    """
 
     def __init__(self, sizes: LayerSizes, weights: Mapping[str, Tensor]) -> None:
-        """weights: under their published names without the layer's prefix. q, k, v and gate, up are fused."""
         super().__init__()
         self.sizes = sizes
         biases = [weights[name] for p in "qkv" if (name := f"self_attn.{p}_proj.bias") in weights]
@@ -167,7 +171,7 @@ class DraftLayer(nn.Module):
         return Projected(rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], residual)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """The rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
+        """Return the rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
         out = self.out(attended.flatten(1))
         if kernels := layer_kernels_for(out):
             norm = RMSNorm(self.post_norm, self.sizes.rms_norm_eps, adds_one=False)
@@ -191,7 +195,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_kernels_for(x: Tensor) -> Any:
-    """The module of kernels for rows on a GPU with Triton; None on the CPU, and in training, which needs gradients."""
+    """Return the module of kernels for rows on a GPU with Triton; None on the CPU, and in training,
+    which needs gradients.
+    """
     if x.device.type == "cpu" or not torch.is_inference_mode_enabled() or find_spec("triton") is None:
         return None
     from eyas.kernels.cuda import layers as layer_kernels
@@ -223,7 +229,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A linear layer that is not trained: weight [N, K], bias [N]."""
+    """Return a linear layer that is not trained: weight [N, K], bias [N]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = frozen(weight)
     if bias is not None:
@@ -232,10 +238,13 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 class Float8Linear(nn.Module):
-    """A linear layer whose weight has 8 bits, with a scale for each output. Rows keep their type; sums are in float32."""
+    """A linear layer whose weight has 8 bits, with a scale for each output. Rows keep their type; sums are in float32.
+
+    Args:
+        layer: with the weight to round.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
-        """layer: with the weight to round."""
         super().__init__()
         weight = layer.weight.float()
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FLOAT8).max
@@ -268,20 +277,22 @@ def quantise_head(head: nn.Module, device: torch.device) -> None:
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
+    """Return a parameter that is not trained."""
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 def under_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with the prefix, without it."""
+    """Return the tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, source: Path) -> Tensor:
     """Take `token_map` out of `tensors` and cut output layers of the whole vocabulary to it; target ids, int64 [D].
 
-    hidden, vocab_size: of the target. Without a map draft ids are target ids. Raises CheckpointError for output layers of
-    another target, and for a map that does not hold distinct target ids.
+    Raises CheckpointError for output layers of another target, and for a map that does not hold distinct target ids.
+
+    Args:
+        hidden, vocab_size: of the target. Without a map draft ids are target ids.
     """
     for output in (tensor for name, tensor in tensors.items() if "lm_head" in name and tensor.dim() == 2):
         rows = vocab_size if "token_map" in tensors else len(output)

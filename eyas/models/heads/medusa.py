@@ -110,7 +110,7 @@ def _block_shapes(heads: int, layers: int, part: str, shape: tuple[int, ...]) ->
 
 
 def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under vLLM's names. The authors' layout numbers a head's output layer behind its blocks:
+    """Return tensors under vLLM's names. The authors' layout numbers a head's output layer behind its blocks:
 
         0.0.linear.weight  ->  blocks.0.layers.0.weight
         0.1.weight         ->  lm_heads.0.weight
@@ -132,14 +132,14 @@ def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _share_output(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One output layer for all heads, under the first head's name; output layers of other heads are dropped."""
+    """Return one output layer for all heads, under the first head's name; output layers of other heads are dropped."""
     rest = {name: tensor for name, tensor in tensors.items() if not re.match(r"lm_heads?\.", name)}
     first = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
     return rest if first is None else {**rest, "lm_heads.0.weight": first}
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str, source: Path) -> int:
-    """One more than the highest number in names that match the pattern."""
+    """Return one more than the highest number in names that match the pattern."""
     found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
     if not found:
         raise CheckpointError(

@@ -43,10 +43,12 @@ SIGNIFICANT = 3.0
 
 @dataclass(frozen=True)
 class WiringScore:
-    """How well a wiring did on first guesses, and on second guesses, which continue from the head's own state.
+    """Score of a wiring on first guesses, and on second guesses, which continue from the head's own state.
 
-    first, second: share of guesses whose likeliest token was the target's. overlaps: for each guess, the overlap of the
-    head's distribution and the target's, which is the chance that a sample from one is accepted by the other.
+    Attributes:
+        first, second: share of guesses whose likeliest token was the target's.
+        overlaps: for each guess, the overlap of the head's distribution and the target's, which is the chance that a sample
+            from one is accepted by the other.
     """
 
     wiring: HeadWiring
@@ -60,7 +62,7 @@ class WiringScore:
         return float(self.overlaps.mean())
 
     def clearly_beats(self, other: WiringScore) -> bool:
-        """Whether it did significantly better on the same guesses."""
+        """Return whether it did significantly better on the same guesses."""
         gain = self.overlaps - other.overlaps
         return float(gain.mean()) > SIGNIFICANT * float(gain.std()) / sqrt(len(gain))
 
@@ -69,7 +71,10 @@ class WiringScore:
 class WiringReport:
     """All scores, that of the config's own wiring first. Those that it beat on the first window are of that window only.
 
-    chance: how often the target's commonest token would be right. num_tokens: first guesses. is_block: of a block head.
+    Attributes:
+        chance: how often the target's commonest token would be right.
+        num_tokens: first guesses.
+        is_block: of a block head.
     """
 
     scores: tuple[WiringScore, ...]
@@ -85,12 +90,12 @@ class WiringReport:
 
     @property
     def config_is_right(self) -> bool:
-        """Whether the wiring that the config states is the best."""
+        """Return whether the wiring that the config states is the best."""
         return self.best is self.scores[0]
 
     @property
     def failed(self) -> bool:
-        """Whether even the best wiring guesses no better than chance."""
+        """Return whether even the best wiring guesses no better than chance."""
         return self.best.first <= self.chance + SIGNIFICANT * sqrt(self.chance * (1 - self.chance) / self.num_tokens)
 
     def __str__(self) -> str:
@@ -187,7 +192,7 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
 
 
 def _top(scores: Sequence[WiringScore]) -> WiringScore:
-    """The best of those that were tried on as many windows as the first."""
+    """Return the best of those that were tried on as many windows as the first."""
     whole = [score for score in scores if len(score.overlaps) == len(scores[0].overlaps)]
     return max(whole, key=lambda score: score.accepted)
 
@@ -219,7 +224,7 @@ def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:
 
 
 def _plausible_wirings(stated: HeadWiring, num_layers: int) -> list[HeadWiring]:
-    """The stated layers, one layer earlier and one later, each with the residual before and after its norm."""
+    """Return the stated layers, one layer earlier and one later, each with the residual before and after its norm."""
     return [
         replace(stated, aux_hidden_state_layers=layers, norm_before_residual=normed)
         for normed in (stated.norm_before_residual, not stated.norm_before_residual)
@@ -228,14 +233,19 @@ def _plausible_wirings(stated: HeadWiring, num_layers: int) -> list[HeadWiring]:
 
 
 def _shifted(layers: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
-    """The layers as stated, one earlier and one later, each once."""
+    """Return the layers as stated, one earlier and one later, each once."""
     shifted = [tuple(min(max(layer + by, 0), num_layers) for layer in layers) for by in (0, -1, 1)]
     return list(dict.fromkeys(shifted))
 
 
 @dataclass(frozen=True)
 class Window:
-    """tokens [T]; likeliest, probs [T, K]: the target's prediction after each; hidden_states: [T, C] by layer."""
+    """tokens [T];
+
+    Attributes:
+        likeliest, probs [T, K]: the target's prediction after each.
+        hidden_states: [T, C] by layer.
+    """
 
     tokens: Tensor
     likeliest: Tensor
@@ -249,7 +259,7 @@ class Window:
 
 
 def observe(target: TargetModel, folder: str, layers: Sequence[int]) -> list[Window]:
-    """One or two thousand tokens with the target's predictions and hidden states.
+    """Return one or two thousand tokens with the target's predictions and hidden states.
 
     The tokens are a fixed text if the target in `folder` has a tokenizer; otherwise the target samples them.
     """
@@ -372,6 +382,6 @@ class _WindowAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attention of query [R, heads, d] over key and value [K, kv heads, d]; visible [R, K]."""
+    """Return the attention of query [R, heads, d] over key and value [K, kv heads, d]; visible [R, K]."""
     q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)[0].transpose(0, 1)

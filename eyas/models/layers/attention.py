@@ -30,7 +30,7 @@ def register_attention() -> None:
 
 
 def kv_sources(config: Any) -> list[int]:
-    """The layer whose keys and values each layer reads; empty if each has its own.
+    """Return the layer whose keys and values each layer reads; empty if each has its own.
 
     In Gemma 4 the last layers read those of the last layer of their type that has its own.
     """
@@ -108,7 +108,9 @@ def attend_slots(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their slots."""
+    """Return the attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their
+    slots.
+    """
     group = packed.groups[0] if packed.groups else None
     if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
         # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
@@ -130,10 +132,13 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups only.
+    """Return the attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups
+    only.
 
-    window: of sliding-window attention, in tokens. softcap: limit of the scores, as in Gemma 2.
-    Inputs with metadata go to the Triton kernel, a function with the same signature.
+    Args:
+        window: of sliding-window attention, in tokens.
+        softcap: limit of the scores, as in Gemma 2. Inputs with metadata go to the Triton kernel, a function with the same
+            signature.
     """
     if packed.metadata is not None:
         from eyas.kernels.cuda import attention as kernel
@@ -162,7 +167,9 @@ def _attend_group(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
+    """Return the attention of the group's cells, [B * Q, H, D]: heads that share keys and values are
+    folded into the rows.
+    """
     (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
@@ -173,7 +180,7 @@ def _attend_group(
 
 
 def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
-    """Keys or values [S, J, D] of the group's keys, [B * K, J, D] of `dtype`."""
+    """Return keys or values [S, J, D] of the group's keys, [B * K, J, D] of `dtype`."""
     if group.slot_range:
         return slots[slice(*group.slot_range)].to(dtype)
     return load_rows(slots, group.keys.flatten(), dtype)

@@ -28,8 +28,12 @@ SCALES = (torch.float32, torch.bfloat16)  # types of scales; checkpoints have bo
 
 @dataclass(frozen=True)
 class ExpertNorms:
-    """Norms of a layer of Gemma 4 with experts beside its MLP. router_scale, router_factor: of the router's own input, whose
-    norm has the epsilon of the others. outputs: of the experts and of the MLP."""
+    """Norms of a layer of Gemma 4 with experts beside its MLP.
+
+    Attributes:
+        router_scale, router_factor: of the router's own input, whose norm has the epsilon of the others.
+        outputs: of the experts and of the MLP.
+    """
 
     router_scale: Tensor
     router_factor: float
@@ -54,9 +58,11 @@ class DenseMLP(NamedTuple):
 
 
 class ExpertOutputs(NamedTuple):
-    """What experts give for rows [..., C]: outputs [R, K, C] and their shares [R, K], or their sum without shares.
+    """Outputs of experts for rows [..., C]: outputs [R, K, C] and their shares [R, K], or their sum without shares.
 
-    dense: the output of an MLP beside them, like rows. norms: of the experts' sum and of dense, before these are added.
+    Attributes:
+        dense: the output of an MLP beside them, like rows.
+        norms: of the experts' sum and of dense, before these are added.
     """
 
     outputs: Tensor
@@ -69,9 +75,12 @@ class ExpertOutputs(NamedTuple):
 class RoutedExperts:
     """Weights of a layer's router [E, C] and experts: gate_up [E, 2 I, C], down [E, C, I], with this rank's part of I.
 
-    weight_scales: of weights of 8 bits. scales: of each expert's share, [E]. normalises: whether the shares of the chosen
-    experts add up to 1. rounds_weights: whether they are rounded to the type of rows. sum_ranks: the sum over ranks of what
-    experts give; None for whole experts.
+    Attributes:
+        weight_scales: of weights of 8 bits.
+        scales: of each expert's share, [E].
+        normalises: whether the shares of the chosen experts add up to 1.
+        rounds_weights: whether they are rounded to the type of rows.
+        sum_ranks: the sum over ranks of what experts give; None for whole experts.
     """
 
     router: Tensor
@@ -88,7 +97,7 @@ class RoutedExperts:
 
     @classmethod
     def of_block(cls, block: Any, activation: str | None) -> RoutedExperts | None:
-        """The experts of Mixtral or Qwen3-MoE; None if kernels cannot run them."""
+        """Return the experts of Mixtral or Qwen3-MoE; None if kernels cannot run them."""
         router, experts = block.gate, block.experts
         if activation is None or not _can_run(experts, router.weight, block, router):
             return None
@@ -101,7 +110,7 @@ class RoutedExperts:
 
     @classmethod
     def of_layer(cls, layer: Any, activation: str, norm_of: Callable[[Any], RMSNorm]) -> RoutedExperts | None:
-        """The experts of a layer of Gemma 4; None if kernels cannot run them."""
+        """Return the experts of a layer of Gemma 4; None if kernels cannot run them."""
         router, experts = layer.router, layer.experts
         if not _can_run(experts, getattr(router.proj, "weight", None), router, router.proj):
             return None
@@ -121,8 +130,9 @@ class RoutedExperts:
         return found
 
     def run(self, to_router: Tensor, to_experts: Tensor, mlp: DenseMLP | None = None) -> ExpertOutputs:
-        """What the experts give for rows [..., C], by kernels of CUDA, and an MLP beside them. Routing waits for the gate's
-        products, as it shares a launch with the gate."""
+        """Return what the experts give for rows [..., C], by kernels of CUDA, and an MLP beside them. Routing waits for the
+        gate's products, as it shares a launch with the gate.
+        """
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
         gate_up = [product(mlp.rows) for product in mlp.gate_up] if mlp else []
@@ -143,7 +153,9 @@ def _kernels() -> Any:
 
 
 def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
-    """What MLP and experts of a layer of Gemma 4 give together, by transformers' modules. dense: the output of its MLP."""
+    """Return what MLP and experts of a layer of Gemma 4 give together, by transformers' modules. dense: the output of its
+    MLP.
+    """
     rows = state.reshape(-1, state.shape[-1])
     _, weights, chosen = layer.router(rows)
     routed = layer.experts(layer.pre_feedforward_layernorm_2(rows), chosen, weights).view_as(state)
@@ -152,8 +164,9 @@ def with_experts(layer: Any, state: Tensor, dense: Tensor) -> Tensor:
 
 
 def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
-    """Whether kernels can read all weights, and calling the modules does nothing more, but for a sum of the experts over
-    ranks."""
+    """Return whether kernels can read all weights, and calling the modules does nothing more, but for a sum of the experts
+    over ranks.
+    """
     held: list[Any] = [router_weight, getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)]
     if any(type(weight) is not nn.Parameter for weight in held):
         return False
@@ -180,5 +193,5 @@ def _scales_of(experts: Any) -> WeightScales | None:
 
 
 def _sum_of(experts: Any) -> Callable[[Tensor], Tensor] | None:
-    """The sum over ranks that `shard_model` has added behind the module; None without ranks."""
+    """Return the sum over ranks that `shard_model` has added behind the module; None without ranks."""
     return next((hook.exchanges.sum for hook in experts._forward_hooks.values()), None)

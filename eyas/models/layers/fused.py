@@ -40,11 +40,15 @@ ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What differs between the decoder layers that can be fused.
+    """Differences between the decoder layers that can be fused.
 
-    adds_one: norms multiply by 1 + weight. rounds_once: norms round once, behind the weight. has_output_norms: attention
-    and MLP end with a norm. has_softcap: attention limits its scores. window_in_config: the sliding window is that of the
-    config, for all layers. has_cpu_kernels: whether compiled kernels of the CPU know the layer.
+    Attributes:
+        adds_one: norms multiply by 1 + weight.
+        rounds_once: norms round once, behind the weight.
+        has_output_norms: attention and MLP end with a norm.
+        has_softcap: attention limits its scores.
+        window_in_config: the sliding window is that of the config, for all layers.
+        has_cpu_kernels: whether compiled kernels of the CPU know the layer.
     """
 
     adds_one: bool = False
@@ -77,7 +81,8 @@ KINDS = {
 def add_norm(
     hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite delta.
+    """Return the residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite
+    delta.
 
     factor: what the sum is multiplied by, [1].
     """
@@ -98,8 +103,11 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
 
-    With qkv [R, H + J, D] values are the keys as they are before norm and rotation. rotary: cos, and sin with a negative
-    first half, [R, 1, D] each. scales: of keys and values of 8 bits. Returns [R, H, D].
+    With qkv [R, H + J, D] values are the keys as they are before norm and rotation. Returns [R, H, D].
+
+    Args:
+        rotary: cos, and sin with a negative first half, [R, 1, D] each.
+        scales: of keys and values of 8 bits.
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
     if qkv.shape[1] < num_rotated + heads.num_kv_heads:
@@ -123,7 +131,8 @@ def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
 
 @dataclass(eq=False)
 class ResidualStream:
-    """What a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins with.
+    """State that a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins
+    with.
 
     rotary: cos and signed sin of the pass, by the identity of the cos that transformers made.
     """
@@ -144,7 +153,7 @@ class ResidualStream:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer of Gemma 4 adds behind its MLP: an input of each token that only this layer sees, through a gate."""
+    """Input that a layer of Gemma 4 adds after its MLP: an input of each token that only this layer sees, through a gate."""
 
     gate: Product
     project: Product
@@ -155,10 +164,12 @@ class FusedLayer:
     """One decoder layer, with the `forward` that replaces the module's. experts: what it has in the place of an MLP.
 
     is_plain: whether its products are merged ones of plain weights.
+
+    Args:
+        kv_source: the layer whose keys and values it reads, most often itself.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, stream: ResidualStream, kv_source: int) -> None:
-        """kv_source: the layer whose keys and values it reads, most often itself."""
         attention, mlp = layer.self_attn, layer.mlp
         norm_of = partial(RMSNorm.of, adds_one=kind.adds_one, rounds_once=kind.rounds_once)
         self._index, self._stream, self._kv_source = int(attention.layer_idx), stream, kv_source
@@ -234,7 +245,12 @@ class FusedLayer:
     def _mlp(
         self, state: Tensor, normed: Tensor, gated: Callable[..., Tensor], routed: RoutedExperts | None, inputs: list[Tensor]
     ) -> Tensor | ExpertOutputs:
-        """The MLP, the experts, or both. routed: None leaves experts to transformers. inputs: of experts beside an MLP."""
+        """Return the MLP, the experts, or both.
+
+        Args:
+            routed: None leaves experts to transformers.
+            inputs: of experts beside an MLP.
+        """
         if self.experts is not None:
             return routed.run(normed, normed) if routed else self.experts(normed)
         if self._mixture is not None and routed:
@@ -263,7 +279,7 @@ class FusedLayer:
 
 
 def kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
-    """The kernels of layers, where attention has its own; else None."""
+    """Return the kernels of layers, where attention has its own; else None."""
     if packed.metadata is None or rows.device.type == "cpu":
         return None
     from eyas.kernels.cuda import layers as layer_kernels
@@ -316,7 +332,7 @@ def unfuse_layers(model: Any) -> None:
 
 
 def is_batch_invariant(model: Any) -> bool:
-    """Whether a row can get the same bits in any pass.
+    """Return whether a row can get the same bits in any pass.
 
     On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run. On CUDA
     it holds for fused layers with plain weights, if a KernelBackend has parts at fixed positions.
@@ -350,7 +366,7 @@ def _activation_of(mlp: Any) -> Any:
 
 
 def _can_multiply(module: Any, names: Sequence[str], merged_name: str) -> bool:
-    """Whether outputs are those of this rank alone. A layer that is merged in the checkpoint exchanges its own."""
+    """Return whether outputs are those of this rank alone. A layer that is merged in the checkpoint exchanges its own."""
     return hasattr(module, merged_name) or not any(map(_has_hooks, _parts_of(module, names)))
 
 
@@ -360,13 +376,13 @@ def _parts_of(module: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _is_plain(module: Any, names: Sequence[str], merged_name: str) -> bool:
-    """Whether weights are plain ones that the same product can read in any pass."""
+    """Return whether weights are plain ones that the same product can read in any pass."""
     merged = getattr(module, merged_name, None)
     return _can_merge(_parts_of(module, names)) if merged is None else _can_merge([merged])
 
 
 def _products_of(module: Any, names: Sequence[str], merged_name: str) -> list[Product]:
-    """What computes layers of a module: one product, or one for each where weights cannot be merged.
+    """Return what computes layers of a module: one product, or one for each where weights cannot be merged.
 
     A layer that is merged in the checkpoint is called, with its sums over ranks.
     """
@@ -381,13 +397,13 @@ def _products_of(module: Any, names: Sequence[str], merged_name: str) -> list[Pr
 
 
 def _product_of(module: Any, names: Sequence[str], merged_name: str) -> Product:
-    """The layers as one function."""
+    """Return the layers as one function."""
     products = _products_of(module, names, merged_name)
     return products[0] if len(products) == 1 else joined_product(products)
 
 
 def joined_product(products: Sequence[Product]) -> Product:
-    """One function whose output is that of all, side by side."""
+    """Return one function whose output is that of all, side by side."""
     return lambda rows: torch.cat([product(rows) for product in products], -1)
 
 
@@ -416,7 +432,7 @@ def _num_heads(attention: Any) -> tuple[int, int]:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether calling the module does more than its `forward`, such as a sum over ranks."""
+    """Return whether calling the module does more than its `forward`, such as a sum over ranks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -431,7 +447,7 @@ def _can_merge(parts: Sequence[Any]) -> bool:
 
 @torch.no_grad()
 def merged_product(parts: Sequence[Any]) -> Product:
-    """One product for sibling layers. Their weights become views of the merged one."""
+    """Return one product for sibling layers. Their weights become views of the merged one."""
     if isinstance(parts[0], MergedLinearPart):
         return parts[0].merged.product
     weight = torch.cat([part.weight for part in parts])

@@ -29,7 +29,7 @@ class RMSNorm:
 
     @cached_property
     def factors(self) -> Floats:
-        """What rows are multiplied by once they are normed, float32 of the weight's shape."""
+        """Return what rows are multiplied by once they are normed, float32 of the weight's shape."""
         return (self.weight.float() + self.adds_one).contiguous().numpy()
 
     @cached_property
@@ -39,7 +39,7 @@ class RMSNorm:
 
     @classmethod
     def of(cls, module: Any, adds_one: bool, rounds_once: bool = False) -> RMSNorm:
-        """The norm of a module of transformers. rounds_once: multiply by its weight as by 1 + (weight - 1)."""
+        """Return the norm of a module of transformers. rounds_once: multiply by its weight as by 1 + (weight - 1)."""
         eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         weight = module.weight.detach().float() - 1.0 if rounds_once else module.weight
         return cls(weight, float(eps), adds_one or rounds_once)
@@ -56,9 +56,11 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Heads of this rank. norms: of query and key heads, if the family has them; in Gemma 4 of value heads, too.
+    """Heads of this rank.
 
-    num_kv_heads: 0 for a layer that reads the keys and values of another one.
+    Attributes:
+        norms: of query and key heads, if the family has them; in Gemma 4 of value heads, too.
+        num_kv_heads: 0 for a layer that reads the keys and values of another one.
     """
 
     num_heads: int

@@ -41,7 +41,7 @@ def pin_rotary(model: nn.Module, max_model_len: int) -> None:
 
 
 def _pinned(module: Any, kind: str, layer_type: str | None, max_model_len: int) -> str:
-    """The kind to set, under which transformers leaves the table as it is."""
+    """Return the kind to set, under which transformers leaves the table as it is."""
     if kind == "longrope":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -78,7 +78,9 @@ def use_float32_head(model: Any) -> None:
 
 @contextmanager
 def logits_into(model: Any, destination: Tensor | None) -> Iterator[None]:
-    """Inside the context a Float32Head writes its logits [N, V] to the first rows of `destination`, float32 [most, V]."""
+    """Let a Float32Head write, inside the context, its logits [N, V] to the first rows of
+    `destination`, float32 [most, V].
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, Float32Head):
         yield
@@ -91,7 +93,7 @@ def logits_into(model: Any, destination: Tensor | None) -> Iterator[None]:
 
 
 def keeps_logits(model: Any) -> bool:
-    """Whether logits of the model are what a Float32Head wrote: nothing scales or caps them in memory of its own."""
+    """Return whether logits of the model are what a Float32Head wrote: nothing scales or caps them in memory of its own."""
     config = model.config.get_text_config()
     is_scaled = any(getattr(config, name, None) not in (None, False) for name in LOGIT_SCALES)
     return isinstance(model.get_output_embeddings(), Float32Head) and not is_scaled

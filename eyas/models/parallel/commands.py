@@ -1,4 +1,4 @@
-"""What rank 0 sends the other ranks: the segments of a forward pass, and the size of the KV cache, as bytes.
+"""Commands that rank 0 sends the other ranks: the segments of a forward pass, and the size of the KV cache, as bytes.
 
 The slots before a segment's rows are by far the most of it, and they hardly change from pass to pass. So ranks keep the slot
 table of each sequence in a row, and a message says for each segment which row it is, how many slots of it stay, and what
@@ -52,7 +52,7 @@ class CommandEncoder:
         self._tables = TableRows(0)
 
     def encode(self, command: Command | None) -> bytes:
-        """The next message; a decoder must get all since an InitKVCache. The work does not depend on the context."""
+        """Return the next message; a decoder must get all since an InitKVCache. The work does not depend on the context."""
         if command is None:
             return b""
         if isinstance(command, InitKVCache):
@@ -89,7 +89,7 @@ class CommandDecoder:
         self._tables: dict[int, ReceivedTable] = {}
 
     def decode(self, message: bytes) -> Command | None:
-        """The command of the next message; None for the stop. Prefixes are valid until the next one."""
+        """Return the command of the next message; None for the stop. Prefixes are valid until the next one."""
         if not message:
             return None
         kind, count = np.frombuffer(message, "<i4", 2).tolist()
@@ -148,7 +148,7 @@ class ReceivedTable:
 
 
 def _mask_bits(segments: Sequence[Segment], counts: Ints) -> bytes:
-    """The bits of all masks, row by row."""
+    """Return the bits of all masks, row by row."""
     if isinstance(segments, TreeSegments):
         visible = segments.trees.visible
         return np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()

@@ -57,7 +57,7 @@ class Shard:
     size: int
 
     def cut(self, tensor: Tensor | StoredTensor, dim: int, parts: int = 1) -> Tensor:
-        """This rank's slice of each of the `parts` equal parts of a dimension, as a copy. Nothing else is read.
+        """Return this rank's slice of each of the `parts` equal parts of a dimension, as a copy. Nothing else is read.
 
         Raises CheckpointError if the ranks do not divide the dimension,
         or cut through groups of quantised weights.
@@ -77,7 +77,8 @@ class Shard:
             ) from error
 
     def of_heads(self, num_heads: int) -> Shard:
-        """This rank's part of the key-value heads. With fewer heads than ranks, neighbouring ranks hold the same head.
+        """Return this rank's part of the key-value heads. With fewer heads than ranks, neighbouring ranks hold the same
+        head.
 
         Example: 2 heads over 4 ranks give ranks 0 and 1 the first head, 2 and 3 the second.
         Raises CheckpointError if the parts would differ in size.
@@ -94,7 +95,7 @@ class Shard:
 def load_shard(
     make_model: Callable[[], Any], files: WeightFiles, device: torch.device, shard: Shard, kv_heads: Sequence[int]
 ) -> Any | None:
-    """A causal LM with this rank's part of the weights on `device`, and the exchanges between ranks.
+    """Return a causal LM with this rank's part of the weights on `device`, and the exchanges between ranks.
 
     make_model: makes the architecture. None if parts of its weights cannot be read, because they have other names in the
     files, other shapes, are quantised, or some are buffers. Raises CheckpointError as `shard_model`.
@@ -119,7 +120,7 @@ def tie_head(model: Any, names: Mapping[str, str]) -> None:
 
 
 def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple[Any, dict[str, str]] | None:
-    """A causal LM whose parameters are on the meta device, and the name of each parameter in the files.
+    """Return a causal LM whose parameters are on the meta device, and the name of each parameter in the files.
 
     None if parts of its weights cannot be read: see `load_shard`.
     """
@@ -140,7 +141,7 @@ def weightless_model(make_model: Callable[[], Any], files: WeightFiles) -> tuple
 
 
 def _embedding_name(model: Any) -> str:
-    """The name of the parameter that looks up tokens."""
+    """Return the name of the parameter that looks up tokens."""
     weight = model.get_input_embeddings().weight
     names: list[str] = [name for name, parameter in model.named_parameters() if parameter is weight]
     return names[0]
@@ -148,7 +149,7 @@ def _embedding_name(model: Any) -> str:
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Inside the context, modules of this thread are made without memory for their parameters. Buffers have their values."""
+    """Make modules of this thread, inside the context, without memory for their parameters. Buffers have their values."""
     own = threading.get_ident()
 
     def drop(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
@@ -166,9 +167,12 @@ def shard_model(
 ) -> None:
     """Cut the weights of a causal LM in place and add the exchanges between ranks. Every rank must do the same.
 
-    kv_heads: key-value heads of every layer. stored: where to read a parameter, if the model has none. Raises
-    CheckpointError for a model without a plan, with weights quantised by something other than torchao, with an unknown
-    style, or with a width or heads that the ranks cannot share.
+    Raises CheckpointError for a model without a plan, with weights quantised by something other than torchao, with an
+    unknown style, or with a width or heads that the ranks cannot share.
+
+    Args:
+        kv_heads: key-value heads of every layer.
+        stored: where to read a parameter, if the model has none.
     """
     plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
     if not plan:
@@ -200,20 +204,20 @@ def shard_model(
 
 
 def shares_vocabulary(model: Any, shard: Shard) -> bool:
-    """Whether each rank computes the logits of its own part of the vocabulary."""
+    """Return whether each rank computes the logits of its own part of the vocabulary."""
     head = model.get_output_embeddings()
     path = next(path for path, module in model.named_modules() if module is head)
     return _style(dict(model.tp_plan), path) in GATHERED and head.out_features % shard.size == 0
 
 
 def splits_heads(model: Any) -> bool:
-    """Whether each rank holds keys and values of its own heads only."""
+    """Return whether each rank holds keys and values of its own heads only."""
     plan = getattr(model, "tp_plan", None) or {}
     return any(path.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for path, style in plan.items())
 
 
 def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[int]) -> Shard:
-    """The part of a layer: key and value projections are split by whole heads."""
+    """Return the part of a layer: key and value projections are split by whole heads."""
     *above, name = path.split(".")
     if style != "colwise" or name not in _KV_PROJECTIONS:
         return shard
@@ -221,12 +225,12 @@ def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
-    """The plan writes `*` for the number of a layer."""
+    """Return how the plan splits a module. It writes `*` for the number of a layer."""
     return plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
 
 
 def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard) -> Tensor | None:
-    """This rank's part of a parameter; None where it is the whole one, which is there already."""
+    """Return this rank's part of a parameter; None where it is the whole one, which is there already."""
     if style in COLUMNS | PACKED:
         return shard.cut(whole, max(whole.ndim - 2, 0), parts=2 if style in PACKED else 1)
     if style in ROWS and whole.ndim > 1:
@@ -237,7 +241,7 @@ def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard
 
 
 class Exchanges:
-    """What ranks exchange within a pass. A rank that has no memory for the rest of it takes part with zeros.
+    """Exchanges of ranks within a pass. A rank that has no memory for the rest of it takes part with zeros.
 
     So the others do not wait for ever, and the next command finds all ranks in step. The result of such a pass is not read.
     """
@@ -258,13 +262,13 @@ class Exchanges:
         self._known, self.is_running = self._own, False
 
     def sum(self, output: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Return the sum over ranks, in place."""
         dist.all_reduce(output)
         self._own.append((False, output.numel() // self._num_rows, output.dtype))
         return output
 
     def gather(self, output: Tensor) -> Tensor:
-        """The outputs of all ranks, side by side."""
+        """Return the outputs of all ranks, side by side."""
         parts = [torch.empty_like(output) for _ in range(self.shard.size)]
         dist.all_gather(parts, output.contiguous())
         self._own.append((True, output.numel() // self._num_rows, output.dtype))
@@ -272,7 +276,7 @@ class Exchanges:
 
     @property
     def can_finish(self) -> bool:
-        """Whether it is known what is left: a pass has begun and not ended, and another one was whole."""
+        """Return whether it is known what is left: a pass has begun and not ended, and another one was whole."""
         return self.is_running and bool(self._known)
 
     def finish(self, device: torch.device) -> None:
@@ -334,11 +338,11 @@ class SharedVocabulary:
         best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
 
     def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
-        """What a rank gives `collect` for a pass whose result is not read."""
+        """Return what a rank gives `collect` for a pass whose result is not read."""
         return torch.zeros(num_rows, self._vocab_size // self._shard.size, device=device)
 
     def collect(self, segments: Sequence[Segment], logits: Tensor) -> StepOutput:
-        """What rank 0 gets, of this rank's logits float32 [R, V / ranks], which may be overwritten.
+        """Return what rank 0 gets, of this rank's logits float32 [R, V / ranks], which may be overwritten.
 
         All ranks must call it; the others get nothing.
         """
@@ -360,7 +364,7 @@ class SharedVocabulary:
         return StepOutput(whole, tokens, is_drawn)
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """One token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
+        """Return one token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
         first_id, size = self._shard.rank * logits.shape[1], self._vocab_size
         tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
         kinds = np.array([_kind_of(draw.key) for draw in draws])
@@ -379,7 +383,7 @@ class SharedVocabulary:
         return tokens
 
     def _gather(self, own: Tensor) -> Tensor | None:
-        """The tensors of all ranks [ranks, ...] on rank 0."""
+        """Return the tensors of all ranks [ranks, ...] on rank 0."""
         parts = own.new_empty((self._shard.size, *own.shape)) if self._shard.rank == 0 else None
         dist.gather(own.contiguous(), None if parts is None else list(parts.unbind()))
         return parts
@@ -392,5 +396,5 @@ def _kind_of(key: NoiseKey) -> int:
 
 
 def _selected(logits: Tensor, wanted: Bools) -> Tensor:
-    """The wanted rows; without a copy if that is all."""
+    """Return the wanted rows; without a copy if that is all."""
     return logits if wanted.all() else logits[upload(np.flatnonzero(wanted), logits.device)]

@@ -49,10 +49,13 @@ HAD_MEMORY, NO_MEMORY = b"1", b"0"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One of `size` processes. device: the one that it computes on, "cpu" or "cuda:N".
+    """One of `size` processes.
 
-    address, port: where rank 0 listens; with port 0, rank 0 takes a free port and starts the other ranks on its machine.
-    has_store: whether another process keeps the store of torch.distributed there already, as torchrun does.
+    Attributes:
+        device: the one that it computes on, "cpu" or "cuda:N".
+        address, port: where rank 0 listens; with port 0, rank 0 takes a free port and starts the other ranks on its
+            machine.
+        has_store: whether another process keeps the store of torch.distributed there already, as torchrun does.
     """
 
     rank: int
@@ -64,10 +67,14 @@ class RankInfo:
 
 
 class TargetWorkers:
-    """The other ranks, as rank 0 sees them; none without connections. Commands come from one thread."""
+    """The other ranks, as rank 0 sees them; none without connections. Commands come from one thread.
+
+    Args:
+        connections: by rank.
+        processes: those that rank 0 has started.
+    """
 
     def __init__(self, connections: Mapping[int, Connection] | None = None, processes: Sequence[BaseProcess] = ()) -> None:
-        """connections: by rank. processes: those that rank 0 has started."""
         self._connections = connections or {}
         self.size = len(self._connections) + 1
         self._processes = processes
@@ -169,7 +176,7 @@ class TargetWorkers:
             connection.send_bytes(message)
 
     def _failure_reason(self, error: str = "") -> str:
-        """Why the ranks failed: if one has died, that is the reason, and it is known within a moment."""
+        """Return why the ranks failed: if one has died, that is the reason, and it is known within a moment."""
         if not self._failed.wait(_FAILURE_SECONDS):
             self.fail(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
         return self._failure
@@ -214,7 +221,7 @@ class Worker:
         threading.Thread(target=self._end_without_driver, name="rank 0", daemon=True).start()
 
     def commands(self) -> Iterator[Command]:
-        """What rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
+        """Yield what rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
         decoder = CommandDecoder()
         try:
             while (command := decoder.decode(self._connection.recv_bytes())) is not None:
@@ -296,7 +303,7 @@ def _run_process(info: RankInfo, run_worker: Callable[[RankInfo], None], num_thr
 
 
 def _accept(server: socket.socket, size: int, processes: Sequence[BaseProcess]) -> dict[int, Connection]:
-    """A connection from every rank. Raises Unavailable when a process ends first, or time runs out."""
+    """Return a connection from every rank. Raises Unavailable when a process ends first, or time runs out."""
     connections: dict[int, Connection] = {}
     deadline = time.monotonic() + _START_SECONDS
     while missing := set(range(1, size)) - set(connections):
@@ -313,7 +320,7 @@ def _accept(server: socket.socket, size: int, processes: Sequence[BaseProcess]) 
 
 
 def _connection(sock: socket.socket) -> Connection:
-    """A connection that sends at once and notices within half a minute that the other machine is gone."""
+    """Return a connection that sends at once and notices within half a minute that the other machine is gone."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

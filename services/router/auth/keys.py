@@ -90,7 +90,7 @@ def hash_of(key: str | bytes) -> str:
 
 
 def plain_keys(values: Iterable[str], source: str) -> tuple[ApiKey, ...]:
-    """Return keys of a list of plain keys: each its own tenant, without limits.
+    """Return the keys of a list of plain keys: each its own tenant, without limits.
 
     Raises ConfigError if there is none, or for what is no key, such as a line of a YAML file without `keys:`.
     """
@@ -125,7 +125,11 @@ def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
 
 @dataclass(frozen=True)
 class Access:
-    """An authenticated call. key, quota: None if no keys are configured; then everything is allowed."""
+    """An authenticated call.
+
+    Attributes:
+        key, quota: None if no keys are configured; then everything is allowed.
+    """
 
     key: ApiKey | None = None
     quota: Quota | None = None
@@ -199,6 +203,11 @@ class ApiKeys:
     """The valid API keys; if none are configured, every call is accepted.
 
     A configured file is read again within RELOAD_INTERVAL_S of a change. One that cannot be read then changes nothing.
+
+    Raises ConfigError if the file cannot be read or holds no key.
+
+    Args:
+        keys: besides those of `config.file`.
     """
 
     def __init__(
@@ -207,7 +216,6 @@ class ApiKeys:
         config: ApiKeysConfig = ApiKeysConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keys: besides those of `config.file`. Raises ConfigError if the file cannot be read or holds no key."""
         self._config = config
         self._clock = clock
         self._own = tuple(keys)

@@ -52,7 +52,7 @@ class TokenBucket:
         self._level = self.available - amount
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until an amount is there, or all of it if it is more than a minute's."""
+        """Return seconds until an amount is there, or all of it if it is more than a minute's."""
         missing = min(amount, self.per_minute) - self.available
         return max(missing, 0.0) * 60 / self.per_minute if self.per_minute else 0.0
 
@@ -74,7 +74,7 @@ def _duration(seconds: float) -> str:
 
 
 class Quota:
-    """What a key has used. It stays when the file of keys is read again."""
+    """Usage of a key. It stays when the file of keys is read again."""
 
     def __init__(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
         self.limits, self._clock = limits, clock
@@ -99,9 +99,11 @@ class Quota:
     def reserve(self, num_completions: int, num_prompt: int, num_output: int) -> Iterator[Callable[[int], None]]:
         """Reserve what a request needs while the body runs; yields a function that counts its output tokens.
 
-        num_prompt, num_output: tokens of its prompts, and of its completions at most. A request without output that ends
-        with a server's error gets all of them back. One that its client ends keeps paying for its prompts.
         Raises RateLimited, or InvalidRequest if the request alone is above max_running.
+
+        Args:
+            num_prompt, num_output: tokens of its prompts, and of its completions at most. A request without output that
+                ends with a server's error gets all of them back. One that its client ends keeps paying for its prompts.
         """
         most = self.limits.max_running
         if most and num_completions > most:

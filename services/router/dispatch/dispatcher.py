@@ -84,7 +84,7 @@ class SessionMap:
 
 @dataclass
 class RequestContext:
-    """What the completions of one request share.
+    """State that the completions of one request share.
 
     Attributes:
         deadline: by the clock of the running event loop, in seconds.
@@ -270,11 +270,14 @@ class Dispatcher:
 class _RetryState:
     """A request across its upstream attempts: the tokens received so far, and the verifiers that failed it.
 
-    num_failures, waited_s: attempts and seconds of waiting in a row, without a token. num_retries: all failed attempts.
-    has_broken: an engine failed since the last token. avoided: verifiers that failed, and until when they are avoided, by
-    the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses
-    one itself then. lost: addresses of verifiers that were lost in a row before their first chunk; with any, the request is
-    a suspect. excluded_since: since when only the trials of other suspects keep it from a verifier.
+    Attributes:
+        num_failures, waited_s: attempts and seconds of waiting in a row, without a token.
+        num_retries: all failed attempts.
+        has_broken: an engine failed since the last token.
+        avoided: verifiers that failed, and until when they are avoided, by the clock of the event loop.
+        drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses one itself then.
+        lost: addresses of verifiers that were lost in a row before their first chunk; with any, the request is a suspect.
+        excluded_since: since when only the trials of other suspects keep it from a verifier.
     """
 
     call: GenerateCall
@@ -293,7 +296,7 @@ class _RetryState:
 
     @property
     def was_rejected(self) -> bool:
-        """Whether the request has not begun, and a verifier was full: the client should try again later."""
+        """Return whether the request has not begun, and a verifier was full: the client should try again later."""
         return isinstance(self.error, Overloaded) and not self.token_ids
 
     def avoided_at(self, now: float) -> frozenset[str]:
@@ -446,7 +449,9 @@ def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int)
 
 
 def _is_tree(details: VerifyStepDetails, chunk: Chunk, request: Request, vocab_size: int) -> bool:
-    """Whether details were asked for, and these are a tree with a path from the root to the chunk's drafted tokens."""
+    """Return whether details were asked for, and these are a tree with a path from the root to the
+    chunk's drafted tokens.
+    """
     tokens, parents, path, size = details.tokens, details.parents, details.path, len(details.tokens)
     return (
         request.return_verify_steps

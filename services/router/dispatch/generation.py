@@ -1,4 +1,4 @@
-"""What both listeners do with a call: check it, encode its prompt, dispatch its completions, decode their tokens."""
+"""Handling of a call from either listener: check it, encode its prompt, dispatch its completions, decode their tokens."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ class GenerationService:
     """Serves the models that have a tokenizer here.
 
     request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
+
+    Args:
+        contents: of the models in whose chats names of special tokens are text.
+        aliases: the model of each alias.
     """
 
     def __init__(
@@ -49,7 +53,6 @@ class GenerationService:
         contents: Mapping[str, ContentText] = MappingProxyType({}),
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """contents: of the models in whose chats names of special tokens are text. aliases: the model of each alias."""
         self._aliases = aliases
         self.contents = contents
         self._telemetry = telemetry
@@ -140,10 +143,13 @@ class GenerationService:
     async def encode(
         self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False, is_inside: bool = False
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
+        """Return the token ids of a text, encoded in a thread.
 
-        is_inside: other text comes before it.
         Raises InvalidRequest, without a thread or early, for a text that cannot fit.
+
+        Args:
+            is_rendered: the text contains its special tokens.
+            is_inside: other text comes before it.
         """
         tokenizer = self._tokenizers[info.name]
         tokenizer.check_length(len(text), info.max_model_len)

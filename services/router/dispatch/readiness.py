@@ -20,9 +20,12 @@ class ReadinessMonitor:
     then get 503 with Retry-After from a router without verifiers, instead of a closed port. Only its Generation service is
     NOT_SERVING meanwhile.
 
-    set_serving: see RpcServer. registry: holds the sessions; None without one. needs_verifier: it is not ready before it
-    has reached a first verifier, as one that is started together with its only verifier.
-    reason: why the router takes no requests; empty while it does.
+    Attributes:
+        set_serving: see RpcServer.
+        registry: holds the sessions; None without one.
+        needs_verifier: it is not ready before it has reached a first verifier, as one that is started together with its
+            only verifier.
+        reason: why the router takes no requests; empty while it does.
     """
 
     set_serving: Callable[..., Awaitable[None]]
@@ -36,12 +39,12 @@ class ReadinessMonitor:
 
     @property
     def outage(self) -> str:
-        """Why no request can be served now; empty if one can."""
+        """Return why no request can be served now; empty if one can."""
         return self.reason or ("" if self.workers.reachable else "no verifier can be reached")
 
     @property
     def warning(self) -> str:
-        """What is wrong although requests are served; empty if nothing is."""
+        """Return what is wrong although requests are served; empty if nothing is."""
         found = self.discovery.outage or (self.registry.outage if self.registry else "")
         return f"{found}; the last known workers serve" if found else ""
 

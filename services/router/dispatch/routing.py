@@ -24,9 +24,14 @@ _NO_BLOCKS: frozenset[int] = frozenset()
 class RoutingRequest:
     """The properties of a request that decide where it runs.
 
-    num_tokens: prompt and output together. last: where the session's last request ran, if known.
-    excluded: incarnations that have failed this request. target_fingerprint: pin of the verifier that began it, or empty.
-    wants_drafter: False for plain decoding. session: may be empty. block_hashes: of the prompt's token blocks, in order.
+    Attributes:
+        num_tokens: prompt and output together.
+        last: where the session's last request ran, if known.
+        excluded: incarnations that have failed this request.
+        target_fingerprint: pin of the verifier that began it, or empty.
+        wants_drafter: False for plain decoding.
+        session: may be empty.
+        block_hashes: of the prompt's token blocks, in order.
     """
 
     model: str
@@ -54,11 +59,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class WorkerSnapshot:
-    """What a router knows of the live workers at one moment.
+    """Knowledge of a router about the live workers at one moment.
 
-    in_flight: this router's own requests by incarnation. counted: how many there were when the lease came. unhealthy:
-    incarnations that are ejected or stuck. sent_blocks: by incarnation, hashes of the token blocks that this router sent
-    there. zone: the router's own; may be empty.
+    Attributes:
+        in_flight: this router's own requests by incarnation.
+        counted: how many there were when the lease came.
+        unhealthy: incarnations that are ejected or stuck.
+        sent_blocks: by incarnation, hashes of the token blocks that this router sent there.
+        zone: the router's own; may be empty.
     """
 
     verifiers: Sequence[Lease]
@@ -153,8 +161,10 @@ class WorkerRank(NamedTuple):
 class _Candidates:
     """Workers that can serve a request.
 
-    utilization: requests as a share of the load bound, by incarnation; 1 is full. expected: the same if other routers have
-    done since the leases what this one has. All routers see the same leases, and would all take the worker that was idle.
+    Attributes:
+        utilization: requests as a share of the load bound, by incarnation; 1 is full.
+        expected: the same if other routers have done since the leases what this one has. All routers see the same leases,
+            and would all take the worker that was idle.
     """
 
     leases: Sequence[Lease]

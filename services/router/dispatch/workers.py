@@ -45,8 +45,9 @@ class _Connection:
 class WorkerPool:
     """The live workers and the channels to them.
 
-    config: holds the weights of `pick`, and the router's own zone. peers: how workers are dialled.
-    reachable: the verifiers that were connected and healthy at the last `refresh`.
+    Args:
+        config: holds the weights of `pick`, and the router's own zone.
+        peers: how workers are dialled. reachable: the verifiers that were connected and healthy at the last `refresh`.
     """
 
     def __init__(self, discovery: Discovery, config: RouterConfig, peers: Peers) -> None:

@@ -60,8 +60,10 @@ def build_app(
 ) -> FastAPI:
     """Build the application.
 
-    templates: of every model, None if it has none. telemetry: counts every response. admission: the bounds of
-    bodies, shared with the gRPC server.
+    Args:
+        templates: of every model, None if it has none.
+        telemetry: counts every response.
+        admission: the bounds of bodies, shared with the gRPC server.
     """
     admission = admission or Admission()
     config = config or HttpConfig()

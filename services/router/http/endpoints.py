@@ -57,10 +57,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationEndpoints:
-    """The endpoints that generate or encode. templates: of every model, None if it has none.
+    """The endpoints that generate or encode.
 
-    keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
-    GenerationService, and ClientDisconnected.
+    Attributes:
+        templates: of every model, None if it has none.
+        keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
+            GenerationService, and ClientDisconnected.
     """
 
     service: GenerationService
@@ -136,7 +138,12 @@ class GenerationEndpoints:
         stream: bool,
         write: Callable[[ResponseWriter], StreamWriter],
     ) -> Response:
-        """Respond to a chat. prefix: of the id. write: turns the writer of the chat into that of an API."""
+        """Respond to a chat.
+
+        Args:
+            prefix: of the id.
+            write: turns the writer of the chat into that of an API.
+        """
         received = _received_call(prefix, request, body.request_id)
         with self.service.record_rejection(received, "chat"):
             info = await self._model(body.model, request)
@@ -322,7 +329,7 @@ def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[No
 async def _of_body(
     body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None], first: int
 ) -> AsyncGenerator[TextChunk, None]:
-    """Chunks with the index of their choice; errors name the body's fields. first: index of the first choice."""
+    """Yield chunks with the index of their choice; errors name the body's fields. first: index of the first choice."""
     with _field_names(body):
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -129,7 +129,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        """The server logs the traceback."""
+        """Return a response without details; the server logs the traceback."""
         return error_response(RequestFailed("internal error"), request.scope)
 
 

@@ -15,9 +15,12 @@ from eyas.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class MiddleFormat:
-    """The tokens of one family of models. middle: empty where the output follows the text before it.
+    """The tokens of one family of models.
 
-    is_suffix_first: the text after the output comes first. ends: further tokens that end an output.
+    Attributes:
+        middle: empty where the output follows the text before it.
+        is_suffix_first: the text after the output comes first.
+        ends: further tokens that end an output.
     """
 
     families: str

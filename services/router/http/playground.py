@@ -99,7 +99,7 @@ def cluster_state(readiness: ReadinessMonitor, has_addresses: bool) -> dict[str,
 
 
 def _id(lease: Lease) -> str:
-    """A short name of a worker that names no address. Workers of one process have a part in common."""
+    """Return a short name of a worker that names no address. Workers of one process have a part in common."""
     process, _, rest = lease.incarnation.partition("/")
     return f"{process[:8]}/{rest}" if rest else process[:8]
 

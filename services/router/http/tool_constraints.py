@@ -1,4 +1,4 @@
-"""What the output of a chat must match: calls of tools in the format of the model, after reasoning and beside content.
+"""Constraints on the output of a chat: calls of tools in the format of the model, after reasoning and beside content.
 
 Constraints are structural tags, as of xgrammar. To constrain the calls of another format, see `_TagWriter.calls`.
 """
@@ -33,19 +33,21 @@ Format = dict[str, Any]  # of a structural tag
 
 
 class ChatOutput:
-    """How the output of one chat is constrained and read.
+    """Constraint and reader of the output of one chat.
 
     Attributes:
         kept_tokens: special tokens that its text needs.
+
+    Raises InvalidRequest if there are tools, and no format of their calls.
+
+    Args:
+        form: of the model.
+        prompt: its token ids, whose end shows where the output begins.
     """
 
     def __init__(
         self, fields: ToolFields, model: str, form: ChatFormat, tokenizer: Tokenizer, prompt: Sequence[int]
     ) -> None:
-        """form: of the model. prompt: its token ids, whose end shows where the output begins.
-
-        Raises InvalidRequest if there are tools, and no format of their calls.
-        """
         tools, mode = fields.called_tools, fields.tool_choice.mode
         if mode == "auto" and tools and not form.tool_call_parser:
             reason = (
@@ -142,7 +144,7 @@ def _structured(format_: Format) -> StructuredOutputs:
 
 
 def _has_reasoning(given: StructuredOutputs, form: ChatFormat) -> bool:
-    """Whether a structural tag describes the reasoning itself, as it holds the marks of the model's format."""
+    """Return whether a structural tag describes the reasoning itself, as it holds the marks of the model's format."""
     marks = THINK_TAGS.get(form.reasoning_parser, ("<|channel|>",))
     return any(mark in given.structural_tag for mark in marks)
 

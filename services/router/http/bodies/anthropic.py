@@ -76,7 +76,7 @@ class AnthropicTool(StrictModel):
 
 
 class AnthropicToolChoice(StrictModel):
-    """Whether and which tools are called."""
+    """Choice of the tools that are called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text = ""
@@ -84,7 +84,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class OutputFormat(StrictModel):
-    """What the text must match."""
+    """Constraint that the text must match."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")

@@ -1,4 +1,4 @@
-"""What all request bodies share: JSON within bounds, strict models, and the fields that have no effect.
+"""Parts that all request bodies share: JSON within bounds, strict models, and the fields that have no effect.
 
 A field is decided in one of three ways. A model that uses it declares it. One that changes no result at any value stands
 in `UnusedFields`. One that is not supported stands in `NEUTRAL`, with the values that ask for nothing. Others are unknown.
@@ -122,10 +122,14 @@ log = logging.getLogger(__name__)
 
 
 class FieldPolicy:
-    """Decides about the fields that a model here does not have. Safe for use from any thread."""
+    """Decides about the fields that a model here does not have. Safe for use from any thread.
+
+    Args:
+        unknown: of fields that no server knows.
+        of_endpoints: the fields of all endpoints, which are never ignored.
+    """
 
     def __init__(self, unknown: UnknownFields = "refuse", of_endpoints: Collection[str] = ()) -> None:
-        """unknown: of fields that no server knows. of_endpoints: the fields of all endpoints, which are never ignored."""
         self._unknown = unknown
         self._of_endpoints = frozenset(of_endpoints)
         self._logged = set[str]()
@@ -290,7 +294,12 @@ def check_json(value: object) -> object:
 
 
 def one_or_list(entry_type: Any, kind: str, entry: Callable[[str], object] = lambda text: text) -> BeforeValidator:
-    """Let a field of a list take a text for a list of one entry. kind: of the entries, for the error. entry: of a text."""
+    """Let a field of a list take a text for a list of one entry.
+
+    Args:
+        kind: of the entries, for the error.
+        entry: of a text.
+    """
 
     def to_list(value: object) -> object:
         if not isinstance(value, str | list):

@@ -97,8 +97,8 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """What the output must match, in OpenAI's form; xgrammar's structural tag, as in vLLM and SGLang; and the forms of TGI,
-    llama.cpp and others: a regular expression, a grammar, and a schema beside the type.
+    """Constraint that the output must match, in OpenAI's form; xgrammar's structural tag, as in vLLM and SGLang; and the
+    forms of TGI, llama.cpp and others: a regular expression, a grammar, and a schema beside the type.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
@@ -146,7 +146,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputsBody(StrictModel):
-    """What the output must match, in vLLM's form; see StructuredOutputs.
+    """Constraint that the output must match, in vLLM's form; see StructuredOutputs.
 
     Without a constraint, its whitespace is that of the constraint in another field, or of the tools.
     """
@@ -240,7 +240,7 @@ class Body(SamplingBody):
 
     @property
     def has_usage_in_events(self) -> bool:
-        """Whether every event of a stream has the usage so far."""
+        """Return whether every event of a stream has the usage so far."""
         return (
             self.stream_options is not None
             and self.stream_options.include_usage
@@ -249,7 +249,7 @@ class Body(SamplingBody):
 
     @property
     def ends_with_usage(self) -> bool:
-        """Whether a stream ends with an event for the usage."""
+        """Return whether a stream ends with an event for the usage."""
         return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
@@ -259,7 +259,7 @@ class Body(SamplingBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many likely tokens the prompt's tokens come with; None without log-probabilities of the prompt."""
+        """Return how many likely tokens the prompt's tokens come with; None without log-probabilities of the prompt."""
         return self.prompt_logprobs
 
     def name_of(self, param: str) -> str:
@@ -269,9 +269,11 @@ class Body(SamplingBody):
         return "max_completion_tokens" if param == "max_tokens" and self.max_completion_tokens is not None else param
 
     def sampling(self, defaults: Mapping[str, float], max_tokens: int, **logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters of every prompt. defaults: of those that the body does not name.
+        """Return the sampling parameters of every prompt. Raises InvalidRequest.
 
-        logprobs: `logprobs` and `prompt_logprobs`. Raises InvalidRequest.
+        Args:
+            defaults: of those that the body does not name.
+            logprobs: `logprobs` and `prompt_logprobs`.
         """
         named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         named |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
@@ -282,7 +284,7 @@ class Body(SamplingBody):
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether the request has tools."""
+        """Return whether the request has tools."""
         return False
 
     @property
@@ -356,17 +358,17 @@ class CompletionBody(Body):
 
     @property
     def scores_prompt_only(self) -> bool:
-        """Whether only the prompt's log-probabilities are wanted, without any output."""
+        """Return whether only the prompt's log-probabilities are wanted, without any output."""
         return self.echo and self.num_tokens == 0
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the choices have log-probabilities."""
+        """Return whether the choices have log-probabilities."""
         return self.logprobs is not None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As for every body; an echo has them too."""
+        """Return the number as for every body; an echo has them too."""
         return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     def name_of(self, param: str) -> str:
@@ -375,10 +377,13 @@ class CompletionBody(Body):
 
 
 class Message(StrictModel):
-    """A message of a chat. name: its author's, for templates that show it.
+    """A message of a chat.
 
-    tool_calls, reasoning_content: of earlier turns of the assistant. reasoning: the same, vLLM's newer name.
-    tool_call_id: the call that a tool's message answers.
+    Attributes:
+        name: its author's, for templates that show it.
+        tool_calls, reasoning_content: of earlier turns of the assistant.
+        reasoning: the same, vLLM's newer name.
+        tool_call_id: the call that a tool's message answers.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -410,10 +415,12 @@ class Message(StrictModel):
 class ChatBody(Body, ToolFields):
     """The body of /v1/chat/completions.
 
-    chat_template_kwargs, documents, reasoning_effort: variables for the model's chat template.
-    add_generation_prompt: begin a new message. continue_final_message: continue the last one instead, both as in vLLM.
-    include_reasoning: return the reasoning of models that write it.
-    thinking_token_budget: most tokens of reasoning, as in vLLM; -1 sets no limit.
+    Attributes:
+        chat_template_kwargs, documents, reasoning_effort: variables for the model's chat template.
+        add_generation_prompt: begin a new message.
+        continue_final_message: continue the last one instead, both as in vLLM.
+        include_reasoning: return the reasoning of models that write it.
+        thinking_token_budget: most tokens of reasoning, as in vLLM; -1 sets no limit.
     """
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
@@ -474,12 +481,12 @@ class ChatBody(Body, ToolFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the choices have log-probabilities."""
+        """Return whether the choices have log-probabilities."""
         return self.logprobs
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether the request has tools."""
+        """Return whether the request has tools."""
         return bool(self.tools)
 
     def name_of(self, param: str) -> str:

@@ -93,7 +93,7 @@ class FunctionTool(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """What the text must match: text, json_object or json_schema. verbosity has no effect."""
+    """Constraint that the text must match: text, json_object or json_schema. verbosity has no effect."""
 
     format: dict[str, Any] | None = None
     verbosity: str = ""

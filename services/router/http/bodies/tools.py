@@ -45,7 +45,12 @@ Name = Annotated[str, AfterValidator(_check_name)]
 
 
 class FunctionDefinition(StrictModel):
-    """A function. parameters: JSON schema of its arguments. strict: calls always match the schema."""
+    """A function.
+
+    Attributes:
+        parameters: JSON schema of its arguments.
+        strict: calls always match the schema.
+    """
 
     name: Name
     description: str = ""
@@ -84,7 +89,12 @@ class EarlierCall(StrictModel):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools. names: those that it may call; empty: all. is_single: exactly one call."""
+    """Choice whether the model calls tools.
+
+    Attributes:
+        names: those that it may call; empty: all.
+        is_single: exactly one call.
+    """
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] = ()

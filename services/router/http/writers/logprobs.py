@@ -30,7 +30,9 @@ def text_offsets(
 ) -> list[int]:
     """Return where in a choice the characters of each token begin, and where those of the last one end.
 
-    offset: characters of the choice before these tokens. begins_text: whether no text comes before the choice.
+    Args:
+        offset: characters of the choice before these tokens.
+        begins_text: whether no text comes before the choice.
     """
     offsets = [offset]
     for entry in logprobs:

@@ -43,13 +43,17 @@ _MAX_DELTAS = 64  # of a choice that are kept one by one
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What a chunk adds to a choice, or all that its chunks have added.
+    """Addition of a chunk to a choice, or of all its chunks.
 
-    logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
-    it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
-    token_ids: if they were asked for. stop_reason: as in TextChunk.
-    verify_steps: as JSON, if the request asks for them. messages: what the text means, in its order, if it is parsed; each
-    has reasoning before content before calls.
+    Attributes:
+        logprobs: of its tokens; the first delta of an echo begins with the prompt's.
+        offset: characters of the tokens before it.
+        is_first: no delta of the choice was visible before.
+        prompt_logprobs: where a field of their own holds them.
+        token_ids: if they were asked for.
+        stop_reason: as in TextChunk.
+        verify_steps: as JSON, if the request asks for them.
+        messages: what the text means, in its order, if it is parsed; each has reasoning before content before calls.
     """
 
     index: int
@@ -80,7 +84,7 @@ class TextDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a client would see nothing of it."""
+        """Return whether a client would see nothing of it."""
         text = self.text if self.messages is None else self.messages
         seen = text or self.logprobs or self.finish_reason or self.prompt_logprobs
         return not (seen or self.token_ids or self.verify_steps)
@@ -105,10 +109,14 @@ class StreamWriter(Protocol):
 class ResponseWriter:
     """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
 
-    prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
-    new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
-    hold: counts bytes that are kept until the response is sent. Raises Overloaded, and InvalidRequest for more than fit.
-    num_reasoning_tokens, num_reasoning_ends: of all choices so far; the tokens that end a reasoning are no part of it.
+    Raises Overloaded, and InvalidRequest for more than fit.
+
+    Attributes:
+        prompts: their token ids.
+        echoes: their texts, which begin the choices; empty without echo.
+        new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
+        hold: counts bytes that are kept until the response is sent.
+        num_reasoning_tokens, num_reasoning_ends: of all choices so far; the tokens that end a reasoning are no part of it.
     """
 
     body: CompletionBody | ChatBody

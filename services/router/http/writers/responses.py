@@ -140,7 +140,7 @@ class ResponsesWriter:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the last item is."""
+        """Return where the last item is."""
         item = self._items[-1]
         place = {"item_id": item.id, "output_index": len(self._items) - 1}
         return place if item.kind == "function_call" else place | {"content_index": 0}

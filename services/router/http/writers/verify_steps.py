@@ -13,9 +13,13 @@ UNKNOWN_METHOD = "unknown"
 
 
 def verify_step_object(chunk: TextChunk, number: int, token_name: Callable[[int], str]) -> dict[str, Any]:
-    """Return what a chunk reports. number: of the chunk in its completion. token_name: the text of a single token.
+    """Return what a chunk reports.
 
     The tokens' texts together are the chunk's text. A token has an empty text while a character is incomplete.
+
+    Args:
+        number: of the chunk in its completion.
+        token_name: the text of a single token.
     """
     inner = chunk.chunk
     details = inner.verify_step.details if inner.verify_step else None
