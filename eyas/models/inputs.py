@@ -83,6 +83,7 @@ class SegmentRows(NamedTuple):
             np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")
         )
         wanted = np.concatenate([s.logits_indices for s in segments])
+        # Wanted rows are numbered within their segment; packed rows begin where the segment does.
         starts = np.repeat(counts.cumsum() - counts, [len(s.logits_indices) for s in segments])
         return cls(tokens, positions, slots, wanted + starts, counts)
 
@@ -188,6 +189,7 @@ class PackedInputs:
             if window is not None:
                 mask = mask & (group.query_positions[:, :, None] - group.key_positions[:, None, :] < window)
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+            # Heads of a group have the same mask: repeated, because they are queries side by side.
             self._biases[wanted] = bias[:, None].repeat(1, 1, heads_per_kv, 1)
         return self._biases[wanted]
 
@@ -200,6 +202,7 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
     starts = np.cumsum([0] + [len(s.tokens) for s in segments])
     buckets: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
+        # A bucket holds row counts within a factor of 4 and prefix lengths within a factor of 8.
         size = ((len(segment.tokens) - 1).bit_length() // 2, len(segment.prefix).bit_length() // 3)
         buckets.setdefault(size, []).append(index)
     rows = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
@@ -236,6 +239,7 @@ class PaddedGroup:
         self.covers_pass = is_only and not self._padded
         self.unmasked = self.shape[1] == 1 and len(set(self._lengths)) == 1 and not any(self._num_others)
         self._num_keys = max(map(sum, zip(self._counts, self._lengths, self._num_others, strict=True)))
+        # One sequence whose slots are consecutive: a view of the pool replaces a gather of its keys and values.
         if len(segments) == 1 and not self._num_others[0]:
             slots = np.concatenate([segments[0].prefix, segments[0].slots])
             first, last = int(slots[0]), int(slots[-1])
@@ -370,11 +374,14 @@ def tree_paths(segments: Sequence[Segment]) -> TreePaths:
 
 def _packed_paths(trees: PackedTrees) -> TreePaths:
     """`_path_words` of each tree: in each turn all rows go one node up."""
+    # Example: trees of the shapes root - a - b and root - {a, b}, rows 0 1 2 | 3 4 5. The first is causal, so it needs no
+    # path; the second has the paths [0 .], [0 1], [0 2], each own key at its depth.
     rows, firsts = np.arange(len(trees.roots)), trees.batch.firsts
     is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
     depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
     sizes, own = trees.batch.counts * depths, rows - trees.roots
     words = np.zeros(int(sizes.sum()), dtype=np.int32)
+    # at: the place in `words` at which the path of each row begins.
     at = np.repeat(sizes.cumsum() - sizes, trees.batch.counts) + own * np.repeat(depths, trees.batch.counts)
     key = kept = np.flatnonzero(np.repeat(depths, trees.batch.counts))
     for _ in range(int(depths.max())):

@@ -44,6 +44,7 @@ def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
 
     A node whose score is not above that of `limit` candidates has no child among the best.
     """
+    # A child scores below its parent. So a node below the limit-th best candidate has no child in the tree.
     least = -np.float32(np.inf)
     if count >= limit:
         best_of(scores[:count], maxima, best[:limit], places[:limit])
@@ -51,6 +52,7 @@ def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
     num = min(len(frontier), count - first)
     best_of(scores[first:count], maxima, best[:num], frontier[:num])
     width = 0
+    # `best` is sorted: the nodes to expand are a prefix.
     while width < num and best[width] > least:
         frontier[width] += first
         width += 1
@@ -61,6 +63,7 @@ def _find_expanded(scores, first, count, limit, maxima, best, places, frontier):
 def _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents):
     """Record children [k] of a node with the score `above` as candidates. Returns how many candidates there are now."""
     for c in range(len(child_scores)):
+        # A log-probability below a node: logit - log sum exp, plus the node's own log-probability.
         scores[count + c], tokens[count + c] = child_scores[c] - log_sum + above, child_tokens[c]
         parents[count + c] = parent
     return count + len(child_scores)
@@ -80,6 +83,7 @@ def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scor
     for level in range(depth):
         if level:
             width = _find_expanded(scores, first, count, limit, maxima, best, places, frontier)
+        # The Markov bias of a node is its token's embedding [r] times the weight [r, D]; all nodes of a level at once.
         if rank and width:
             for w in range(width):
                 latents[w] = markov.embedding[draft_ids[tokens[frontier[w]]] if level else root]
@@ -92,6 +96,7 @@ def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scor
             if rank or w == 0:  # without a Markov head the scores are the same below all nodes
                 log_sum = shifted_scores(biased[w][:size] if rank else logits[level], own, by, row, weights)
                 best_of(row, maxima, child_scores, child_tokens)
+            # Candidates have numbers from 1; 0 is the root.
             above, parent = (scores[frontier[w]], frontier[w] + 1) if level else (np.float32(0.0), 0)
             count = _add_children(child_scores, child_tokens, log_sum, above, parent, count, scores, tokens, parents)
         if not width:
@@ -105,6 +110,8 @@ def _select(limit, count, draft_ids, scores, tokens, parents, out_tokens, out_pa
     num, node, numbers = min(limit, count), 0, np.zeros(count + 1, np.int64)
     best, places = np.empty(num, np.float32), np.empty(num, np.int64)
     best_of(scores[:count], np.empty((count + BLOCK - 1) // BLOCK, np.float32), best, places)
+    # numbers[c + 1] is 1 for a chosen candidate, then its node. Candidates are in the order of levels, so a
+    # parent has its number before its children look it up.
     for n in range(num):
         numbers[places[n] + 1] = 0 if np.isinf(best[n]) else 1
     for c in range(count):
@@ -134,6 +141,7 @@ def grow_level(logits, level, noise, words, limits, depths, widths, frontiers, c
     best, places = np.empty(max(room, k), np.float32), np.empty(max(room, k), np.int64)
     child_scores, child_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
     for s in range(len(widths)):
+        # by: inverse of the ranking temperature, which is word 5 of the session.
         first, own, by = counts[s], noise[s, level] if len(noise) else weights[:0], np.float32(1.0) / real_word(words, 5, s)
         for w in range(widths[s]):
             above, parent = (scores[s, frontiers[s, w]], frontiers[s, w] + 1) if level else (np.float32(0.0), 0)
@@ -173,6 +181,7 @@ def grow_trees(logits, markov, roots, draft_ids, noise, words, limits, depths, k
             cells[0, :, N - 1].
         scores: to these go their scores, float32 [S, N - 1].
     """
+    # Level 0 has k candidates, each further one k nodes with k children.
     room = k + max(logits.shape[1] - 1, 0) * k * k
     all_scores, all_tokens = np.empty(room, np.float32), np.empty(room, np.int64)
     all_parents = np.empty(room, np.int64)
@@ -213,6 +222,7 @@ def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
 def _sift(worths, places, num):
     """Move the first entry of a heap down to where it belongs. On top is the least worth, of equal ones the last place."""
     worth, place, hole = worths[0], places[0], 0
+    # Sift down: move the smaller child up until the hole fits the entry.
     while 2 * hole + 1 < num:
         child = 2 * hole + 1
         if child + 1 < num:
@@ -240,6 +250,7 @@ def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, 
         has_room = depths[node] < max_depth - 1
         for place in range(width):
             number, worth = expanded[node * width + place], cumulative[node] + scores[node, place]
+            # A candidate that is a node already is of use if its parent is exact and it is not: the pass repairs it.
             if number:
                 if is_exact[number] or not is_exact[node]:
                     continue
@@ -248,6 +259,7 @@ def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, 
                 continue
             if not worth > -np.inf or (num == room and worth <= worths[0]):
                 continue
+            # The heap has the worst of the best on top, which a better candidate replaces.
             if num == room:  # in place of the worst
                 worths[0], places[0] = worth, node * width + place
                 _sift(worths, places, num)
@@ -257,6 +269,7 @@ def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, 
                 worths[hole], places[hole] = worths[(hole - 1) // 2], places[(hole - 1) // 2]
                 hole = (hole - 1) // 2
             worths[hole], places[hole] = worth, node * width + place
+    # Heap sort: the worst goes to the end, place by place, so that the best comes first.
     for end in range(num - 1, 0, -1):
         worth, place = worths[end], places[end]
         worths[end], places[end] = worths[0], places[0]

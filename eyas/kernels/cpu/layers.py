@@ -70,6 +70,7 @@ def add_norm(state, delta, unscale, delta_weight, delta_eps, weight, eps, out):
     """
     for r in range(state.shape[0]):
         if len(delta_weight):
+            # The mean square of delta * unscale is that of delta times unscale squared.
             factor = np.float32(1.0) / np.sqrt(
                 _mean_square(delta[r]) * np.float32(unscale * unscale) + np.float32(delta_eps)
             )
@@ -113,6 +114,7 @@ def gate(gate_up, unscale, is_silu, out):
         gates, ups, gated = gate_up[r, :width], gate_up[r, width:], out[r]
         for i in range(width):
             g = gates[i] * by
+            # SiLU: g / (1 + e^-g). GELU by tanh: 1 + tanh(z) = 2 / (1 + e^-2z), z = sqrt(2 / pi) (g + 0.044715 g^3).
             u = -g if is_silu else np.float32(-1.5957691216) * (g + np.float32(0.044715) * g * g * g)
             gated[i] = g * (ups[i] * by) / (np.float32(1.0) + exp(u if u < HIGHEST else HIGHEST))
 
@@ -137,9 +139,11 @@ def rotate(qkv, unscale, num_kv, cos, sin, norm_weight, eps):
                     x[d] *= inverse * norm_weight[h, d]
             cos_left, cos_right, sin_left, sin_right = cos[r, :half], cos[r, half:], sin[r, :half], sin[r, half:]
             for d in range(half):
+                # Rotary embedding: (left, right) turn by the angle of their position, in pairs d and d + D / 2.
                 left, right = lefts[d], rights[d]
                 lefts[d] = left * cos_left[d] - right * sin_left[d]
                 rights[d] = right * cos_right[d] + left * sin_right[d]
+        # Values are scaled, too, and not rotated.
         for h in range(num_rotated, qkv.shape[1]):
             for d in range(2 * half):
                 qkv[r, h, d] *= by
@@ -179,6 +183,7 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
         position: of the query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many
             others there are.
     """
+    # Seen keys move together: the prefix within the window, then the named keys that are visible.
     oldest, masked = position - window + 1, len(visible) - len(positions)
     start, end = min(max(oldest, 0), length), length
     for i in range(len(visible)):
@@ -214,14 +219,17 @@ def _attend_head(queries, keys, values, weights, count, visible, positions, firs
     num_blocks, per_row = num_blocks_of(count), num_queries // len(visible)
     transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
     block_bytes = 4 * BLOCK_OUTPUTS * width
+    # Blocks of keys are transposed so that a vector of BLOCK_OUTPUTS scores is computed at once.
     for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
         end = min(start + KEYS_AT_A_TIME // BLOCK_OUTPUTS, num_blocks)
+        # The address of block 0, although the buffer begins with block `start`.
         address = transposed.ctypes.data - start * block_bytes
         for n in range(start, end):
             for d in range(0, width, BLOCK_OUTPUTS):
                 transpose_keys(keys, n * BLOCK_OUTPUTS, d, address + n * block_bytes + 4 * BLOCK_OUTPUTS * d)
         multiply_keys(queries, address, weights, start, end)
     for q in range(num_queries):
+        # Grouped-query heads: `per_row` queries of a row share this key-value head.
         row = q // per_row
         _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
     sum_values(weights, count, values, out)
@@ -240,6 +248,7 @@ def _find_vectors(slots, cache, j, own, head, places):
     first, step = own.ctypes.data + head * size, own.shape[1] * size
     for i in range(len(own)):
         places[len(slots) + i] = first + i * step
+    # Vectors beyond the last one are read in whole blocks, and get the weight 0.
     for i in range(len(slots) + len(own), len(places)):
         places[i] = places[i - 1]
 
@@ -296,6 +305,7 @@ def attend(
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
         count = length + num_rows
         key_places, value_places = np.empty((2, count + BLOCK_OUTPUTS - 1), np.int64)
+        # Kernels work on whole blocks of a head's width; narrower heads are copied to padded rows.
         key_copies, value_copies = np.zeros((2, len(key_places) if padded > width else 0, padded), np.float32)
         most = min(num_rows, ROWS_AT_A_TIME) * group
         queries, found = np.zeros((most, padded), np.float32), np.empty((most, padded), np.float32)
@@ -311,6 +321,7 @@ def attend(
                 for r in range(taken):
                     for g in range(group):
                         for d in range(width):
+                            # Query heads of one key-value head side by side.
                             queries[r * group + g, d] = own[start + r, j * group + g, d]
                 num = taken * group
                 seeing, unmasked = mask[start : start + taken], length - num_masked[b]
@@ -397,6 +408,7 @@ def run_layers(
     """
     num_heads, num_kv, head_width, inner = stack.sizes
     num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)
+    # Buffers in one block of memory: qkv, attention's output, gates and ups, gated, what is added to the residual.
     sizes = num_rows * np.array([width + 2 * num_kv * head_width, width, 2 * inner, inner, state.shape[1]])
     a, b, c, d, e = np.cumsum(sizes)
     flat, attended = memory[:a].reshape(num_rows, -1), memory[a:b].reshape(num_rows, -1)
@@ -407,6 +419,8 @@ def run_layers(
         weights, halves, by, eps = stack.weights[n], stack.halves[n], stack.scales[n], stack.eps[n]
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
+        # multiply_shared is true in one thread alone, the last that finishes: it does the work between two products,
+        # while the others wait for part num_parts + 1.
         if multiply_shared(left, weights[0], halves[0], flat, tickets, phase, num_parts):
             for i in range(len(kept.layers)):
                 if kept.layers[i] == n:

@@ -64,8 +64,10 @@ def _find_entry(ngrams, number, mixed, tokens, end):
         mixed: the hash.
     """
     count, mask, n = ngrams.previous.shape[1], len(ngrams.table) - 1, ngrams.shortest + number
+    # Open addressing: probe the next entry until one is empty or holds this n-gram.
     at = (mixed ^ (mixed >> 29)) & mask
     while ngrams.table[at]:
+        # An entry is end * count + number of the length, so that one table serves all lengths; 0 is empty.
         place, i = ngrams.table[at] // count, 1
         if ngrams.table[at] - place * count == number:
             while i <= n and ngrams.text[place - i] == tokens[end - i]:
@@ -81,6 +83,7 @@ def extend_ngrams(ngrams, size, tokens):
     """Append tokens to a text of `size` tokens, see `CompiledIndex.extend`."""
     text, count = ngrams.text, ngrams.previous.shape[1]
     for token in tokens:
+        # The longest match of the text so far, if there is one, is a trial of its length: did it foresee this token?
         for number in range(count - 1 if size else -1, -1, -1):
             place = ngrams.previous[size - 1, number]
             if place:
@@ -90,11 +93,13 @@ def extend_ngrams(ngrams, size, tokens):
         text[size] = token
         size += 1
         mixed = ngrams.seed
+        # Hashes grow to the left, token by token: the hash of n tokens is a step from that of n - 1.
         for n in range(1, min(ngrams.shortest + count - 1, size) + 1):
             mixed = (mixed ^ (text[size - n] + 1)) * MIX
             number = n - ngrams.shortest
             if number >= 0:
                 at = _find_entry(ngrams, number, mixed, text, size)
+                # The entry now names the newest occurrence; `previous` chains it to the one before.
                 ngrams.previous[size - 1, number] = ngrams.table[at] // count
                 ngrams.table[at] = size * count + number
 
@@ -125,10 +130,12 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
         if n >= shortest:
             hashes[n - shortest] = mixed
             longest = n
+    # The longest lengths first, and of each length the newest occurrence first, along the chain.
     for n in range(longest, shortest - 1, -1):
         number = n - shortest
         place = ngrams.table[_find_entry(ngrams, number, hashes[number], ending, end)] // count
         while place and found < len(places):
+            # A longer match that ends here was taken already. At `size` nothing follows.
             is_new = place < size
             for m in range(found):
                 is_new &= places[m] != place
@@ -142,6 +149,7 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
 @kernel(error_model="numpy")
 def _num_drawable(text, place, most, bans, depth):
     """Return how many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
+    # Only the first level has a mask of allowed tokens, one bit each; deeper levels have single bans.
     if len(bans.allowed) and most:
         token = text[place]
         if token >> 3 >= len(bans.allowed) or not bans.allowed[token >> 3] >> (token & 7) & 1:
@@ -170,6 +178,7 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
         return count
     for m in range(found):
         lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
+    # Log of the rate at which the longest match of a length was right so far, with a prior.
     log_rates = np.empty(len(ngrams.hits), np.float64)
     for n in range(len(log_rates)):
         log_rates[n] = math.log((ngrams.hits[n] + ngrams.prior[n]) / ngrams.trials[n])
@@ -179,9 +188,11 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
     inputs = places, lengths, ngrams.weights, numbers, log_rates, order, levels
     num = _build_trie(text, *inputs, own_tokens, own_parents, own_scores)
     is_taken, names = np.empty(num, np.bool_), np.empty(num + 1, np.int64)
+    # Rounded as the plain way does, which keeps scores in float32: ties must fall the same way.
     for i in range(num):
         own_scores[i] = np.float64(np.float32(own_scores[i]))
     _take_best(own_scores, num, limit, is_taken)
+    # Parents come before children, so a taken node finds the number of its parent in `names`.
     names[0] = node
     for i in range(num):
         if is_taken[i]:
@@ -204,6 +215,7 @@ def _find_leaves(parents, scores, count, max_depth, depths, leaves):
     for node in range(1, count):
         if is_inner[node] or depths[node] >= max_depth:
             continue
+        # Insertion into a short list, the best first: `leaves` has room for a few.
         place = found
         while place and scores[leaves[place - 1]] < scores[node]:
             if place < len(leaves):
@@ -232,6 +244,7 @@ def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens
     ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
     for leaf in leaves[:num_leaves]:
         length, node = 0, leaf  # the ending is written from its end
+        # First the path from the root of the tree to the leaf, then the tokens before the root.
         while node and length < len(ending):
             length += 1
             ending[len(ending) - length] = tokens[node]
@@ -250,6 +263,7 @@ def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens
 @kernel(error_model="numpy")
 def _sort_matches(text, places, lengths, order):
     """The matches in the order of the tokens from their places on, a shorter one first: to order [M]."""
+    # Insertion sort by the tokens that follow; equal beginnings become neighbours, which the trie needs.
     for m in range(len(order)):
         place = m
         while place:
@@ -281,6 +295,8 @@ def _build_trie(text, places, lengths, weights, numbers, log_rates, order, level
         first = num
         for i in range(count):
             m, before = order[i], order[i - 1]
+            # Sorted matches with the same first d tokens are neighbours: a match opens a node at level d if it differs
+            # from the one before there or above. Example: [a b], [a c], [d] give nodes a, d at level 0 and b, c at level 1.
             is_same = i > 0 and not differs[i] and lengths[before] > d
             is_same = is_same and text[places[before] + d] == text[places[m] + d]
             if lengths[m] <= d:
@@ -298,6 +314,7 @@ def _build_trie(text, places, lengths, weights, numbers, log_rates, order, level
         for node in range(first, num):
             family[parents[node]] += mass[node]
         for node in range(first, num):
+            # log P(node) = log of its share among its siblings + log of the rate of its best match + that of its parent.
             rate = log_rates[min(numbers[best[node]] + d, len(log_rates) - 1)]
             step = math.log(mass[node]) - math.log(family[parents[node]]) + rate
             scores[node] = step + (scores[parents[node] - 1] if parents[node] else 0.0)
@@ -335,6 +352,7 @@ def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
         value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
         levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
         first = i
+        # Two nodes are the same if their tokens are and the first ones of their parents are.
         for j in range(1, i):
             if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:
                 owner = 0
@@ -391,6 +409,7 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
                 if 0 < levels[i] <= depths[s]:
                     ranked[i - first] = scores[i]
                     better[firsts[i]] = max(better[firsts[i]], scores[i])
+            # Each tree first takes its share of the nodes, whatever the other tree's scores are.
             _take_best(ranked, end - first, share, is_taken)
             for i in range(first, end):
                 is_reserved[firsts[i]] |= is_taken[i - first]
@@ -399,6 +418,7 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
         for i in range(num):
             if i == starts[t + 1]:
                 t += 1
+            # A node stands for all nodes with its path: its parent's number is that of the parent's first one.
             if is_chosen[i]:
                 cells[0, s, count], cells[1, s, count] = nodes[i], numbers[firsts[starts[t] + above[i]]]
                 out[s, count] = better[i]

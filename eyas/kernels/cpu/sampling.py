@@ -31,7 +31,9 @@ SLACK = np.float32(1.00001)
 def exp(x):
     """e to the power of x <= HIGHEST, to 2 units in the last place; e to LOWEST below that. Cephes' polynomial."""
     x = x if x > LOWEST else LOWEST
+    # x = whole * ln 2 + r with |r| <= ln 2 / 2. Adding and subtracting ROUNDER rounds to a whole number.
     whole = (x * LOG2_E + ROUNDER) - ROUNDER
+    # ln 2 in two parts, so that whole * 0.693359375 is exact.
     r = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     y = np.float32(1.9875691500e-4)
     y = y * r + np.float32(1.3981999507e-3)
@@ -40,12 +42,14 @@ def exp(x):
     y = y * r + np.float32(1.6666665459e-1)
     y = y * r + np.float32(5.0000001201e-1)
     y = y * (r * r) + r + np.float32(1.0)
+    # 2 ** whole by writing whole to the exponent bits of a float32.
     return y * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @kernel(error_model="numpy", fastmath={"contract"}, inline="always")
 def ln(x):
     """Return the logarithm of a normal float32 above 0, to 2 units in the last place. Cephes' polynomial."""
+    # x = 2 ** power * (1 + f) with 1 + f between sqrt(1/2), bits 0x3F3504F3, and sqrt(2).
     bits = np.float32(x).view(np.int32)
     power = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
     f = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32) - np.float32(1.0)
@@ -80,6 +84,7 @@ def row_key(seed, position):
 @kernel(inline="always")
 def uniform(key, token):
     """Return a token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
+    # 52 bits and half a step: never 0 or 1, so neither logarithm is infinite.
     bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
     return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
 
@@ -87,6 +92,7 @@ def uniform(key, token):
 @kernel(inline="always")
 def _ordered(bits):
     """Return the bits of a float32 as a number in the order of floats, and the other way round; int32."""
+    # Floats with the sign bit set order backwards as integers: flip their other bits.
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -119,6 +125,7 @@ def best_of(row, maxima, values, ids):
     k, width, least = len(ids), len(row), -np.float32(np.inf)
     if k == 0:
         return
+    # First pass: the k best of the blocks' maxima bound the k-th best score from below.
     blocks, count = (width + BLOCK - 1) // BLOCK, 0
     for b in range(blocks):
         highest = highest_of(row[b * BLOCK : (b + 1) * BLOCK])
@@ -133,6 +140,7 @@ def best_of(row, maxima, values, ids):
         values[place] = highest
     if count == k:
         least = values[k - 1]
+    # Second pass: only blocks whose maximum reaches the bound are read.
     count = 0
     for b in range(blocks):
         if maxima[b] < least or (count == k and not maxima[b] > values[k - 1]):
@@ -141,6 +149,7 @@ def best_of(row, maxima, values, ids):
             score = row[i]
             if score < least or (count == k and not score > values[k - 1]):
                 continue
+            # Insertion into a sorted list; strict comparisons keep the lowest id on a tie.
             place = count if count < k else k - 1
             count = min(count + 1, k)
             while place and score > values[place - 1]:
@@ -161,6 +170,7 @@ def top_k(scores, values, ids):
 @kernel(error_model="numpy", fastmath={"contract"})
 def _lower_bounds(row, key, by, top, inverses, bounds):
     """Write, for each token of row [V], the inverse of its weight, and a lower bound of its noise over its weight."""
+    # -log1p(-u) >= u for u in (0, 1): u over the weight is a lower bound of the score without a logarithm.
     for i in range(len(row)):
         bounds[i] = np.float32(uniform(key, i))  # the noise is at least that
     for i in range(len(row)):
@@ -177,6 +187,7 @@ def _race(row, key, by, top, inverses, bounds):
     Noise is computed for those tokens alone that its lower bound does not rule out.
     """
     _lower_bounds(row, key, by, top, inverses, bounds)
+    # The score of the token with the least bound bounds the winner's from above. Few other bounds are below it.
     likely = bounds.argmin()
     limit = np.float32(-math.log1p(-uniform(key, likely))) * inverses[likely] * SLACK
     winner, least = np.int64(likely), np.float32(np.inf)
@@ -185,6 +196,7 @@ def _race(row, key, by, top, inverses, bounds):
             continue
         for i in range(start, min(start + BLOCK, len(row))):
             if bounds[i] <= limit:
+                # The exponential race: a token wins with probability weight / sum of weights.
                 score = np.float32(-math.log1p(-uniform(key, i))) * inverses[i]
                 if score < least:
                     winner, least = np.int64(i), score
@@ -206,6 +218,7 @@ def draw_rows(logits, seeds, positions, temperatures, tokens):
     for n in range(num_rows):
         row, num_unusable = logits[n], np.int32(0)
         for i in range(size):
+            # NaN is the only number that differs from itself. Counting it without a branch lets LLVM use vectors.
             num_unusable += np.int32(row[i] != row[i])
         top = highest_of(row)
         is_drawn = temperatures[n] > 0
@@ -255,6 +268,7 @@ def shared_noise(words, draft_ids, noise):
                 v, rest = np.float32(uniforms[i]), np.float32(1.0 - uniforms[i])
                 lost = np.float32(1.0) - rest
                 exponential = -ln(rest) * (v / lost) if lost > 0 else v
+                # Gumbel noise times the temperature: argmax(logit + T * -log e) is the draw at that temperature.
                 row[i] = -ln(exponential) * temperature
 
 
@@ -270,6 +284,7 @@ def shifted_scores(logits, noise, by, scores, weights):
             scores[i] += noise[i]
     for i in range(len(logits)):
         scores[i] *= by
+    # Log-sum-exp around the highest score, so that no exponential overflows.
     top = highest_of(scores)
     if np.isinf(top):
         return np.float32(0.0)
@@ -288,6 +303,7 @@ def are_valid(counts, tokens, parents, bounds, vocab_size):
         depths[0] = 0
         for node in range(counts[b]):
             token, parent = tokens[start + node], parents[start + node]
+            # A parent comes before its children; the root is its own parent.
             if token < 0 or token >= vocab_size or parent < 0 or parent >= max(node, 1):
                 return False
             if node:
@@ -312,6 +328,7 @@ def layout(counts, parents):
                 depths[row] = depths[parent] + 1
                 for w in range(width):
                     words[row, w] = words[parent, w]
+            # Bit `node` of a row of words says that the row sees the node: its ancestors' bits and its own.
             words[row, node >> 6] |= np.uint64(1) << np.uint64(node & 63)
         start += counts[b]
     return above, roots, depths, words
@@ -329,6 +346,8 @@ def accepted_rows(counts, tokens, above, samples):
         rows[found] = last
         found += 1
         for row in range(start + 1, start + counts[b]):
+            # One walk down the rows finds the path, as children come after their parent: the first child of the last
+            # accepted node with the token that the target drew there is the next one.
             if above[row] == last and tokens[row] == samples[last]:
                 last = row
                 rows[found] = row
@@ -360,6 +379,7 @@ def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes)
         sizes: rows with padding, rows aligned, rows of a tile, tiles, words of each, padding's slot.
     """
     num_rows, line, tile_rows, tile_words, scratch = sizes[0], sizes[1], sizes[2], sizes[4], sizes[5]
+    # Layout of the words: tokens, positions, slots and rows of logits [line] each, then tiles, then masks.
     masks, num_masks = 4 * line + tile_words * sizes[3], 0
     num_tiles = (num_rows - len(tokens) + tile_rows - 1) // tile_rows
     for b in range(len(counts)):
@@ -378,6 +398,8 @@ def tree_words(tokens, positions, slots, counts, seen, lengths, prefixes, sizes)
         stride = (counts[b] + 31) // 32
         for first in range(0, counts[b], tile_rows):
             count = min(tile_rows, counts[b] - first)
+            # Of a tile: its first row and rows; the tree's first row and the words of a mask; length and place of the
+            # prefix; place of the tile's first mask, and how many of the tree's nodes its rows may see.
             words[tile], words[tile + 1], words[tile + 2], words[tile + 3] = start + first, count, start, stride
             words[tile + 4], words[tile + 5] = lengths[b], prefixes[b]
             words[tile + 6], words[tile + 7] = at + first * stride, first + count

@@ -148,6 +148,7 @@ class CpuDecoder:
         length, tables = int(positions.max()) + 1, self._tables.get(kind)
         if tables is None or len(tables[0]) < length:
             most = max(length, int(self._decoder.config.max_position_embeddings))
+            # The tables grow by doubling, so a longer context does not compute them again at each step.
             every = torch.arange(min(1 << (length - 1).bit_length(), most))[None]
             cos, sin = self._decoder.rotary_emb(embedded, every, *([kind] if kind else []))
             tables = self._tables[kind] = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
@@ -210,6 +211,7 @@ class CpuStack:
         head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
         self._kinds = np.array(kinds)
         self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.layout.shape[1]
+        # One array of each kind over all layers M, so that the kernel takes a handful of arguments.
         self.stack = LayerStack(
             weights=np.array([[product.weight.layout.data_ptr() for product in own] for own in self._products]),
             halves=np.array([[product.weight.is_half for product in own] for own in self._products]),
@@ -254,6 +256,7 @@ class CpuStack:
 
         cos, sin = (np.stack(tables) if len(tables) > 1 else tables[0][None] for tables in zip(*rotary, strict=True))
         num_heads, num_kv, width, inner = self._sizes
+        # qkv and attention's output, gates and ups with the gated ones, and what is added: see `run_layers`.
         memory = np.empty(rows.count * (2 * (num_heads + num_kv) * width + 3 * inner + rows.state.shape[1]), np.float32)
         arguments = (
             self.stack, rows.state.numpy(), rows.normed.numpy(), rows.inputs.numpy(), cos, sin, self._kinds, kv.addresses,
@@ -412,6 +415,7 @@ class CpuLayer:
             self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
             into.reshape(count, -1, heads.width),
         )  # fmt: skip
+        # Short segments have been attended by the kernel; each longer one takes torch's attention over all its rows.
         for at, packed in rows.prompts:
             query, attention = torch.from_numpy(qkv)[at, : heads.num_heads], (self.scaling, self.window, self.softcap)
             attended[at] = attend_slots(query, kv.keys[index], kv.values[index], packed, *attention).flatten(1)

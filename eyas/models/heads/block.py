@@ -110,6 +110,7 @@ class BlockHead(nn.Module):
 
     def block_tokens(self, anchors: Tensor) -> Tensor:
         """Token ids of the rows of blocks, int64 [..., B], of anchor tokens [...]."""
+        # The rows of a block: the anchor, which is the last known token, then B - 1 mask tokens.
         masks = anchors.new_full((*anchors.shape, self.config.block_size - 1), self.config.mask_token_id)
         return torch.cat([anchors[..., None], masks], -1)
 
@@ -119,6 +120,7 @@ class BlockHead(nn.Module):
 
     def run(self, tokens: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
         """Block rows, tokens and positions [R], through all layers to normed states [R, H]. R is a multiple of B."""
+        # Embeddings of the anchor and the masks; positions and attention alone tell the masks apart.
         states, rotary = F.embedding(tokens, self.embed_tokens.weight), self._rotary(positions)
         for number in range(len(self.layers)):
             states = self._layer(number)(states, rotary, lambda rows, number=number: attention(number, rows))
@@ -126,6 +128,7 @@ class BlockHead(nn.Module):
 
     def drafted_rows(self, states: Tensor) -> Tensor:
         """Return, of states [..., B, H] of whole blocks, the ones that propose tokens, [..., G, H]."""
+        # Row 0 is the anchor. Heads differ in whether it proposes a token itself.
         first = self.config.first_row
         return states[..., first : first + self.config.num_drafted, :]
 
@@ -176,6 +179,7 @@ class BlockHead(nn.Module):
     def _latents(self, markov: MarkovHead, states: Tensor, previous: Tensor) -> Tensor:
         """z [..., G, r] of the Markov head at all depths."""
         memory, latents = self.initial_state(*previous.shape[:-1]), []
+        # A vanilla Markov head has no memory: all depths at once.
         if not markov.state_size:
             return markov.latent(states, previous, memory)[0]
         for depth in range(previous.shape[-1]):
@@ -213,6 +217,7 @@ class BlockHead(nn.Module):
         """
         c, places = self.config, _places(tokens, positions)
         ahead = torch.arange(c.block_size, device=tokens.device)
+        # at [N, A, B]: row r of a block stands r positions after its anchor.
         at = places.gather(1, anchors)[:, :, None] + ahead
         masks = {
             w: block_masks(anchors, tokens.shape[1], c.block_size, w, c.causal_windows, documents) for w in set(c.windows)
@@ -226,6 +231,7 @@ class BlockHead(nn.Module):
 
         def attention(layer: int, rows: Projected) -> Tensor:
             context = self.project_context(layer, features, flat)
+            # Rows of the context and of the blocks, [N * T] and [N * A * R], back to their sequences.
             query, *own, known_key, known_value = (
                 x.view(count, -1, *x.shape[1:]) for x in (rows.query, rows.key, rows.value, context.key, context.value)
             )
@@ -263,6 +269,7 @@ def block_masks(
         documents: see `BlockHead.forward`.
     """
     place = torch.arange(block_size, device=anchors.device)
+    # behind[q, k]: how many rows key k lies before query q; negative for later rows. B = 3: 0 -1 -2 | 1 0 -1 | 2 1 0.
     behind = place[:, None] - place
     own = torch.ones_like(behind, dtype=torch.bool)
     if window is not None:
@@ -272,6 +279,7 @@ def block_masks(
 
 def _seen_context(anchors: Tensor, at: Tensor, length: int, window: int | None, documents: Tensor | None) -> Tensor:
     """Return what rows at places [N, A, R] see of the context before their anchors [N, A], bool [N, A * R, T]."""
+    # starts [N, A * R]: the anchor of each row's block. The anchor itself is a row of the block, not of the context.
     context, starts = torch.arange(length, device=anchors.device), anchors.repeat_interleave(at.shape[2], 1)
     seen = context < starts[:, :, None]
     if documents is not None:
@@ -291,6 +299,7 @@ def attend_blocks(query: Tensor, keys: Both, values: Both, masks: Both) -> Tenso
     """
     seen, own = masks
     size, num_rows = own.shape[-1], query.shape[1]
+    # `within` [., A * B, A * B] repeats the mask of a block; rows of different blocks do not see each other.
     blocks = torch.arange(num_rows, device=query.device) // size
     within = own.expand(-1, num_rows // size, -1, -1).flatten(1, 2).repeat(1, 1, num_rows // size)
     mask = torch.cat([seen, ((blocks[:, None] == blocks) & within).expand(len(query), -1, -1)], -1)
@@ -307,6 +316,7 @@ def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) ->
     (count, rows, heads, width), num_kv, size = query.shape, keys[0].shape[2], masks[1].shape[-1]
     grouped = (query * width**-0.5).view(count, rows // size, size, num_kv, heads // num_kv, width)
     own_keys, own_values = (x.view(count, rows // size, size, num_kv, width) for x in (keys[1], values[1]))
+    # Two sets of scores for each row, over the context [..., T] and over its own block [..., B]; one softmax over both.
     before = torch.einsum("nabjgd,ntjd->njgabt", grouped, keys[0]).float()
     within = torch.einsum("nabjgd,nacjd->njgabc", grouped, own_keys).float()
     before = before.masked_fill(~masks[0].view(count, 1, 1, rows // size, size, -1), -torch.inf)
@@ -348,6 +358,7 @@ def load_block_head(
     tensors = _read_block_tensors(folder, config)
     head = new_block_head(config, target, dtype)
     ids = torch.arange(config.draft_vocab_size)
+    # d2t holds differences: draft id i is the target's id i + d2t[i].
     if "d2t" in tensors:
         check_draft_vocabulary(config.vocab_size, tensors, folder)
         ids = ids + tensors.pop("d2t")

@@ -173,12 +173,14 @@ class EagleHead(nn.Module):
         EAGLE-1 and -2: fc joins the two, and there is no norm before attention. EAGLE-3: the two are normed and stand side
         by side, embedding first; fc runs beside the target.
         """
+        # EAGLE-1 has fc [2 H, H] in front of its layer; its residual is what fc gives.
         if self.fc is not None:
             joined = self.fc(torch.cat([embedded, features], -1))
             return joined, joined
         first = self.layer(0)
         assert first.input_norm is not None
         assert first.hidden_norm is not None
+        # EAGLE-3: the layer reads [embedding; features], 2 H wide, and adds to the features alone.
         normed = self._rms(features, first.hidden_norm)
         inputs = torch.cat([self._rms(embedded, first.input_norm), normed], -1)
         return inputs, normed if self.config.wiring.norm_before_residual else features

@@ -214,14 +214,17 @@ class FusedLayer:
         """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
         stream, source = self._stream, self._kv_source
         pools = kv_cache.keys[source], kv_cache.values[source], packed.slots, kv_cache.scales[source]
+        # The first layer begins a pass: what another pass left behind is stale.
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
         kernels = kernels_for(hidden_states, packed)
+        # The layer before normed its output already, if it is the tensor that this layer gets.
         normed = stream.normed if hidden_states is stream.hidden else None
         if normed is None:
             norm, x = self.input_norm, hidden_states
             normed = kernels.rms_norm(x, norm.weight, norm.eps, norm.adds_one) if kernels else norm(x)
+        # qkv [R, H + 2 J, D]: query heads, key heads, value heads.
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         if kernels is None:
             query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
@@ -232,6 +235,7 @@ class FusedLayer:
         sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
         routed = self._routed if kernels else None
         sum_and_norms = routed.add_norms if routed and routed.norms else sum_and_norm
+        # Residual sum and norm in one go: state = hidden + out, normed = norm(state).
         state, normed, *inputs = sum_and_norms(hidden_states, out, self._mlp_norm, self._out_norm)
         out = self._mlp(state, normed, gated, routed, inputs)
         delta_norm = self._down_norm
@@ -239,6 +243,7 @@ class FusedLayer:
             state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
             out = self._input.project(gated(self._input.gate(state), self._activation, per_layer_input))
             delta_norm = self._input.norm
+        # The norm after this layer is the next one's input norm, so it is computed here with the last sum.
         stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
 
@@ -305,6 +310,7 @@ def fuse_layers(model: Any) -> bool:
     parts = zip(layers, kinds, sources or range(len(layers)), strict=True)
     fused = [FusedLayer(layer, kind, stream, source) for layer, kind, source in parts]
     final = RMSNorm.of(decoder.norm, kinds[0].adds_one, kinds[0].rounds_once)
+    # Each layer's last norm is the first one of the next layer; of the last layer, the decoder's.
     for this, next_norm in zip(fused, [*(each.input_norm for each in fused[1:]), final], strict=True):
         this.next_norm = next_norm
     for layer, this in zip(layers, fused, strict=True):
@@ -320,6 +326,7 @@ def fuse_layers(model: Any) -> bool:
         from eyas.kernels.cuda.layers import rotary_tables
 
         decoder.rotary_emb.forward = partial(rotary_tables, decoder.rotary_emb)
+    # The last layer has applied this norm already.
     decoder.norm.forward = lambda hidden: stream.normed if hidden is stream.hidden else final(hidden)
     return True
 
@@ -413,6 +420,7 @@ def _head_layout(attention: Any, norm_of: Callable[[Any], RMSNorm]) -> HeadLayou
     if getattr(attention, "q_norm", None) is None:
         return HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
     query = norm_of(attention.q_norm)
+    # One factor for each row of qkv: [H, D] of the query norm, [J, D] of the key norm, zeros for values.
     rows = [query.weight.expand(num_heads, -1)]
     if num_kv_heads:
         rows.append(norm_of(attention.k_norm).weight.expand(num_kv_heads, -1))
@@ -450,6 +458,7 @@ def merged_product(parts: Sequence[Any]) -> Product:
     """Return one product for sibling layers. Their weights become views of the merged one."""
     if isinstance(parts[0], MergedLinearPart):
         return parts[0].merged.product
+    # [Nq + Nk + Nv, K]: one product reads the input once. The parts' own weights become views of it.
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     for part, rows in zip(parts, torch.split(weight, [len(part.weight) for part in parts]), strict=True):
