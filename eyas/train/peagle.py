@@ -170,8 +170,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def supervised_depths(batch: Batch, num_depths: int) -> Tensor:
-    """Return whether all tokens that a pair's rows up to a depth predict are supervised, in its document; bool [N, P,
-    depths].
+    """Return whether all tokens that a pair's rows up to a depth predict are supervised, in its document; bool
+    [N, P, depths].
     """
     length = batch.tokens.shape[1]
     ahead, numbers = F.pad(batch.loss_mask, (0, num_depths)), F.pad(batch.documents, (0, num_depths), value=-1)

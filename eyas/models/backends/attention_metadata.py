@@ -161,11 +161,13 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
     if len(set(long)) == len(long) or not any(starmap(_num_common, pairwise(prefixes))):
         return []
     runs, first, spared = list[SharedRun](), 0, 0
+    # Segments that share a prefix are neighbours: a run ends where the common beginning does.
     for end in range(1, len(segments) + 1):
         if end < len(segments) and _num_common(prefixes[first], prefixes[end]) > 0:
             continue
         counts = [len(segment.tokens) for segment in segments[first:end]]
         length = min((_num_common(prefixes[first], other) for other in prefixes[first + 1 : end]), default=0)
+        # A shared tile pays if the run's own tiles, each of which would read the prefix, are twice as many.
         tiles, shared = sum(-(-count // tiling.most_rows) for count in counts), -(-sum(counts) // tiling.most_rows)
         length = length if tiles >= 2 * shared else 0
         spared += (tiles - shared) * length
@@ -181,6 +183,7 @@ def _num_common(one: Ints, other: Ints) -> int:
     low, high = SHARED_KEYS, min(len(one), len(other))
     if high < low or one[low - 1] != other[low - 1]:
         return 0
+    # Binary search: slots are equal up to some position, and differ beyond.
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
@@ -190,6 +193,7 @@ def _num_common(one: Ints, other: Ints) -> int:
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
     """Return a shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
+    # Each segment may end in a tile that is not full: one tile more for each, and no more tiles than rows.
     tiles = min(rows, max_segments + 1 + rows // tile_rows)
     if tiling.fixed_part:
         most = -(-tiling.longest // tiling.fixed_part)
@@ -223,6 +227,7 @@ def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
 
 def max_words(shape: MetadataShape) -> int:
     """Return the most words that a pass of this shape can take, without its prefixes."""
+    # -(-a // b) rounds up: each row of a mask takes whole words of 32 bits.
     return _num_fixed_words(shape) + shape.rows * (shape.rows if shape.fixed_part else -(-shape.rows // 32))
 
 
@@ -301,6 +306,7 @@ def words_of_all(
     kept_prefixes: Ints | None = None,
 ) -> Words:
     """`build_words` of any segments."""
+    # The four lines of rows: tokens, positions, slots, rows of logits. Padding writes to the scratch slot.
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
@@ -311,12 +317,14 @@ def words_of_all(
     others = _sizes([segment.others for segment in segments]) if has_others else np.zeros_like(counts)
     num_own = counts + others
     own = _part_tiles(segments, shape) if shape.fixed_part else _split_tiles(counts, others, segments, shape)
+    # Prefixes follow the fixed words, then come the masks or paths, then other keys.
     ends = _num_fixed_words(shape) + (lengths.cumsum() if kept_prefixes is None else np.zeros_like(lengths))
     at = ends - lengths if kept_prefixes is None else kept_prefixes
     if segments:
         rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = packed.tokens, packed.positions, packed.slots
         rows[3, : len(packed.logits_indices)] = packed.logits_indices
         words, owner = own.tiles, own.owner
+        # Word 0: first packed row. 2: first own key. 4, 5: length and place of the prefix. 6: place of the first mask.
         words[:, 0] += starts[owner]
         words[:, 2] = (num_own.cumsum() - num_own)[owner]
         words[:, 4], words[:, 5] = lengths[owner], at[owner]
@@ -356,6 +364,7 @@ def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: 
 
 def _numbers_within(counts: Ints) -> Ints:
     """0, 1 and so on in each of some groups of these sizes, one group after the other."""
+    # Example: counts 2, 3 give [0 1 0 1 2].
     return np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
 
 
@@ -388,6 +397,7 @@ class OwnTiles(NamedTuple):
 
 def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
     """counts, others: rows of each segment, and other keys that they see."""
+    # Example with tile_rows 4 and counts 3, 6: tiles_of 1, 2; owner 0 1 1; firsts 0 0 4.
     tiles_of = -(-counts // shape.tile_rows)
     owner = np.repeat(np.arange(len(counts)), tiles_of)
     firsts = _numbers_within(tiles_of) * shape.tile_rows
@@ -408,6 +418,7 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Wor
         words = segments.trees.words.view("<i4")
         if (strides == strides[0]).all():
             return words[:, : strides[0]].ravel()
+        # Masks of segments with different strides: keep only the words that a row of its segment has.
         return words[np.arange(words.shape[1]) < np.repeat(strides, counts)[:, None]]
     bits, end = np.zeros((int(counts @ strides), 32), dtype=np.bool_), 0
     for segment, count, stride in zip(segments, counts.tolist(), strides.tolist(), strict=True):
@@ -423,6 +434,7 @@ def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
     packed = SegmentRows.of(segments) if segments else NO_ROWS
     paths = tree_paths(segments)
     cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)
+    # A tile is listed once for each part of its keys: [8 : 9] are the positions of the part.
     number = _numbers_within(cut.parts)
     tile = np.repeat(np.arange(len(cut.parts)), cut.parts)
     owner, sizes = cut.owner[tile], packed.counts * paths.depths
@@ -434,6 +446,7 @@ def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
     tiles[:, 8] = number * shape.fixed_part
     tiles[:, 9] = np.minimum(tiles[:, 8] + shape.fixed_part, cut.ends[tile])
     tiles[:, 10] = np.cumsum(tiles[:, 1]) - tiles[:, 1]
+    # The first part of a tile says how many there are; the program that runs it combines the results.
     tiles[:, 11] = np.where(number == 0, cut.parts[tile], FOLLOWS)
     return OwnTiles(tiles, owner, paths.words)
 
@@ -455,6 +468,7 @@ def _cut_tiles(packed: SegmentRows, tile_rows: int, part: int) -> CutTiles:
     firsts = _numbers_within(tiles_of) * tile_rows
     rows = np.minimum(tile_rows, packed.counts[owner] - firsts)
     starts = (packed.counts.cumsum() - packed.counts)[owner] + firsts
+    # The highest position of a tile's rows bounds the keys that they see.
     ends = np.maximum.reduceat(packed.positions, starts) + 1 if len(starts) else starts
     return CutTiles(owner, firsts, rows, ends, -(-ends // part))
 
@@ -481,6 +495,7 @@ def _tile_words(shape: MetadataShape) -> int:
 
 def mask_words(visible: Bools) -> Words:
     """Return which keys each row sees, [n, k], as words of 32 bits [n, ceil(k / 32)]."""
+    # Bit k of word w says that the row sees key 32 w + k, little-endian on every machine.
     packed = np.packbits(visible, axis=1, bitorder="little")
     padded = np.zeros((len(visible), 4 * -(-visible.shape[1] // 32)), dtype=np.uint8)
     padded[:, : packed.shape[1]] = packed

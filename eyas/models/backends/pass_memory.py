@@ -75,8 +75,10 @@ class PassSizes:
 
         results: partial results of attention for all rows together; 0 if keys are not cut.
         """
+        # Queries and outputs of all heads, keys and values of theirs; float32 results and their log-sums for each part.
         attention = rows * (2 * self.heads + 2 * self.kv_heads) * self.head_width * self.itemsize
         partials = results * self.heads * (self.head_width + 1) * 4
+        # Gates, ups and what the activation makes of them.
         mlp = rows * 3 * self.mlp * self.itemsize
         left = (3 * self.heads + 2 * self.kv_heads) * self.head_width + 5 * self.hidden
         experts = rows * (self.pairs + left) * self.itemsize if self.pairs else 0
@@ -88,6 +90,7 @@ class PassSizes:
 
     def peak(self, rows: int, num_logits: int, results: int) -> int:
         """Return the most bytes in use at once; an allocator that reuses no block of layers for logits takes more."""
+        # Layers and logits do not live at once: the hidden states are all that the output head needs.
         return max(self.layers(rows, results), self.states(rows) + self.logits(num_logits))
 
 

@@ -162,8 +162,8 @@ class BlockHead(nn.Module):
         return logits, memory
 
     def block_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Return logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before, [...,
-        G].
+        """Return logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before,
+        [..., G].
         """
         if self.is_independent:
             return self.backbone_logits(states)
@@ -258,8 +258,8 @@ def block_masks(
     is_causal: bool = False,
     documents: Tensor | None = None,
 ) -> Both:
-    """Return what the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool [1, 1,
-    B, B].
+    """Return what the rows of blocks see of the context, bool [N, A * B, T], and of the rows of their own block, bool
+    [1, 1, B, B].
 
     A row sees the context before its anchor and its own block; with a window only what is less than `window` tokens before
     it and, if `is_causal`, no later row.

@@ -138,6 +138,7 @@ class BlockConvolution(nn.Module):
         if kernels := layer_kernels_for(rows):
             return kernels.convolve(rows, self.base_kernel[side], deltas, side, self._block)  # type: ignore[no-any-return]
         kernel = self.base_kernel[side] + deltas[:, side].repeat_interleave(self._group, -1)  # [R, taps, H]
+        # Zeros before the block's first row [R / B, B + taps - 1, H]: no tap reaches into the block before.
         blocks = F.pad(rows.view(-1, self._block, rows.shape[1]), (0, 0, self._taps - 1, 0))
         shifted = blocks.unfold(1, self._taps, 1).flip(-1).flatten(0, 1)  # [R, H, taps], tap 0 first
         return (shifted * kernel.transpose(1, 2)).sum(-1)
@@ -200,6 +201,7 @@ class CandidateSelector(nn.Module):
         [...].
         """
         unary, ids = logits.topk(self.top_k, -1)
+        # <P[a] * (Q h), S[b]> for the token before a and each of the candidates b, [..., top_k].
         context = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
         scores = unary + (context[..., None, :] * F.embedding(ids, self.successor_codebook)).sum(-1).float()
         nothing = logits.new_full((*scores.shape[:-1], logits.shape[-1]), float("-inf"))

@@ -68,8 +68,8 @@ class CompiledEagle:
     def level(
         self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits [R,
-        D].
+        """Return the rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits
+        [R, D].
 
         Args:
             tokens: the target's ids [R].

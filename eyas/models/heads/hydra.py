@@ -80,10 +80,10 @@ class HydraHead(nn.Module):
             head.quantise(device)
 
     def logits(self, inputs: Tensor, head: int) -> Tensor:
-        """Draft logits float32 [..., D] of one head;
+        """Return draft logits float32 [..., D] of one head.
 
         Args:
-            inputs [..., (head + 2) * H]: the state, then the embeddings.
+            inputs: [..., (head + 2) * H]; the state, then the embeddings.
         """
         return self.heads[head](inputs).float()  # type: ignore[no-any-return]
 

@@ -110,8 +110,8 @@ def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_siz
 
 @dataclass(frozen=True)
 class Projected:
-    """Projections of a layer's rows that attention needs: query [R, heads, d], key and value [R, kv heads, d], residual [R,
-    H].
+    """Projections of a layer's rows that attention needs: query [R, heads, d], key and value [R, kv heads, d], residual
+    [R, H].
 
     is_cached: whether key and value are in their slots of the KV cache already.
     """
@@ -143,6 +143,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.sizes = sizes
         biases = [weights[name] for p in "qkv" if (name := f"self_attn.{p}_proj.bias") in weights]
+        # One product for q, k and v: [(heads + 2 * kv heads) * d, X].
         qkv = torch.cat([weights[f"self_attn.{p}_proj.weight"] for p in "qkv"])
         self.qkv = linear(qkv, torch.cat(biases) if biases else None)
         self.out = linear(weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
@@ -217,6 +218,7 @@ def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
     """`rotary_table` of RoPE without scaling, [length, 2, width]. It needs no transformers, whose import takes seconds."""
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.arange(length)[:, None].float() * frequencies
+    # RoPE in transformers' layout: dimension i turns with dimension i + d / 2, so cos and sin are doubled.
     both = torch.cat([angles, angles], -1)
     return torch.stack([both.cos(), both.sin()], dim=1)
 
@@ -225,6 +227,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotary embedding of x [R, heads, d]; rotary [R, 2, d]."""
     cos, sin = rotary[:, :, None].unbind(1)
     left, right = x.chunk(2, -1)
+    # (left, right) -> (left cos - right sin, right cos + left sin)
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
@@ -247,6 +250,7 @@ class Float8Linear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         weight = layer.weight.float()
+        # One scale for each output, such that its largest weight becomes the largest number of 8 bits.
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FLOAT8).max
         self.weight, self.scales = frozen((weight / scales[:, None]).to(FLOAT8)), frozen(scales)
         self.bias = layer.bias
@@ -255,6 +259,7 @@ class Float8Linear(nn.Module):
         """x [..., K] to [..., N]."""
         if kernels := layer_kernels_for(x):
             return kernels.linear(x, self.weight, self.bias, x.dtype, scales=self.scales)  # type: ignore[no-any-return]
+        # The scale is applied to the sum: (x (W / s)) s = x W.
         out = F.linear(x.float(), self.weight.float()) * self.scales
         return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
 

@@ -63,6 +63,7 @@ class WiringScore:
 
     def clearly_beats(self, other: WiringScore) -> bool:
         """Return whether it did significantly better on the same guesses."""
+        # Paired on the same guesses, so that hard and easy tokens do not add to the deviation.
         gain = self.overlaps - other.overlaps
         return float(gain.mean()) > SIGNIFICANT * float(gain.std()) / sqrt(len(gain))
 
@@ -96,6 +97,7 @@ class WiringReport:
     @property
     def failed(self) -> bool:
         """Return whether even the best wiring guesses no better than chance."""
+        # The binomial deviation of guessing at `chance` over num_tokens guesses.
         return self.best.first <= self.chance + SIGNIFICANT * sqrt(self.chance * (1 - self.chance) / self.num_tokens)
 
     def __str__(self) -> str:
@@ -154,6 +156,7 @@ def validate_head(
 
     scores = [score(wirings[0], windows)]
     scores += compared(scores[0], wirings[1:], windows, score)
+    # The output of the head depends on its wiring, so the best layers are found first, then the best output.
     if kind != "eagle" and loaded.norm is not None:
         best = _top(scores)
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
@@ -240,10 +243,11 @@ def _shifted(layers: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Window:
-    """tokens [T];
+    """A text with the target's predictions.
 
     Attributes:
-        likeliest, probs [T, K]: the target's prediction after each.
+        tokens: [T].
+        likeliest, probs: the target's prediction after each, [T, K].
         hidden_states: [T, C] by layer.
     """
 
@@ -331,6 +335,7 @@ def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Win
     made by a mask row.
     """
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
+    # Pairs are (feature i, token i + 1), as EAGLE was trained: the last feature has no token yet.
     features = fuser(states).to(head.embedding.dtype)[:-1]
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
     attention = _WindowAttention(positions[:, None] >= positions)
@@ -355,9 +360,12 @@ def _judge(probs: Tensor, draft_ids: Tensor, vocab_size: int, window: Window, at
     Whether the likeliest token is the target's, and the overlap of the distributions.
     """
     right = draft_ids[probs.argmax(-1)] == window.tops[at]
+    # columns: of each target token its column in `probs`; the last one, which is padded with 0, for tokens that
+    # the head cannot draft.
     columns = torch.full((vocab_size,), probs.shape[1], device=probs.device)
     columns[draft_ids] = torch.arange(probs.shape[1], device=probs.device)
     drafted = F.pad(probs, (0, 1)).gather(1, columns[window.likeliest[at]])
+    # Overlap: the sum of min(p, q), which is the chance that rejection sampling accepts a draft from q.
     return torch.stack([right.float(), torch.minimum(drafted, window.probs[at]).sum(-1)], 1)
 
 

@@ -116,6 +116,7 @@ def attend_slots(
         # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
         num_rows, num_heads, width = query.shape
         bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
+        # [H, R, D] as J groups of (H / J) * R queries: grouped-query attention by plain batched attention.
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
         k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
         return masked_attention(q, k, v, bias, scaling, softcap).view(num_heads, num_rows, width).transpose(0, 1)
@@ -152,6 +153,7 @@ def attend(
         if group.covers_pass:
             return attended
         rows = group.rows.flatten()
+        # Cells of padding are dropped before the rest goes to its packed rows.
         if group.filled_cells is not None:
             attended, rows = attended.index_select(0, group.filled_cells), rows.index_select(0, group.filled_cells)
         out.index_copy_(0, rows, attended)
@@ -172,9 +174,11 @@ def _attend_group(
     """
     (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
+    # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
     k, v = (_gather(slots, group, q.dtype).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
     o = masked_attention(q, k, v, bias, scaling, softcap)
+    # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
     o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
     return o.reshape(batch * cells, num_heads, width)
 
@@ -192,5 +196,6 @@ def masked_attention(
     """softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if asked."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    # cap * tanh(s * scaling / cap) is s * scaling for small scores, and never above the cap.
     scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scaling / softcap))
     return torch.softmax(scores if bias is None else scores + bias, dim=-1).to(v.dtype) @ v

@@ -135,6 +135,7 @@ class RoutedExperts:
         """
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
+        # Products of the MLP beside the experts first: routing shares a launch with its gate.
         gate_up = [product(mlp.rows) for product in mlp.gate_up] if mlp else []
         routing, gated = kernels.route(F.linear(to_router, self.router), self, *gate_up)
         del gate_up  # later products take its memory
@@ -143,6 +144,7 @@ class RoutedExperts:
         outputs = kernels.expert_outputs(to_experts, routing, self)
         if self.sum_ranks is None:
             return ExpertOutputs(outputs, routing.shares, dense, norms)
+        # Each rank has a part of every expert, so outputs are sums over ranks; shares are applied before the sum.
         return ExpertOutputs(self.sum_ranks(kernels.combine(outputs, routing.shares)), None, dense, norms)
 
 
