@@ -52,7 +52,7 @@ class _Activity:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows what a command does and for how long, while its context lasts. Any thread may change what it is.
+    """Display of what a command does and for how long, while its context lasts. Any thread may change what it is.
 
     On a terminal a line and a bar are drawn, and wiped out at the end. Elsewhere the first text is printed at once, and the
     latest one at intervals, also while no new one comes. Without a console nothing is shown.

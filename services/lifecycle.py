@@ -169,7 +169,7 @@ class AnnouncedWorker:
 
 
 class WorkerRegistration(WorkerServicer):
-    """Announces the workers of one process: health, the Worker service, and leases if there is a registry.
+    """Announcement of the workers of one process: health, the Worker service, and leases if there is a registry.
 
     Construct it before the server starts. registry: None if workers are found without leases.
     """
@@ -212,7 +212,7 @@ class WorkerRegistration(WorkerServicer):
 
 
 class ProcessRunner:
-    """Implements ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service.
+    """ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service.
 
     The second one meets the default handler. Memory that is freed goes back to the system from time to time.
     stuck_exit_timeout_s: once ready, the process ends if its event loop has not run for so long; None watches nothing.

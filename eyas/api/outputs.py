@@ -59,7 +59,8 @@ class TextChunk:
 
 @dataclass
 class TextDecoder:
-    """Turns the chunks of one completion into chunks with text. A stop string ends them; later tokens do not count.
+    """Decoder that turns the chunks of one completion into chunks with text. A stop string ends them; later tokens do not
+    count.
 
     Attributes:
         text: decodes the tokens, and has the stop strings.
@@ -208,7 +209,7 @@ class _Completion:
 
 @dataclass
 class OutputBuilder:
-    """Collects the chunks of a request's completions.
+    """Builder that collects the chunks of a request's completions.
 
     Attributes:
         prompt: text of the prompt, None for token ids.

@@ -31,7 +31,7 @@ _SPARE_ENTRIES = 64
 
 
 class SlotAllocator:
-    """Hands out slots 0 .. num_slots-1, one per token. Last returned is first handed out again.
+    """Allocator of slots 0 .. num_slots-1, one per token. Last returned is first handed out again.
 
     num_free: slots without an owner.
     """

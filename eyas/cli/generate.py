@@ -45,7 +45,7 @@ _MODEL = re.compile(r"[~.]{0,2}/?[\w.-]+(?:/[\w.-]+)+/?")
 
 
 class JsonPrinter:
-    """Prints chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
+    """Printer of chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
 
     def start(self) -> None:
         """Start the clock of the rate."""
@@ -74,7 +74,7 @@ class JsonPrinter:
 
 
 class ScreenPrinter:
-    """Prints text as it comes, accepted draft tokens in a style of their own, and a legend and statistics after it.
+    """Printer of text as it comes, accepted draft tokens in a style of their own, and a legend and statistics after it.
 
     Completions are printed one after the other; the chunks of a later one wait.
     """

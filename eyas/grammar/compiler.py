@@ -61,7 +61,7 @@ def bits_of(ids: Sequence[int], vocab_size: int) -> TokenBits:
 
 
 class Matcher:
-    """Follows one output through a grammar. Not safe for use from several threads at once.
+    """Matcher that follows one output through a grammar. Not safe for use from several threads at once.
 
     End-of-sequence tokens are no part of a grammar: `mask` leaves them out, and they must not be consumed.
 
@@ -193,7 +193,8 @@ class _Job(Generic[ResultT]):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, in threads of its own, and keeps the latest ones. Safe for use from any thread.
+    """Compiler of grammars for one model, with threads of its own, which keeps the latest ones. Safe for use from any
+    thread.
 
     Tenants take turns, and none has all threads: what one of them asks for delays no other.
 

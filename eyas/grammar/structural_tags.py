@@ -91,7 +91,7 @@ def grammar_to_lark(text: str) -> str:
 
 
 class _LarkWriter:
-    """Writes rules; `expression` returns what stands for a format in another rule."""
+    """Writer of rules; `expression` returns what stands for a format in another rule."""
 
     def __init__(self, whitespace_pattern: str, token_id: Callable[[str], int | None]) -> None:
         self.rules: list[str] = []

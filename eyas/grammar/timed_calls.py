@@ -57,7 +57,7 @@ class Call(Future[ResultT], Generic[ResultT]):
 
 
 class BoundedCalls:
-    """Runs calls in a few threads, first come first served. Safe for use from any thread.
+    """A few threads that run calls, first come first served. Safe for use from any thread.
 
     Args:
         stack_size: bytes of each thread's stack; 0: the system's size.

@@ -307,7 +307,8 @@ class _ReadSlots:
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets the methods with one request read it themselves. Place it before the interceptor that decodes requests.
+    """Interceptor that lets the methods with one request read it themselves. Place it before the interceptor that decodes
+    requests.
 
     on_error: ends a call with the status of an error.
     """

@@ -204,7 +204,10 @@ StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls by their metadata, before their messages are read. Health checks stay open for probes."""
+    """Interceptor that refuses calls by their metadata, before their messages are read.
+
+    Health checks stay open for probes.
+    """
 
     def __init__(self, check: MetadataCheck) -> None:
         self._check = check
@@ -228,7 +231,9 @@ def _refusal(error: Unauthenticated) -> Handler:
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Converts errors of servicers to status codes. check: of the client's certificate, before the servicer."""
+    """Interceptor that converts errors of servicers to status codes. check: of the client's certificate, before the
+    servicer.
+    """
 
     def __init__(self, check: CertificateCheck) -> None:
         self._check = check
@@ -252,7 +257,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class _Decoder:
-    """Decodes the requests of a method. Raises InvalidRequest for bytes that are not its message."""
+    """Decoder of the requests of a method. Raises InvalidRequest for bytes that are not its message."""
 
     method: str
     deserialize: Callable[[bytes], Any]

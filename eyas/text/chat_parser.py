@@ -118,7 +118,7 @@ _SHOWN: tuple[tuple[ToolParserName | Literal[""], Callable[[str], bool]], ...] =
 
 
 class ChatParser:
-    """Reads one completion; `ChatFormat.parser` makes it. num_calls: tool calls so far."""
+    """Parser of one completion; `ChatFormat.parser` makes it. num_calls: tool calls so far."""
 
     def __init__(
         self, form: ChatFormat, in_reasoning: bool, types: ArgumentTypes, max_calls: int | None, is_forced: bool

@@ -18,7 +18,7 @@ _KEPT_KEYS = ("role", "type")
 
 
 class ContentText:
-    """Encodes chats so that only the special tokens of their template are tokens. Safe for use from several threads.
+    """Encoder of chats by which only the special tokens of their template are tokens. Safe for use from several threads.
 
     `mark` puts a mark into each name of a special token in contents, before the template renders them. `encode` takes a
     copy of the tokenizer whose special tokens have other names, and writes those where the rendered text has names without

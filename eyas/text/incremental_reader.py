@@ -132,7 +132,7 @@ class TextReader:
 
 
 class JsonValue:
-    """Finds the end of one JSON object, list or string without parsing it."""
+    """Finder of the end of one JSON object, list or string without parsing it."""
 
     _PAIRS: Mapping[str, str] = {"{": "}", "[": "]"}
     _QUOTES = '"'

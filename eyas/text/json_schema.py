@@ -92,7 +92,7 @@ def _alternative(
 
 
 class Alternatives:
-    """Finds the alternatives of values, with a bound on the parts and values that it looks at for each.
+    """Finder of the alternatives of values, with a bound on the parts and values that it looks at for each.
 
     Args:
         whole: the schema that references lead into.
@@ -249,7 +249,7 @@ def _object_parts(whole: Schema) -> Iterator[Schema]:
 
 
 class Definitions:
-    """Makes parts of schemas stand alone, with a bound on the work for all of them."""
+    """Resolver that makes parts of schemas stand alone, with a bound on the work for all of them."""
 
     def __init__(self) -> None:
         self._num_written = 0

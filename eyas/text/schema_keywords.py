@@ -58,7 +58,7 @@ def known_schema(schema: Any) -> Any:
 
 
 class _Translation:
-    """Translates parts of one schema, with a bound on the names that it writes.
+    """Translation of parts of one schema, with a bound on the names that it writes.
 
     Attributes:
         tags: references to objects, each with a property that they must have.

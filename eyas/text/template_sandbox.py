@@ -42,7 +42,7 @@ class CostlyTemplate(InvalidRequest):
 
 
 class _Generator(CodeGenerator):
-    """Compiles a template so that its loops look at the clock."""
+    """Generator of a template's code, in which loops look at the clock."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - jinja2's name
         """Compile a template."""
@@ -144,7 +144,7 @@ def trial() -> None:
 
 
 class _GenerationBlock(Extension):
-    """Renders the body of {% generation %} unchanged; the tag marks the assistant's text for training."""
+    """Extension that renders the body of {% generation %} unchanged; the tag marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 

@@ -64,7 +64,7 @@ def special_token(value: object) -> str:
 
 
 class Tokenizer:
-    """Encodes and decodes. bos is put in front of every prompt that does not begin with it; None adds nothing.
+    """Encoder and decoder of text. bos is put in front of every prompt that does not begin with it; None adds nothing.
 
     tokenizer: that of the `tokenizers` library.
     is_byte_level: whether the vocabulary writes each byte of a text as a character of its own.
@@ -238,7 +238,7 @@ class TextPiece:
 
 
 class _StopString:
-    """Finds one stop string in text that comes in pieces, in linear time.
+    """Finder of one stop string in text that comes in pieces, in linear time.
 
     matched: length of the longest end of the text so far that begins the stop string.
     Source: Knuth, Morris and Pratt 1977, Fast Pattern Matching in Strings.
@@ -290,7 +290,8 @@ class _HiddenName:
 
 
 class TextStream:
-    """Turns tokens into text as they come. Text that may become part of a stop string or of a character is held back.
+    """Stream that turns tokens into text as they come. Text that may become part of a stop string or of a character is held
+    back.
 
     A stop string may hold names of special tokens. They count where the tokens are, also if the text does not show them.
 

@@ -37,7 +37,7 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonValue(JsonValue):
-    """Finds the end of one Python literal, or of a call's arguments with their parentheses."""
+    """Finder of the end of one Python literal, or of a call's arguments with their parentheses."""
 
     _PAIRS: Mapping[str, str] = _CLOSERS
     _QUOTES = "\"'"
@@ -47,7 +47,7 @@ class PythonValue(JsonValue):
 
 
 class JsonSlips:
-    """Mends slips of models in JSON that arrives in pieces.
+    """Corrector of models' slips in JSON that arrives in pieces.
 
     They are Python's names of values, a comma before a bracket's end, and line breaks and other control characters in texts.
     """

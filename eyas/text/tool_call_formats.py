@@ -98,7 +98,7 @@ MARKS: Mapping[str, Marks] = {
 
 
 class CallReader(TextReader):
-    """Reads what one format means into the message.
+    """Reader of one format's calls into the message.
 
     Attributes:
         is_reasoning: the text is inside the reasoning.

@@ -188,7 +188,7 @@ def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: Docu
 
 
 class SplitWriter:
-    """Writes the documents of a split to an Arrow file, and counts them.
+    """Writer of a split's documents to an Arrow file, which counts them.
 
     token_freq: of supervised tokens, int64 [V]. occurs: whether each token is in a document, bool [V].
     """
@@ -231,7 +231,7 @@ def _cut(document: Document, max_length: int) -> Iterator[Document]:
 
 
 class Splitter:
-    """Holds a seeded share of the documents out; of few ones at least MIN_HELDOUT, but at most half.
+    """Splitter that holds a seeded share of the documents out; of few ones at least MIN_HELDOUT, but at most half.
 
     A seeded sample of the others stays in memory to the end, for the case that the draws hold out too few.
     """
@@ -275,7 +275,7 @@ class Splitter:
 
 
 class DocumentReader:
-    """Reads files into documents. num_refused, num_separate: see Prepared.
+    """Reader of files into documents. num_refused, num_separate: see Prepared.
 
     chat_template_kwargs: variables of the chat template, such as enable_thinking. num_unanswered: entries that `regenerate`
     could not answer. rejected: rows that cannot be used, by reason; the log names the first of each.

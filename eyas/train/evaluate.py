@@ -75,7 +75,7 @@ class KnownOutput:
 
 
 class Evaluator:
-    """Measures heads of a method on the same prompts.
+    """Evaluator of a method's heads on the same prompts.
 
     Speculation changes no token, so that the target decodes each prompt once, at the first measurement, and is let go. Every
     head then drafts along these outputs: a tree is accepted as far as it holds the next tokens.

@@ -62,7 +62,7 @@ class StateSource(Protocol):
 
 
 class NoStates:
-    """Implements StateSource for losses without the target."""
+    """StateSource for losses without the target."""
 
     def states(self, batch: Batch) -> TargetStates:
         nothing = torch.empty(*batch.tokens.shape, 0, device=batch.tokens.device)

@@ -77,7 +77,9 @@ class Progressed:
 
 
 class Trainer:
-    """Trains until config.optimizer.max_steps; continues from the newest checkpoint of config.out if there is one."""
+    """Training run until config.optimizer.max_steps, which continues from the newest checkpoint of config.out if there is
+    one.
+    """
 
     def __init__(
         self, config: TrainConfig, trainee: nn.Module, source: StateSource, windows: Windows, accelerator: Any,

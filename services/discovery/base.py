@@ -62,7 +62,7 @@ OnEndpoints = Callable[[Iterable[Endpoint]], None]
 
 
 class EndpointSource(ABC):
-    """Lists endpoints; the workers there may be dead. Constructed with a DiscoveryConfig."""
+    """Source of endpoints; the workers there may be dead. Constructed with a DiscoveryConfig."""
 
     async def open(self) -> None:  # noqa: B027 - optional
         """Prepare before `follow`, if there is something to prepare. Raises ConfigError for settings that cannot work."""

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ProbedDiscovery:
-    """Implements Discovery: probes every endpoint of a source."""
+    """Discovery that probes every endpoint of a source."""
 
     def __init__(self, source: EndpointSource, config: DiscoveryConfig, peers: Peers) -> None:
         self._source = source
@@ -83,7 +83,7 @@ class ProbedDiscovery:
 
 
 class WorkerProbe:
-    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls.
+    """Watch over one endpoint while `run` runs: its health as a stream, its state by repeated calls.
 
     Attributes:
         peers: how to dial.

@@ -23,7 +23,7 @@ MAX_UNREAD = 1024
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    """Answers every stream as soon as its worker does. Construct it inside the running event loop.
+    """Servicer that answers every stream as soon as its worker does. Construct it inside the running event loop.
 
     Args:
         workers: one per drafter; no two of them fit the same verifiers.

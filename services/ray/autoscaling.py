@@ -151,7 +151,7 @@ def read_verifier_usage(registry: CollectorRegistry, model: str, max_num_seqs: i
 
 
 class DraftUsageReader:
-    """Reads the DraftUsage of this process since the last read from its metrics.
+    """Reader of the DraftUsage of this process since the last read from its metrics.
 
     timeout_s: the verifiers' draft_timeout_s. Replies count as late from the largest bucket bound on that is within it.
     """
@@ -222,14 +222,14 @@ class _Policy(ABC):
 
 
 class VerifierPolicy(_Policy):
-    """Scales by the KV cache and the requests of the verifiers."""
+    """Policy that scales by the KV cache and the requests of the verifiers."""
 
     def _demand(self, context: AutoscalingContext) -> float:
         return sum(usage.demand if usage else self._config.target for usage in self._recent(context, VerifierUsage))
 
 
 class DraftPolicy(_Policy):
-    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig."""
+    """Policy that scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig."""
 
     def __init__(self, max_late_ratio: float, **common: float) -> None:
         super().__init__(**common)
@@ -241,7 +241,7 @@ class DraftPolicy(_Policy):
 
 
 class RouterPolicy(_Policy):
-    """Scales by the requests in the routers and in Serve's queues before them, which Serve averages itself.
+    """Policy that scales by the requests in the routers and in Serve's queues before them, which Serve averages itself.
 
     max_requests: of one full router.
     """

@@ -32,7 +32,7 @@ def on_this_node(config: ConfigT, environment: EnvironmentConfig) -> ConfigT:
 
 
 class WorkerReplica:
-    """Runs a service as a task of a Serve replica's event loop, and is its ServiceRunner."""
+    """Service as a task of a Serve replica's event loop, with its ServiceRunner."""
 
     _read_usage: Callable[[], Stats]
 

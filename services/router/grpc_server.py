@@ -27,7 +27,7 @@ from eyas.v1.generation_pb2_grpc import GenerationServicer
 
 
 class RouterServicer(GenerationServicer):
-    """Serves Generation to clients that have an API key, for prompts of text or token ids."""
+    """Servicer of Generation to clients that have an API key, for prompts of text or token ids."""
 
     def __init__(self, service: GenerationService, keys: ApiKeys) -> None:
         self._service = service

@@ -104,7 +104,8 @@ def _spread_rows(left):
 
 
 class _Tile:
-    """Emits the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between them.
+    """Emitter of the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between
+    them.
 
     right: address of the right side in blocks of LOADED, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
     """

@@ -62,7 +62,7 @@ class CaptureLimits:
 
 
 class Capture(Protocol):
-    """Records a function on the device; the result runs it once more, on the current contents of its inputs."""
+    """Recording of a function on the device; the result runs it once more, on the current contents of its inputs."""
 
     def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
@@ -207,7 +207,7 @@ def without_collection() -> Iterator[None]:
 
 
 class CudaCapture:
-    """Captures on one GPU. The graphs share memory, because only one runs at a time."""
+    """Capture on one GPU. The graphs share memory, because only one runs at a time."""
 
     _lock = threading.Lock()  # torch allows one capture at a time in a process
 

@@ -46,7 +46,7 @@ Command = InitKVCache | Sequence[Segment]
 
 
 class CommandEncoder:
-    """Turns commands into messages of 32-bit integers; an empty one for None, the stop."""
+    """Encoder that turns commands into messages of 32-bit integers; an empty one for None, the stop."""
 
     def __init__(self) -> None:
         self._tables = TableRows(0)
@@ -83,7 +83,7 @@ class CommandEncoder:
 
 
 class CommandDecoder:
-    """Turns the messages of one encoder into commands again. It may begin with any InitKVCache."""
+    """Decoder that turns the messages of one encoder into commands again. It may begin with any InitKVCache."""
 
     def __init__(self) -> None:
         self._tables: dict[int, ReceivedTable] = {}

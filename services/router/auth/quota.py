@@ -30,7 +30,7 @@ class KeyLimits:
 
 
 class TokenBucket:
-    """Allows an amount per minute, which comes back evenly. One that took more than there was waits until it is back.
+    """Bucket of an amount per minute, which comes back evenly. One that took more than there was waits until it is back.
 
     available: what can be taken now; below 0 after a request that took more than expected.
     """

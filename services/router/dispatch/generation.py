@@ -34,7 +34,7 @@ Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
 
 
 class GenerationService:
-    """Serves the models that have a tokenizer here.
+    """Service of the models that have a tokenizer here.
 
     request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
 

@@ -49,7 +49,7 @@ class Attempt:
 
 
 class PoisonDetector:
-    """Tries suspects, each alone on a verifier, and remembers the requests that it refused.
+    """Detector that tries suspects, each alone on a verifier, and remembers the requests that it refused.
 
     on_change: called when a verifier takes calls again, or may have become free for a trial.
     """

@@ -14,7 +14,8 @@ from eyas.services.router.dispatch.workers import WorkerPool
 
 @dataclass
 class ReadinessMonitor:
-    """Reports whether the router takes requests, and whether it can serve them; checks every `interval_s` seconds.
+    """Monitor that reports whether the router takes requests, and whether it can serve them; checks every `interval_s`
+    seconds.
 
     A router becomes ready once it reaches a verifier, or knows that there is none, and stays so until it stops. Clients
     then get 503 with Retry-After from a router without verifiers, instead of a closed port. Only its Generation service is

@@ -220,7 +220,7 @@ class _Outlier:
 
 
 class OutlierDetector:
-    """Ejects workers that fail too often in a row, each time for longer.
+    """Detector that ejects workers that fail too often in a row, each time for longer.
 
     When an ejection is over, the worker must answer a probe before it gets requests. Only a request that it serves
     clears its record. clock: the present time in seconds.

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """Serves an ASGI application with uvicorn, in the running event loop; signals are left to the service.
+    """Server of an ASGI application with uvicorn, in the running event loop; signals are left to the service.
 
     address: host:port once the server has started. The TLS files are checked for changes every RELOAD_INTERVAL_S; new
     connections get the new certificate. limits: bounds of connections, headers and waiting times.

@@ -168,7 +168,7 @@ def _content_format(given: StructuredOutputs) -> Format | None:
 
 @dataclass(frozen=True)
 class _TagWriter:
-    """Writes structural tags, as of xgrammar, for the calls of a model's format."""
+    """Writer of structural tags, as of xgrammar, for the calls of a model's format."""
 
     form: ChatFormat
     is_special: Callable[[str], bool | None]

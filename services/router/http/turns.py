@@ -11,7 +11,7 @@ STARTS_PER_ROUND = 8
 
 
 class Turns:
-    """Starts what waits for its turn: a few in each round of the event loop, one of each address after the other.
+    """Queue that starts what waits for its turn: a few in each round of the event loop, one of each address after the other.
 
     num_dropping: connections whose bytes are dropped; they share the reads of such bytes.
     """

@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 
 
 class FieldPolicy:
-    """Decides about the fields that a model here does not have. Safe for use from any thread.
+    """Policy for the fields that a model here does not have. Safe for use from any thread.
 
     Args:
         unknown: of fields that no server knows.

@@ -22,7 +22,7 @@ _BYTES_PER_EVENT = 256  # that are kept until the message is sent, estimated
 
 @dataclass
 class MessagesWriter:
-    """Writes a chat as Anthropic's message. chat: writes the chat."""
+    """Writer of a chat as Anthropic's message. chat: writes the chat."""
 
     chat: ResponseWriter
 

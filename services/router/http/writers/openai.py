@@ -91,7 +91,7 @@ class TextDelta:
 
 
 class StreamWriter(Protocol):
-    """Writes the response to one request, whole or as events, in the form of one API. id: of the request."""
+    """Writer of the response to one request, whole or as events, in the form of one API. id: of the request."""
 
     @property
     def id(self) -> str: ...

@@ -20,7 +20,7 @@ _BYTES_PER_CHUNK, _BYTES_PER_VALUE = 128, 96
 
 @dataclass
 class ResponsesWriter:
-    """Writes a chat as OpenAI's response. chat: writes the chat."""
+    """Writer of a chat as OpenAI's response. chat: writes the chat."""
 
     body: ResponsesBody
     chat: ResponseWriter
