@@ -121,7 +121,7 @@ ray: $(KERNELS) ## pools on a local Ray that grow, shrink and are replaced under
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet || { echo "the files above are not formatted; run: make format" >&2; exit 1; }
-	@$(BIN)/mypy --strict --explicit-package-bases eyas tests/chaos tests/fuzz
+	@$(BIN)/mypy --strict --explicit-package-bases eyas benchmarks/split benchmarks/widen tests/chaos tests/fuzz
 	@$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## format the code and mend what ruff can mend

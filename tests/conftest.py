@@ -31,6 +31,7 @@ SHARING = ("cluster", "e2e", "parallel")
 FORKING = (
     "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
     "tests/services/verifier/test_ranks.py", "tests/telemetry/cluster/", "tests/train/test_resume.py",
+    "tests/bench/test_split.py",
 )  # fmt: skip
 
 settings.register_profile("eyas", derandomize=True, deadline=None, max_examples=40)

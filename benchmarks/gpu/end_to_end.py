@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.gpu.measuring import Part, Scale
+from benchmarks.widen.heads import widen
 from eyas.bench import methods, offline
 from eyas.bench.methods import MethodsResults
 from eyas.bench.report import Table, number
 from eyas.bench.results import OfflineResults, SpeedComparison, tables_of
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
-from eyas.bench.widen_heads import widen
 from eyas.config import Dtype, TreeConfig
 from eyas.progress import Progress
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.widen.target import SHAPES, Shape
 from eyas.bench.report import Table
-from eyas.bench.widen import SHAPES, Shape
 from eyas.emulation.costs import DeviceCosts
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring
 

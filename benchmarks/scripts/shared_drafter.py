@@ -1,6 +1,6 @@
 """Measures what verifiers do to one another that share a drafter: a burst of one, and a drafter that another one replaces.
 
-Verifiers and draft services run as processes on emulated devices, see `eyas bench split`. Writes a dated report:
+Verifiers and draft services run as processes on emulated devices, see `benchmarks.split`. Writes a dated report:
 `python -m benchmarks.scripts.shared_drafter`.
 """
 
@@ -16,10 +16,11 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.split.results import Mode, SplitSettings, round_s
+from benchmarks.split.services import Split, read_log, running_split, warm_up
 from eyas.api.request import Request, SamplingParams, VerifyStep
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, Prompt, load_tasks
-from eyas.bench.split import Mode, SplitSettings, round_s
 from eyas.cli.bench import RESULTS
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.drafters.registry import default_method, resolve_tree
@@ -27,7 +28,6 @@ from eyas.emulation.costs import DeviceCosts
 from eyas.errors import EyasError
 from eyas.progress import Progress, progress
 from eyas.rpc.messages import GenerateCall
-from eyas.services.local.split import Split, read_log, running_split, warm_up
 
 # Both services draft serially; the second one takes over when the first one ends.
 FIRST: Mode = "serial"

@@ -1,7 +1,7 @@
 """Measures eta of a drafter apart in virtual time: one process, real models and trees, times of passes from tables.
 
 Host work and the wire take no time besides the given delay, and no machine is too busy. So eta is an upper bound of what
-`eyas bench split` measures with processes. Writes a dated report: `python -m benchmarks.scripts.virtual_split`.
+`python -m benchmarks.split` measures with processes. Writes a dated report: `python -m benchmarks.scripts.virtual_split`.
 """
 
 from __future__ import annotations

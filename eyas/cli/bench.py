@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings, load_profile, poisson, read_trace
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.cli import options
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.config.checks import at_least
 from eyas.emulation.costs import DeviceCosts
 from eyas.errors import ConfigError
 from eyas.progress import Progress, progress
@@ -226,89 +227,49 @@ def methods(
         print(f"drawn as {page.with_suffix('.png')}")
 
 
-@bench.command()
-def widen(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a small target: Llama, Mistral, Qwen 2, 2.5 or 3.")],
-    out: Annotated[Path, typer.Option(help="Folder of the widened models; the target goes to its subfolder target.")],
-    shape: Annotated[str, typer.Option(help="The size to give it: 70b, 8b, 1b, 400m or 60m.")] = "8b",
-    draft_model: Annotated[list[str], typer.Option(help="Folder of a draft head or small model; may be repeated.")] = [],  # noqa: B006
-    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="Keep the vocabularies as they are.")] = False,
-    dtype: Annotated[str, typer.Option(help="Type of the written weights; auto takes the model's.")] = "auto",
-) -> None:
-    """Embed a small model and its heads in a large shape, where they compute the same function at the large one's cost."""
-    from eyas.bench.widen import SHAPES
-    from eyas.bench.widen_heads import widen as write
-
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    if dtype not in get_args(Dtype):
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
-    chosen = replace(SHAPES[shape], vocab_size=0) if keep_vocabulary else SHAPES[shape]
-    with progress() as shown:
-        folders = write(model, draft_model, chosen, out, dtype, shown)
-    print("\n".join(map(str, folders)))
-
-
 def plan(
-    profile: Annotated[Path, typer.Option(help="JSON report of `eyas bench split`, or a profile; see docs/split.md.")],
+    tau: Annotated[float, typer.Option(help="Tokens of a verify step, as `eyas bench offline` measures it.")],
     verifier: Annotated[str, typer.Option(help="Cost table of a verifier, see docs/split.md.")] = "llama-3.1-8b@h100",
     drafter: Annotated[str, typer.Option(help="Cost table of a drafter.")] = "eagle3-8b@l4",
     local: LocalTable = "",
-    temperature: Annotated[float, typer.Option(help="Temperature of the report to take.")] = 0.0,
-    host_scale: Annotated[float, typer.Option(help="Host and wire times of the profile are multiplied by it.")] = 1.0,
-    wire_ms: Annotated[float | None, typer.Option(help="Round trip without drafting; the profile's by default.")] = None,
-    verifiers: Annotated[int, typer.Option(help="How many verifiers the fleet has.")] = 1,
-    drafters: Annotated[int, typer.Option(help="Number of drafters; 0 finds the cheapest per token.")] = 1,
-    delay_ms: Annotated[float, typer.Option(help="Delay of each way between verifier and drafter.")] = 0.0,
-    concurrency: Annotated[int, typer.Option(help="Sequences that each verifier always has, without arrivals.")] = 8,
-    rate: Annotated[float, typer.Option(help="Arrivals a second of the fleet, Poisson; 0 takes --concurrency.")] = 0.0,
-    trace: Annotated[Path | None, typer.Option(help="Arrivals as JSON Lines: at_s, prompt_tokens, output_tokens.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 256,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences of a verifier.")] = 64,
-    seconds: Annotated[float, typer.Option(help="How long the simulated fleet runs.")] = 60.0,
+    ready: Annotated[float, typer.Option(help="Share of steps whose tree, grown ahead, comes before the commit.")] = 0.0,
+    batch: Annotated[list[int], typer.Option(help="Sequences of a verifier; may be repeated.")] = [1, 8, 64],  # noqa: B006
+    verifiers: Annotated[int, typer.Option(help="Verifiers that share the drafter.")] = 1,
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: Annotated[int, typer.Option(help="Levels of a draft tree.")] = 5,
+    top_k: TopK = TreeConfig.top_k,
+    context: Annotated[int, typer.Option(help="Cached tokens of each sequence.")] = 512,
+    trip_ms: Annotated[float, typer.Option(help="A round trip between verifier and drafter, without drafting.")] = 0.0,
+    host_ms: Annotated[float, typer.Option(help="Work of the verifier's host in each step.")] = 0.0,
     verifier_price: Annotated[
         float | None, typer.Option(help="Dollars an hour of a verifier; a preset has its own.")
     ] = None,
     drafter_price: Annotated[float | None, typer.Option(help="Dollars an hour of a drafter; a preset has its own.")] = None,
-    curves: Annotated[Path | None, typer.Option(help="Picture to draw: when a drafter apart pays.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of a dated report; none is written by default.")] = None,
 ) -> None:
-    """Simulate a fleet in each mode: plain, drafting on the verifier's device, apart, and apart in advance."""
-    from eyas.bench import plan as planning
-    from eyas.bench.report import Report
+    """Estimate each mode: plain, drafting on the verifier's device, on another one, and there in advance."""
+    from eyas.bench.plan import PlanSettings, plan_table
 
-    acceptance = load_profile(profile, temperature).with_host(host_scale, wire_ms)
-    if curves:
-        planning.draw_curves(acceptance, curves)
-    arrivals = read_trace(trace) if trace else None
-    if rate:
-        arrivals = poisson(rate, seconds, prompt_tokens, output_tokens)
-    verifying, drafting = DeviceCosts.read(verifier), DeviceCosts.read(drafter)
-    settings = planning.FleetSettings(
-        verifier=verifying,
-        drafter=drafting,
+    settings = PlanSettings(
+        verifier=_priced(DeviceCosts.read(verifier), verifier_price),
+        drafter=_priced(DeviceCosts.read(drafter), drafter_price),
         local=DeviceCosts.read(local or _on_same_gpu(verifier, drafter)),
-        profile=acceptance,
+        tau=tau,
+        ready=ready,
+        num_nodes=num_draft_tokens,
+        num_levels=num_steps,
+        top_k=top_k,
         num_verifiers=verifiers,
-        num_drafters=max(drafters, 1),
-        concurrency=concurrency,
-        max_num_seqs=max(max_num_seqs, concurrency),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        delay_s=delay_ms / 1e3,
-        seconds=seconds,
-        verifier_price=verifying.dollars_h if verifier_price is None else verifier_price,
-        drafter_price=drafting.dollars_h if drafter_price is None else drafter_price,
+        context=context,
+        trip_s=trip_ms / 1e3,
+        host_s=host_ms / 1e3,
     )
-    if not drafters and not (settings.verifier_price and (settings.drafter_price or drafter_price is not None)):
-        raise ConfigError("the cheapest number of drafters needs prices; give --verifier-price and --drafter-price")
-    results = planning.every_mode(settings, arrivals, find_ratio=not drafters)
-    table = planning.table_of(results, settings)
-    if out:
-        Report.here("plan", "eyas", "cpu", settings, results, [table]).publish(out)
-    else:
-        print(table.markdown())
+    at_least(1, batch=min(batch))
+    print(plan_table(settings, batch).markdown())
+
+
+def _priced(costs: DeviceCosts, dollars_h: float | None) -> DeviceCosts:
+    """Return a cost table at another price."""
+    return costs if dollars_h is None else replace(costs, dollars_h=dollars_h)
 
 
 def _on_same_gpu(verifier: str, drafter: str) -> str:

@@ -42,10 +42,7 @@ SUBCOMMANDS = {
     "drafters": Subcommand("eyas.cli.check", "drafters", "List the drafting methods."),
     "check": Subcommand("eyas.cli.check", "check", "Check a model and its draft head before serving them."),
     "bench": Subcommand("eyas.cli.bench", "bench", "Measure speed and acceptance; write a dated report.", "bench"),
-    "bench split": Subcommand(
-        "eyas.services.local.split", "split", "Measure verifier and drafter apart, on emulated devices."
-    ),
-    "plan": Subcommand("eyas.cli.bench", "plan", "Plan verifiers and drafters: throughput, latency and price."),
+    "plan": Subcommand("eyas.cli.bench", "plan", "Estimate when a drafter apart pays: rates and prices from cost tables."),
     "train": Subcommand("eyas.cli.train", "train", "Train a draft head for a model.", "train"),
     "datastore": Subcommand(
         "eyas.drafters.lookup.datastore", "datastore", "Build the datastore of the rest method.", "rest"

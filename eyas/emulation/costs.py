@@ -8,7 +8,6 @@ computes two operations for each weight and row; the slower of the two is its ti
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -62,16 +61,6 @@ class PassCosts:
                 ms = low + (high - low) * (reach - left) / (right - left)
         return (ms + 1e-3 * self.us_per_context_token * context) / 1e3
 
-    @property
-    def free_rows(self) -> float:
-        """Most rows of a pass that takes at most a tenth longer than one of a row; infinite if all do."""
-        most = 1.1 * self.seconds(1)
-        for left, right in pairwise(self.rows):
-            low, high = self.seconds(left), self.seconds(right)
-            if high > most or (right == self.rows[-1] and high > low):  # the last slope goes on
-                return left + (right - left) * max(most - low, 0.0) / (high - low)
-        return math.inf
-
     def scaled(self, factor: float) -> PassCosts:
         """The same with all times multiplied."""
         return PassCosts(self.rows, tuple(ms * factor for ms in self.ms), self.us_per_context_token * factor)
@@ -102,11 +91,6 @@ class DeviceCosts:
         """Expected seconds of a pass."""
         costs = self.passes.get(kind)
         return costs.seconds(rows, context) if costs else 0.0
-
-    def free_rows(self, kind: PassKind) -> float:
-        """Most rows of a pass that takes at most a tenth longer than one of a row; infinite without times."""
-        costs = self.passes.get(kind)
-        return costs.free_rows if costs else math.inf
 
     def scaled(self, factor: float) -> DeviceCosts:
         """The same with all times multiplied: a slower machine with the same ratios."""

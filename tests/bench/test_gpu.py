@@ -21,8 +21,8 @@ from benchmarks.gpu.drafts import Round, Times, level_bytes, make_head
 from benchmarks.gpu.drafts import cost_table as draft_costs
 from benchmarks.gpu.measuring import Case, Limit, Part, Rates, Scale, full_scale, llama_head
 from benchmarks.gpu.steps import Step, cost_table, make_backends, make_target
+from benchmarks.widen.target import Shape
 from eyas.bench import offline, timing
-from eyas.bench.widen import Shape
 from eyas.config import TreeConfig
 from eyas.emulation.costs import DeviceCosts
 from eyas.models.backends.base import BackendPlan

@@ -1,4 +1,4 @@
-"""`eyas bench widen`: a target and every kind of head compute in a large shape what they computed in their own."""
+"""Widening: a target and every kind of head compute in a large shape what they computed in their own."""
 
 import json
 import shutil
@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
 
+from benchmarks.widen import sparse
+from benchmarks.widen.__main__ import main
+from benchmarks.widen.heads import widen
+from benchmarks.widen.target import SHAPES, Shape, widen_target
 from eyas import LLM
 from eyas.api.request import SamplingParams
-from eyas.bench import sparse
-from eyas.bench.widen import SHAPES, Shape, widen_target
-from eyas.bench.widen_heads import widen
-from eyas.cli.main import app
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.placement import DTYPES
 from eyas.drafters.registry import build_drafter, build_fuser, default_method
@@ -215,16 +216,18 @@ def test_what_cannot_be_widened_is_refused_by_name(folders: Path, tmp_path: Path
 
 
 def test_the_command_writes_the_target_and_its_heads(folders: Path, tmp_path: Path) -> None:
+    command = typer.Typer()
+    command.command()(main)
     options = [str(folders / "target"), "--shape", "60m", "--out", str(tmp_path), "--draft-model", str(folders / "eagle3")]
-    result = CliRunner().invoke(app, ["bench", "widen", *options])
+    result = CliRunner().invoke(command, options)
     assert result.exit_code == 0, result.output
     assert "2 models with" in result.output
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert (config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]) == (512, 32000, 8)
     assert json.loads((tmp_path / "eagle3" / "config.json").read_text())["draft_vocab_size"] == 16000
-    result = CliRunner().invoke(app, ["bench", "widen", *options[:1], "--shape", "9b", "--out", str(tmp_path / "other")])
+    result = CliRunner().invoke(command, [*options[:1], "--shape", "9b", "--out", str(tmp_path / "other")])
     assert result.exit_code == 1
-    assert "unknown shape '9b'; known: 70b, 8b" in result.output
+    assert "unknown shape '9b'; known: 70b, 8b" in str(result.exception)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("70b", 70.5e9), ("8b", 8.03e9), ("1b", 1.5e9), ("400m", 0.405e9)])

@@ -1,4 +1,4 @@
-"""Draft heads of all kinds in a large shape, beside their widened target; and the writing of `eyas bench widen`.
+"""Draft heads of all kinds in a large shape, beside their widened target; and the writing of both.
 
 A head becomes as wide as the target, with the target's heads and MLP. Tapped layers are those that hold the same states.
 """
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.bench.report import number
-from eyas.bench.sparse import SparseTensor, write_sparse
-from eyas.bench.widen import (
+from benchmarks.widen.sparse import SparseTensor, write_sparse
+from benchmarks.widen.target import (
     SHAPES,
     Axis,
     Shape,
@@ -27,6 +26,7 @@ from eyas.bench.widen import (
     widen_sizes,
     widen_target,
 )
+from eyas.bench.report import number
 from eyas.config.file_values import get_setting
 from eyas.drafters.registry import default_method
 from eyas.errors import CheckpointError, ConfigError

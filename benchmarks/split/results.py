@@ -1,4 +1,4 @@
-"""What `eyas bench split` measures: a verifier and a drafter apart, their efficiency, where the time goes, and a timeline.
+"""Results of a verifier and a drafter apart: their efficiency, and where the time goes.
 
 Efficiency (eta) is the rate against free drafting: tokens per second over tau of the freshest trees per verify pass, that is
 what a drafter would give whose trees cost nothing and come at once. The freshest trees are those of serial drafting.
@@ -7,47 +7,31 @@ what a drafter would give whose trees cost nothing and come at once. The freshes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from statistics import fmean, median
-from typing import Any, Literal
+from statistics import fmean
+from typing import Literal
 
 from eyas.api.request import VerifyStep
-from eyas.bench.plan import FleetSettings, simulate
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import first_difference
-from eyas.bench.settings import AcceptanceProfile, MethodsSettings
-from eyas.config import DraftAheadConfig
+from eyas.bench.settings import MethodsSettings
+from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.config.checks import at_least, one_of, require
 from eyas.emulation.costs import DeviceCosts, PassKind
 from eyas.emulation.device import PassRecord
-from eyas.errors import ConfigError, MissingPackage
 
 Mode = Literal["plain", "serial", "ahead"]
 MODES: tuple[Mode, ...] = ("plain", "serial", "ahead")
 # Share of late passes from which a measurement is not trusted: the emulated devices were not kept.
 MAX_LATE = 0.05
-COLOURS = {
-    "verify": "tab:blue",
-    "draft": "tab:orange",
-    "grow": "tab:green",
-    "repair": "tab:red",
-    "wait": "0.85",
-    "wire": "0.4",
-}
-NUM_DRAWN = 6
 DRAFT_KINDS: tuple[PassKind, PassKind] = ("draft_round", "draft_level")
-# Methods whose heads draft all levels in one pass and draft ahead.
-BLOCK_METHODS = ("dspark", "dflash")
-# Verify passes that a plan is simulated for.
-NUM_PLANNED = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings(MethodsSettings):
-    """What `eyas bench split` measures. methods: the one of the drafter.
+    """Settings of `python -m benchmarks.split`. methods: the one of the drafter.
 
     delays: of each way between verifier and drafter, in verify passes. verifier, drafter: cost tables, see DeviceCosts.read.
     scale: all times of both tables are multiplied by it. ahead: how the drafter of mode "ahead" grows trees in advance.
@@ -261,16 +245,13 @@ def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Deco
 class SplitResults:
     """Everything that was measured.
 
-    verifier, drafter: the cost tables, scaled. prompt_tokens: mean of the prompts. max_tokens: of each prompt.
-    profiles: by temperature, of the first batch and delay.
+    verifier, drafter: the cost tables, scaled. tree: what the drafter drafts at most.
     """
 
     results: tuple[SplitResult, ...]
     verifier: DeviceCosts
     drafter: DeviceCosts
-    prompt_tokens: int
-    max_tokens: int
-    profiles: Mapping[str, AcceptanceProfile]
+    tree: TreeConfig
 
     @property
     def pass_s(self) -> float:
@@ -280,7 +261,7 @@ class SplitResults:
     def tables(self) -> list[Table]:
         """The tables of the report."""
         shared = [_shared(self)] if any(r.verifiers > 1 for r in self.results) else []
-        return [_speed(self), _step(self), *shared, _planned(self)]
+        return [_speed(self), _step(self), *shared]
 
 
 COLUMNS = ("temperature", "batch", "delay", "verifiers", "mode")
@@ -352,8 +333,7 @@ def _shared(found: SplitResults) -> Table:
     rows, alone = [], dict[tuple[str, ...], SplitResult]()
     for r in (r for r in found.results if r.mode != "plain"):
         first = alone.setdefault((*_cell(r)[:3], r.mode), r)
-        profile = found.profiles[f"{r.temperature:g}"]
-        drafted_s = round_s(found.drafter, profile.num_levels, profile.top_k, r.batch)
+        drafted_s = round_s(found.drafter, found.tree.num_steps, found.tree.top_k, r.batch)
         most = f"{most_verifiers(1e-3 * first.verify_ms, drafted_s):.1f}" if r.mode == "serial" else ""
         times = 1e3 * r.batch / r.rate, first.rate / r.rate, r.wait_ms
         rows.append((*_cell(r), *map(number, times), f"{r.shares.drafter:.0%}", most))
@@ -365,126 +345,6 @@ def _shared(found: SplitResults) -> Table:
     )
     columns = ("ms/token", "over alone", "wait", "busy", "closed form")
     return Table("One drafter for many verifiers", (*COLUMNS, *columns), tuple(rows), note)
-
-
-def profile_of(settings: SplitSettings, found: SplitResults, temperature: float) -> AcceptanceProfile:
-    """The acceptance and the host work at a temperature, of the first batch and delay.
-
-    A step of a batch has a round trip if one of its sequences has; so a sequence has its tree more often than a step.
-    """
-    wanted = temperature, settings.batches[0], settings.delays[0], settings.verifiers[0]
-    modes = {r.mode: r for r in found.results if (r.temperature, r.batch, r.delay, r.verifiers) == wanted}
-    serial, ahead, tree = modes["serial"], modes.get("ahead"), settings.tree
-    drafted_s = round_s(found.drafter, tree.num_steps, tree.top_k, serial.batch)
-    verify_s, draft_host_ms = 1e-3 * serial.verify_ms, max(serial.draft_ms - 1e3 * drafted_s, 0.0)
-
-    def rounds(trip_ms: float) -> float:
-        """A round trip without what it has in serial drafting as well: the drafter's time, in rounds on demand."""
-        return max(trip_ms - serial.wire_ms - draft_host_ms, 0.0) / (1e3 * drafted_s) if drafted_s else 0.0
-
-    profile = AcceptanceProfile(
-        fresh=serial.accepted_fresh,
-        hit=ahead.accepted_hit if ahead else (),
-        miss=ahead.accepted_fresh if ahead else (),
-        hit_rate=ahead.hit_rate if ahead else 0.0,
-        prepared=min(ahead.prepared ** (1 / ahead.batch), ahead.hit_rate) if ahead else 0.0,
-        hit_rounds=rounds(ahead.hit_trip_ms) if ahead else 0.0,
-        miss_rounds=rounds(ahead.miss_trip_ms) if ahead and ahead.miss_trip_ms else 1.0,
-        num_nodes=tree.num_draft_tokens,
-        num_levels=tree.num_steps,
-        top_k=tree.top_k,
-        ahead_top_k=settings.ahead.top_k,
-        host_ms=max(serial.host_ms, 0.0),
-        wire_ms=max(serial.wire_ms - 2e3 * serial.delay * found.pass_s, 0.0),
-        draft_host_ms=draft_host_ms,
-        one_pass=settings.methods[0].name in BLOCK_METHODS,
-    )
-    return profile.measured_on(found.drafter, verify_s, serial.batch)
-
-
-def _planned(found: SplitResults) -> Table:
-    """What `eyas plan` says of every setting, from the profile of the first one."""
-    rows = []
-    for r in found.results:
-        profile, delay_s = found.profiles[f"{r.temperature:g}"], r.delay * found.pass_s
-        num_tokens = 10 * found.max_tokens  # last steps, cut short, are in the profile already
-        fleet = FleetSettings(
-            found.verifier, found.drafter, found.drafter, profile, r.mode, r.verifiers,
-            concurrency=r.batch, max_num_seqs=r.batch,
-            prompt_tokens=found.prompt_tokens, output_tokens=num_tokens, delay_s=delay_s, seconds=NUM_PLANNED * found.pass_s,
-        )  # fmt: skip
-        planned = simulate(fleet).tokens_per_s / r.verifiers
-        rows.append((*_cell(r), number(r.rate), number(planned), f"{planned / r.rate - 1:+.1%}"))
-    note = "Tokens per second, measured and by `eyas plan`, which knows the acceptance and host work of the first setting."
-    columns = (*COLUMNS, "measured", "planned", "difference")
-    return Table("Planned and measured", columns, tuple(rows), note)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Some rounds of one request: the passes of both devices in a window of time."""
-
-    title: str
-    verifier: tuple[PassRecord, ...]
-    drafter: tuple[PassRecord, ...]
-    started: float
-    ended: float
-
-    @classmethod
-    def of(cls, title: str, request: Decoded, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Timeline:
-        """The middle rounds of a request: NUM_DRAWN verify passes and what the drafter did meanwhile."""
-        own = [r for r in verifier if request.started <= r.began <= request.ended]
-        middle = own[max(len(own) // 2 - NUM_DRAWN // 2, 0) :][:NUM_DRAWN]
-        if not middle:
-            raise ConfigError(f"no verify pass was logged in the request that the timeline {title!r} should show")
-        started, ended = middle[0].began, middle[-1].ended
-        inside = tuple(r for r in drafter if r.ended > started and r.began < ended)
-        return cls(title, tuple(middle), inside, started, ended)
-
-    def bars(self) -> list[tuple[str, str, float, float]]:
-        """Bars as (lane, what, begin, seconds). Between two passes the verifier waits, for the wire and for drafts."""
-        bars = [("verifier", "verify", r.began, r.ended - r.began) for r in self.verifier]
-        bars += [("drafter", r.label or "draft", r.began, r.ended - r.began) for r in self.drafter]
-        asked = [r for r in self.drafter if r.label in ("", "draft")]
-        for before, after in zip(self.verifier, self.verifier[1:], strict=False):
-            bars.append(("verifier", "wait", before.ended, max(after.began - before.ended, 0.0)))
-            drafted = [r for r in asked if before.ended <= r.launched < after.began]
-            first, last = (drafted[0].began, drafted[-1].ended) if drafted else (after.began, after.began)
-            bars.append(("wire", "wire", before.ended, max(first - before.ended, 0.0)))
-            bars.append(("wire", "wire", last, max(after.began - last, 0.0)))
-        return bars
-
-
-def draw(timelines: Sequence[Timeline], paths: Iterable[Path]) -> None:
-    """Draw one panel for each timeline, and write it to every path, in the format of its suffix.
-
-    Raises ConfigError without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("the timeline", "matplotlib", "bench") from error
-    lanes = ("drafter", "wire", "verifier")
-    figure = Figure(figsize=(11, 1 + 1.6 * len(timelines)), layout="constrained")
-    for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False)[:, 0], timelines, strict=True):
-        seen: dict[str, Any] = {}
-        for lane, what, begin, seconds in timeline.bars():
-            left, colour = 1e3 * (begin - timeline.started), COLOURS[what]
-            bar = axes.barh(lanes.index(lane), 1e3 * seconds, left=left, color=colour, edgecolor="white", linewidth=0.5)
-            seen.setdefault(what, bar)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_xlim(0, 1e3 * (timeline.ended - timeline.started))
-        axes.set_title(timeline.title, fontsize=9, loc="left")
-        axes.legend(list(seen.values()), list(seen), fontsize=7, ncols=len(seen), loc="lower right", bbox_to_anchor=(1, 1))
-    figure.axes[-1].set_xlabel("ms")
-    for path in paths:
-        figure.savefig(path, dpi=150)
-
-
-def typical(requests: Sequence[Decoded]) -> Decoded:
-    """The request with the median rate."""
-    middle = median(request.rate for request in requests)
-    return min(requests, key=lambda request: abs(request.rate - middle))
 
 
 def with_references(results: Sequence[SplitResult]) -> list[SplitResult]:

@@ -1,4 +1,4 @@
-"""`eyas bench widen`: embed a small target and its draft heads into large shapes that compute the same function.
+"""Embeds a small target and its draft heads into large shapes that compute the same function.
 
 Every product then has the size of the large model, and acceptance is that of the small one. Widths h are padded to W:
 
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from eyas.bench.sparse import Patch, SparseTensor
+from benchmarks.widen.sparse import Patch, SparseTensor
 from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_config, read_tensors, resolve

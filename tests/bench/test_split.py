@@ -1,4 +1,4 @@
-"""`eyas bench split`: verifier and draft services as processes on emulated devices, and figures of their passes."""
+"""`python -m benchmarks.split`: services as processes on emulated devices, and figures of their passes."""
 
 import socket
 import threading
@@ -9,26 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from eyas.api.request import VerifyStep, VerifyStepDetails
-from eyas.bench.settings import AcceptanceProfile, MethodSpec
-from eyas.bench.split import (
+from benchmarks.split.__main__ import measure
+from benchmarks.split.delaying_proxy import DelayingProxy
+from benchmarks.split.results import (
     Decoded,
     Shares,
     SplitResults,
     SplitSettings,
-    Timeline,
     agreement,
-    draw,
-    profile_of,
     result,
     with_references,
 )
+from benchmarks.split.timeline import Timeline, draw
+from eyas.api.request import VerifyStep, VerifyStepDetails
+from eyas.bench.settings import MethodSpec
 from eyas.config import TreeConfig
 from eyas.emulation.costs import flat
 from eyas.emulation.device import PassRecord
 from eyas.errors import ConfigError
 from eyas.progress import Progress
-from eyas.services.local.split import DelayingProxy, measure
 from tests.support.services.forks import forked_services
 
 
@@ -68,21 +67,14 @@ def test_eta_is_the_rate_over_free_drafting() -> None:
     assert (ahead.hit_rate, ahead.tau_hit, plain.eta) == (1.0, 3.0, None)
 
 
-def test_a_profile_knows_steps_without_a_round_trip() -> None:
-    """Serial: 40 ms of round trip for 25 ms of work, 24 ms of them passes. Ahead: ten steps, six ready, two late hits."""
-    shares, found = Shares(0.6, 0.3, 0.0), settings(tree=TreeConfig(8, 4, 4))
-    serial = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 1.0)]], shares, 0.060)
+def test_trees_that_were_ready_are_counted_without_a_round_trip() -> None:
+    """Ten steps: six trees ready, two hits that had a trip of 28 ms, and two misses with one of 40."""
     hit, miss = decoded(2, 3, 0.2, grown_ahead=True).steps, decoded(2, 1, 0.2).steps
     late = replace(hit[0], details=replace(hit[0].details, round_trip_ms=28.0))  # type: ignore[type-var]
     ready = replace(hit[0], details=replace(hit[0].details, round_trip_ms=0.0, draft_ms=0.0))  # type: ignore[type-var]
-    steps = (*[ready] * 6, *[late] * 2, *miss)
-    ahead = result("ahead", 0.0, 1, 0.0, [[Decoded(tuple(range(37)), steps, 1.0, 1.7)]], shares, 0.060)
+    requests = [[Decoded(tuple(range(37)), (*[ready] * 6, *[late] * 2, *miss), 1.0, 1.7)]]
+    ahead = result("ahead", 0.0, 1, 0.0, requests, Shares(0.6, 0.3, 0.0), 0.060)
     assert (ahead.prepared, ahead.hit_rate, ahead.hit_trip_ms, ahead.miss_trip_ms) == (0.6, 0.8, 28.0, 40.0)
-    drafter = flat("d", draft_round=6.0, draft_level=6.0)
-    profile = profile_of(found, SplitResults((serial, ahead), flat("v", verify=60.0), drafter, 10, 40, {}), 0.0)
-    assert (profile.prepared, profile.hit_rate, profile.draft_host_ms) == (0.6, 0.8, pytest.approx(1.0))
-    assert (profile.hit_rounds, profile.miss_rounds) == (pytest.approx(12 / 24), pytest.approx(1.0))
-    assert (profile.hit, profile.miss) == ((0, 0, 0, 8), (0, 2))
 
 
 def test_rates_are_pooled_over_time_as_tau_over_steps() -> None:
@@ -94,11 +86,11 @@ def test_rates_are_pooled_over_time_as_tau_over_steps() -> None:
 
 def test_a_time_per_token_is_compared_with_that_of_one_verifier() -> None:
     """60 ms a pass, 12 ms a round of 2 levels: six verifiers find the drafter free, if they come in turn."""
-    costs, profile = flat("v", verify=60.0), AcceptanceProfile((1,), num_nodes=8, num_levels=2, top_k=4)
+    costs = flat("v", verify=60.0)
     alone = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.72)]], Shares(0.8, 0.2, 0.0), 0.060)
     many = result("serial", 0.0, 1, 0.0, [[decoded(10, 3, 0.9)]] * 4, Shares(0.7, 0.6, 0.0), 0.060, verifiers=4)
     drafter = flat("d", draft_round=6.0, draft_level=6.0)
-    found = SplitResults((alone, many), costs, drafter, 10, 40, {"0": profile})
+    found = SplitResults((alone, many), costs, drafter, TreeConfig(8, 2, 4))
     [table] = [table for table in found.tables() if table.title == "One drafter for many verifiers"]
     assert [(row[3], *row[5:7], *row[8:]) for row in table.rows] == [
         ("1", "18", "1", "20%", "6.0"), ("4", "22.5", "1.25", "60%", "6.0")
@@ -195,4 +187,4 @@ def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
     assert 0 < (by_mode["serial"].eta or 0) < 1
     assert [line.title for line in timelines] == ["serial, temperature 0.8", "ahead, temperature 0.8"]
     shared = "One drafter for many verifiers"
-    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", shared, "Planned and measured"]
+    assert [table.title for table in found.tables()] == ["Efficiency", "Where the time goes", shared]
