@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient` of a router, over gRPC, with vLLM's outputs. They need no torch.
+"""A `Client` of a router, over gRPC, with vLLM's outputs. It needs no torch.
 
 A request whose router or connection fails is sent again with the same seed, to the next address if there are several. The
 answer is the same, so that what came before is not yielded again.
@@ -6,34 +6,29 @@ answer is the same, so that what came before is not yielded again.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import grpc
-import grpc.aio
 
 from eyas.api.outputs import OutputBuilder, RequestOutput, TextChunk
 from eyas.api.request import Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.errors import ConfigError, EyasError, Overloaded, RequestFailed, TimedOut, Unavailable
-from eyas.rpc.channel import ChannelOptions, Metadata, open_channel, open_sync_channel
+from eyas.rpc.channel import ChannelOptions, Metadata, open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
 from eyas.rpc.identity import Certificates, channel_credentials
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo
 from eyas.rpc.status import status_error
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
-
-if TYPE_CHECKING:
-    from eyas.v1.generation_pb2_grpc import GenerationAsyncStub
 
 LIST_TIMEOUT_S = 10.0
 MAX_PARALLEL_CALLS = 64
@@ -268,95 +263,6 @@ class Client:
         call = _call(prompt, sampling_params, **options)
         builder = _builder(call)
         for chunk in self.chunks(call, timeout_s):
-            _added(builder, chunk)
-        return builder.output()
-
-
-class AsyncClient:
-    """A client for asyncio. Arguments as of `Connection`. Use it from one event loop."""
-
-    def __init__(self, address: str = "127.0.0.1:50050", **options: Any) -> None:
-        self._connection = Connection(address, **options)
-        self._options = self._connection.channel_options()
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._turns = itertools.cycle(self._connection.addresses)
-        self._current = next(self._turns)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections; running calls end."""
-        for channel in self._channels.values():
-            await channel.close(None)
-
-    async def models(self) -> tuple[ModelInfo, ...]:
-        """Return the models that the router serves now. Raises EyasError."""
-        try:
-            metadata = self._connection.metadata
-            response = await self._stub().ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S, metadata=metadata)
-            return tuple(models_from_proto(response))
-        except grpc.RpcError as error:
-            raise _error(error) from error
-
-    async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> list[RequestOutput]:
-        """Continue each prompt; one output each, in order. options: as of `Client.stream`. An error cancels the rest."""
-        tasks = [asyncio.create_task(self._whole(*call, **options)) for call in _paired(prompts, sampling_params)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what is new, as `Client.stream`. Closing the generator, or cancelling its task, cancels the request."""
-        timeout_s = options.pop("timeout_s", None)
-        call = _call(prompt, sampling_params, **options)
-        builder = _builder(call)
-        async with aclosing(self.chunks(call, timeout_s)) as chunks:
-            async for chunk in chunks:
-                yield _added(builder, chunk).delta()
-
-    async def chunks(self, call: GenerateCall, timeout_s: float | None = None) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of a call, as `stream` does its outputs."""
-        resumption = _Resumption(call, self._connection.retry, timeout_s)
-        message, metadata = generate_call_to_proto(resumption.call), self._connection.metadata
-        while True:
-            responses = self._stub().Generate(message, timeout=resumption.restart(), metadata=metadata)
-            try:
-                async for response in responses:
-                    if (chunk := resumption.accept(text_chunk_from_proto(response))) is not None:
-                        yield chunk
-                resumption.check_complete()
-                return
-            except (grpc.RpcError, Unavailable) as error:
-                delay_s = resumption.backoff_s(_error(error))
-            finally:
-                responses.cancel()
-            self._current = next(self._turns)
-            await asyncio.sleep(delay_s)
-
-    def _stub(self) -> GenerationAsyncStub:
-        if self._current not in self._channels:
-            self._channels[self._current] = open_channel(self._current, self._options)
-        return GenerationStub(self._channels[self._current])
-
-    async def _whole(self, prompt: Prompt, sampling_params: SamplingParams | None, **options: Any) -> RequestOutput:
-        timeout_s = options.pop("timeout_s", None)
-        call = _call(prompt, sampling_params, **options)
-        builder = _builder(call)
-        async for chunk in self.chunks(call, timeout_s):
             _added(builder, chunk)
         return builder.output()
 

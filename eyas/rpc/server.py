@@ -13,7 +13,6 @@ from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
-from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -26,6 +25,7 @@ from eyas.errors import (
 )
 from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor, Continuation, Handler
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
+from eyas.rpc.grpc_private import ClientHasGone, aio_server
 from eyas.rpc.messages import ERROR_KEY
 from eyas.rpc.status import error_trailers, status_of
 from eyas.v1 import generation_pb2
@@ -82,7 +82,7 @@ class RpcServer:
             _ErrorInterceptor(check_certificate),
         ]
         options = dict(_GRPC_OPTIONS) | (admission.grpc_options if admission else {})
-        self.aio = _Listener(interceptors, tuple(options.items()))
+        self.aio: Any = aio_server(interceptors, tuple(options.items()))
         self._config = config
         self._credentials = credentials
         self._admission = admission
@@ -141,48 +141,24 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-class _Listener(grpc.aio._server.Server):  # type: ignore[name-defined,misc]
-    """grpc.aio's server with `_Calls`."""
-
-    def __init__(self, interceptors: Sequence[Any], options: Sequence[tuple[str, int]]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._server = _Calls(self._loop, None, (), interceptors, options, None)
-
-
-class _Calls(cygrpc.AioServer):  # type: ignore[misc]
-    """The calls that reach a server of grpc.aio. Those of unknown methods are refused without a look at the method's name.
-
-    grpc.aio decodes that name outside of any call: one that is not UTF-8 would end the whole server (grpcio 1.85).
-    """
-
-    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """Return the next call of a registered method; None: of any other."""
-        if method is not None:
-            return cast("asyncio.Future[Any]", super()._make_request_call_future(method))
-        return asyncio.create_task(self._refuse_others())
-
-    async def _refuse_others(self) -> NoReturn:
-        loop, refusals = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        while True:
-            call = await self._request_call()  # raises once the server stops
-            refusal = cygrpc._handle_rpc("", cygrpc._MethodResolver([], {}), (), call, loop, False)
-            task = loop.create_task(cygrpc._schedule_rpc_coro(refusal, call, loop, ""))
-            refusals.add(task)
-            task.add_done_callback(refusals.discard)
-
-
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
     """The library's health servicer, with List, and with Watch streams that end when the server stops."""
 
     def __init__(self) -> None:
         super().__init__()
         self._closed = asyncio.Event()
+        self._statuses: dict[str, int] = {}
+
+    async def set(self, service: str, status: int) -> None:
+        """Set the health of a service."""
+        self._statuses[service] = status
+        await super().set(service, status)
 
     async def List(  # noqa: N802
         self, request: health_pb2.HealthListRequest, context: object
     ) -> health_pb2.HealthListResponse:
         response = health_pb2.HealthCheckResponse
-        statuses = {name: response(status=status) for name, status in self._server_status.items()}
+        statuses = {name: response(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
@@ -195,6 +171,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
 
     async def close(self) -> None:
         """Send NOT_SERVING to watchers and end their streams."""
+        self._statuses = dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.enter_graceful_shutdown()
         self._closed.set()
 
@@ -308,13 +285,13 @@ def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: Certi
 async def _abort(error: Exception, context: Any) -> NoReturn:
     """End a call with the status of an error. A client that has gone gets none, and is no error."""
     try:
-        if isinstance(error, grpc.aio.AbortError | cygrpc.ExecuteBatchError):
+        if isinstance(error, grpc.aio.AbortError | ClientHasGone):
             raise error
         if isinstance(error, EyasError):
             traceback.clear_frames(error.__traceback__)  # else a call's messages stay until a full garbage collection
             await context.abort(status_of(error), str(error), error_trailers(error))
         log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
         await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))
-    except cygrpc.ExecuteBatchError:
+    except ClientHasGone:
         raise asyncio.CancelledError from None
     raise AssertionError("abort raises")

@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 
 from eyas import RequestOutput, SamplingParams
-from eyas.client import AsyncClient, Client, RetryPolicy
+from eyas.client import Client, RetryPolicy
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, TimedOut, Unavailable
 from eyas.services.local.cluster import free_port
 from tests.support.services.scripted_verifier import (
@@ -35,23 +35,21 @@ def joined(outputs: list[RequestOutput]) -> tuple[list[int], str]:
     return [token for one in parts for token in one.token_ids], "".join(one.text for one in parts)
 
 
-def test_both_clients_return_the_outputs_of_vllm(url: str) -> None:
+def test_the_client_returns_the_outputs_of_vllm(url: str) -> None:
     asked = replace(GREEDY, logprobs=1)
 
     def synchronous(address: str) -> list[RequestOutput]:
         with Client(address) as client:
             assert [model.name for model in client.models()] == ["demo"]
             assert joined(list(client.stream(PROMPT_TEXT, asked))) == (list(REST), ANSWER)
-            return client.generate([PROMPT_TEXT, list(PROMPT)], asked, draft=False)
+            outputs = client.generate([PROMPT_TEXT, list(PROMPT)], asked, draft=False)
+            return outputs + client.generate([PROMPT_TEXT, {"prompt_token_ids": PROMPT}], asked)
 
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
             outputs = await asyncio.to_thread(synchronous, address)
-            assert [call.drafter for call in script.calls] == ["", "none", "none"]
-            async with AsyncClient(address) as client:
-                assert [model.name for model in await client.models()] == ["demo"]
-                outputs += await client.generate([PROMPT_TEXT, {"prompt_token_ids": PROMPT}], asked)
+            assert [call.drafter for call in script.calls] == ["", "none", "none", "", ""]
         for output in outputs:
             (one,) = output.outputs
             assert (one.token_ids, one.text, one.finish_reason) == (list(REST), ANSWER, "length")
@@ -78,12 +76,9 @@ def test_a_call_without_parameters_uses_the_model_defaults(url: str) -> None:
         script = Script(TOKENS)
         async with worker(url, script, model=model), router(url) as address:
             await asyncio.to_thread(synchronous, address)
-            async with AsyncClient(address) as client:
-                await client.generate(PROMPT_TEXT)
-                await client.generate(PROMPT_TEXT, SamplingParams(seed=1))
         left_out, stated = SamplingParams(**defaults), SamplingParams()  # type: ignore[arg-type]
         received = [replace(call.request.sampling, seed=None) for call in script.calls]
-        assert received == [left_out, left_out, stated, stated, stated, left_out, stated]
+        assert received == [left_out, left_out, stated, stated, stated]
 
     asyncio.run(body())
 
@@ -91,8 +86,10 @@ def test_a_call_without_parameters_uses_the_model_defaults(url: str) -> None:
 def test_outputs_name_the_stop_string(url: str) -> None:
     async def body() -> None:
         stops = [replace(GREEDY, stop=(ANSWER[3:6],)), GREEDY]
-        async with worker(url, Script(TOKENS)), router(url) as address, AsyncClient(address) as client:
-            outputs = [output.outputs[0] for output in await client.generate([PROMPT_TEXT] * len(stops), stops)]
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            with Client(address) as client:
+                found = await asyncio.to_thread(client.generate, [PROMPT_TEXT] * len(stops), stops)
+        outputs = [output.outputs[0] for output in found]
         assert [(one.finish_reason, one.stop_reason) for one in outputs] == [("stop", ANSWER[3:6]), ("length", None)]
 
     asyncio.run(body())
@@ -102,12 +99,11 @@ def test_an_answer_continues_on_another_router(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as second, AsyncExitStack() as stack:
             first = await stack.enter_async_context(router(url))
-            async with AsyncClient(f"{first},{second}", retry=QUICK) as client:
-                outputs = []
-                async for output in client.stream(PROMPT_TEXT, replace(GREEDY, stop=("nowhere",))):
-                    outputs.append(output)
-                    if len(outputs) == 2:
-                        await stack.aclose()
+            with Client(f"{first},{second}", retry=QUICK) as client:
+                stream = client.stream(PROMPT_TEXT, replace(GREEDY, stop=("nowhere",)))
+                outputs = [await asyncio.to_thread(next, stream) for _ in range(2)]
+                await stack.aclose()
+                outputs += await asyncio.to_thread(list, stream)
         assert joined(outputs) == (list(REST), ANSWER)
         assert outputs[-1].outputs[0].stats.num_emitted == len(REST)
 
@@ -122,10 +118,12 @@ def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
         async with (
             worker(url, Script(TOKENS, fails_after=2)) as first,
             worker(url, Script(other)) as second,
-            AsyncClient(f"{first},{second}", retry=QUICK) as client,
         ):
-            with pytest.raises(RequestFailed, match="the answer changed between two attempts"):
-                await client.generate([PROMPT], GREEDY)
+            with (
+                Client(f"{first},{second}", retry=QUICK) as client,
+                pytest.raises(RequestFailed, match="the answer changed between two attempts"),
+            ):
+                await asyncio.to_thread(client.generate, [PROMPT], GREEDY)
 
     asyncio.run(body())
 
@@ -137,10 +135,9 @@ def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
 def test_a_failure_that_stays_is_raised(url: str, script: Script, error: type[EyasError]) -> None:
     async def body() -> None:
         retry = replace(QUICK, max_attempts=3)
-        async with worker(url, script) as address, AsyncClient(address, retry=retry) as client:
-            with pytest.raises(error):
-                async for _ in client.stream(PROMPT, GREEDY):
-                    pass
+        async with worker(url, script) as address:
+            with Client(address, retry=retry) as client, pytest.raises(error):
+                await asyncio.to_thread(list, client.stream(PROMPT, GREEDY))
         assert len(script.calls) == (3 if error is Unavailable else 1)
 
     asyncio.run(body())
@@ -158,10 +155,10 @@ def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
 
     async def reaches_the_router(timeout_s: float) -> bool:
         retry = replace(QUICK, budget_s=300.0)
-        async with worker(url, script) as address, AsyncClient(address, retry=retry) as client:
-            with pytest.raises(TimedOut, match=r"^the request was not done in its time"):
-                async for _ in client.stream(PROMPT, GREEDY, timeout_s=timeout_s):
-                    pass
+        ends = pytest.raises(TimedOut, match=r"^the request was not done in its time")
+        async with worker(url, script) as address:
+            with Client(address, retry=retry) as client, ends:
+                await asyncio.to_thread(list, client.stream(PROMPT, GREEDY, timeout_s=timeout_s))
         return len(script.calls) == 1
 
     assert any(asyncio.run(reaches_the_router(timeout_s)) for timeout_s in (0.3, 3.0, 30.0))
@@ -170,9 +167,9 @@ def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
 def test_a_pushback_beyond_the_budget_is_not_waited_for(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=60_000)
-        async with worker(url, script) as address, AsyncClient(address, retry=QUICK) as client:
-            with pytest.raises(Overloaded):
-                await anext(client.stream(PROMPT, GREEDY))
+        async with worker(url, script) as address:
+            with Client(address, retry=QUICK) as client, pytest.raises(Overloaded):
+                await asyncio.to_thread(list, client.stream(PROMPT, GREEDY))
         assert len(script.calls) == 1
 
     asyncio.run(body())
@@ -181,9 +178,9 @@ def test_a_pushback_beyond_the_budget_is_not_waited_for(url: str) -> None:
 def test_a_refused_request_is_not_retried(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
-        async with worker(url, script), router(url) as address, AsyncClient(address) as client:
-            with pytest.raises(InvalidRequest, match="the prompt is empty"):
-                await anext(client.stream("", GREEDY))
+        async with worker(url, script), router(url) as address:
+            with Client(address) as client, pytest.raises(InvalidRequest, match="the prompt is empty"):
+                await asyncio.to_thread(list, client.stream("", GREEDY))
         assert script.calls == []
 
     asyncio.run(body())
@@ -201,13 +198,6 @@ def test_leaving_a_stream_cancels_the_request(url: str) -> None:
         async with worker(url, script) as address:
             await asyncio.to_thread(leave, address)
             await until(lambda: script.num_cancelled == 1)
-            async with AsyncClient(address) as client:
-                task = asyncio.create_task(client.generate([PROMPT], GREEDY))
-                await until(lambda: len(script.calls) == 2)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                await until(lambda: script.num_cancelled == 2)
 
     asyncio.run(body())
 
