@@ -87,7 +87,7 @@ class Connection:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel_options(self) -> ChannelOptions:
-        """Keepalive and TLS. Raises ConfigError."""
+        """Return the keepalive and TLS. Raises ConfigError."""
         if self.tls or self.ca_file or self.cert_file:
             pem = Certificates("the client's certificates", self.cert_file, self.key_file, self.ca_file).pem
             return ChannelOptions(credentials=channel_credentials(pem), server_name=self.tls_server_name)

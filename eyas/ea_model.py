@@ -255,7 +255,7 @@ class EaModel(torch.nn.Module):
 def prepare_logits_processor(
     temperature: float = 0.0, repetition_penalty: float = 0.0, top_p: float = 0.0, top_k: int = 0
 ) -> LogitsProcessorList:
-    """Processors of transformers for these values, for scripts that make them beside the model."""
+    """Return the processors of transformers for these values, for scripts that make them beside the model."""
     processors = LogitsProcessorList()
     if temperature > GREEDY_BELOW:
         processors += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []

@@ -169,7 +169,7 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters with what the model recommends; those of calls without `sampling_params`."""
+        """Return the parameters with what the model recommends; those of calls without `sampling_params`."""
         return self._default_params
 
     def generate(
@@ -494,7 +494,7 @@ def _dtype_name(dtype: Any) -> str:
 
 @contextmanager
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[bool], object]]:
-    """A progress bar of prompts; yields what to call with whether one more is done."""
+    """Show a progress bar of prompts; yields what to call with whether one more is done."""
     if callable(use_tqdm):
         bar = use_tqdm(total=total, desc="Processed prompts")
         try:

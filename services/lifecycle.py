@@ -83,7 +83,7 @@ class ServiceRunner(Protocol):
         ...
 
     def ready(self, address: str) -> None:
-        """Called once the service is registered and listens on `address`."""
+        """Act once the service is registered and listens on `address`."""
         ...
 
 
@@ -259,7 +259,7 @@ ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
 
 
 def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:
-    """Command line of a service: `--config FILE --set key=value ...`.
+    """Return the command line of a service: `--config FILE --set key=value ...`.
 
     An EyasError prints one line on stderr and exits with status 2; a stop by signal exits with 0.
     """

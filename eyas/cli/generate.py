@@ -354,7 +354,7 @@ Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
 def _local_chat(source: str, given: dict[str, Any], sampling: SamplingParams) -> Answer:
-    """Answers of a model in this process."""
+    """Yield answers of a model in this process."""
     llm = _load(source, given)
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
@@ -365,7 +365,7 @@ def _local_chat(source: str, given: dict[str, Any], sampling: SamplingParams) ->
 
 
 def _http_chat(url: str, given: dict[str, Any]) -> Answer:
-    """Answers of a server of OpenAI's API. Raises Unavailable if none answers, InvalidRequest if it refuses."""
+    """Yield answers of a server of OpenAI's API. Raises Unavailable if none answers, InvalidRequest if it refuses."""
     endpoint = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
     names = ("max_tokens", "temperature", "top_p", "seed", "model")
     body = {name: given[name] for name in names if given[name] not in (None, "")} | {"stream": True}
@@ -444,7 +444,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """A failure becomes one line on stderr and exit status 1, with its status; Ctrl-C becomes 130."""
+    """Turn a failure into one line on stderr and exit status 1, with its status; Ctrl-C becomes 130."""
     try:
         yield
     except (ConfigError, CheckpointError):

@@ -120,7 +120,7 @@ def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None
 
 
 def _template_kwargs(text: str) -> dict[str, Any]:
-    """Variables of the chat template, from JSON. Raises ConfigError."""
+    """Return the variables of the chat template, from JSON. Raises ConfigError."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -238,7 +238,7 @@ def _print_shard(trainer: Trainer) -> None:
 
 
 def conclude(trainer: Trainer) -> None:
-    """Card, plot and a line about the run."""
+    """Write card, plot and a line about the run."""
     from eyas.train.export import plot, write_card
 
     trainer.accelerator.end_training()

@@ -241,7 +241,7 @@ def check_values(config: Mapping[str, Any], source: object, values: Mapping[str,
 
 
 def _places(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(path, key, value) of the values of a mapping, and of the mappings in it that Eyas reads."""
+    """Yield (path, key, value) of the values of a mapping, and of the mappings in it that Eyas reads."""
     for key, value in config.items():
         yield f"{within}{key}", key, value
         is_rope = within.startswith(("rope_", "text_config.rope_"))  # by the type of a layer

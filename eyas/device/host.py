@@ -54,7 +54,9 @@ def has_numba() -> bool:
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use: those that it may run on, but no more than the quota of its container."""
+    """Return the CPU cores that this process may use: those that it may run on, but no more than the
+    quota of its container.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # there is none, or it is "max"
         quota, period = map(int, CPU_QUOTA.read_text().split())

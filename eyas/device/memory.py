@@ -76,7 +76,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _anonymous_mappings() -> Iterator[range]:
-    """Whole huge pages of each writable mapping that belongs to no file."""
+    """Yield the whole huge pages of each writable mapping that belongs to no file."""
     for line in MAPPINGS.read_text().splitlines():
         span, rights, _, _, inode = line.split()[:5]
         first, end = (int(address, 16) for address in span.split("-"))
@@ -85,7 +85,7 @@ def _anonymous_mappings() -> Iterator[range]:
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive numbers as (first, last + 1)."""
+    """Yield the consecutive numbers as (first, last + 1)."""
     for _, run in groupby(enumerate(pages), lambda item: item[1] - item[0]):
         members = [page for _, page in run]
         yield members[0], members[-1] + 1

@@ -436,7 +436,7 @@ def _check_share(waiting: Mapping[str, int], tenant: str, most: int, what: str) 
 
 
 def _matchers(grammar: Grammar, output: Sequence[int], has_drafts: bool) -> OutputMatchers:
-    """Both matchers behind the output; a first mask that takes long is not left to a step of the engine."""
+    """Return both matchers behind the output; a first mask that takes long is not left to a step of the engine."""
     committed = grammar.followed(output)
     committed.mask()
     return OutputMatchers(committed, grammar.followed(output) if has_drafts else None)

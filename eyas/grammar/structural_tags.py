@@ -148,7 +148,7 @@ class _LarkWriter:
         return name
 
     def _text_without(self, body: str, excludes: Any) -> str:
-        """`body` without any of the texts `excludes` in it."""
+        """Return `body` without any of the texts `excludes` in it."""
         return self._limited(body, self._other_than(excludes))
 
     def _other_than(self, excludes: Any) -> str:
@@ -159,7 +159,7 @@ class _LarkWriter:
         return self._terminal(_pattern(rf"(.|\n)*({banned})(.|\n)*"))
 
     def _limited(self, body: str, banned: str) -> str:
-        """`body` where it is not of the terminal `banned`."""
+        """Return `body` where it is not of the terminal `banned`."""
         return self._terminal(f"({body}) & ~{banned}") if banned else body
 
     def _terminal(self, body: str) -> str:
@@ -189,7 +189,7 @@ class _LarkWriter:
         return self._rule(f"%json {json.dumps(schema)}")
 
     def _xml(self, schema: Mapping[str, Any], style: _TagStyle) -> str:
-        """Properties in the schema's order, each between tags."""
+        """Return the properties in the schema's order, each between tags."""
         try:
             properties, required = properties_of(schema)
         except ValueError as error:

@@ -23,7 +23,7 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
-    """Noise of every (seeds[i], positions[i]) at every token id: float32 [N, V], above 0.
+    """Return the noise of every (seeds[i], positions[i]) at every token id: float32 [N, V], above 0.
 
     Args:
         seeds: in [0, 2**64).
@@ -34,12 +34,12 @@ def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids:
 
 
 def exponential_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """`exponential_noise` with seeds, as signed 64-bit integers, and positions on the device, int64 [N]."""
+    """Return `exponential_noise` with seeds, as signed 64-bit integers, and positions on the device, int64 [N]."""
     return _uniform(_bits(seeds, positions, token_ids)).neg_().log1p_().neg_().float()
 
 
 def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tensor) -> Tensor:
-    """Uniform numbers of every (seeds[i], positions[i]) at every index: float64 [N, C], strictly between 0 and 1.
+    """Return uniform numbers of every (seeds[i], positions[i]) at every index: float64 [N, C], strictly between 0 and 1.
 
     indices: int64 [C]. Independent of `exponential_noise`: it hashes counters below 0, where no token id lies.
     """
@@ -56,7 +56,7 @@ def row_keys(seeds: Ints, positions: Ints) -> Ints:
 
 
 def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`_mix_` on the host."""
+    """Mix on the host as `_mix_` does."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1 % 2**64)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2 % 2**64)
     return z ^ (z >> np.uint64(31))
@@ -83,7 +83,7 @@ def _uniform(bits: Tensor) -> Tensor:
 
 
 def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
-    """64 bits, as int64 [N, C], of every (seed, position) at every counter."""
+    """Return 64 bits, as int64 [N, C], of every (seed, position) at every counter."""
     key = _mix_(_mix_(seeds + GOLDEN).add_(positions * GOLDEN))
     return _mix_(key[:, None] + (counters + 1) * GOLDEN)
 

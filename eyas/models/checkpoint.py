@@ -100,7 +100,7 @@ def resolve(path_or_id: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises CheckpointError, also for a value that `CONFIG_VALUES` does not allow."""
+    """Return config.json of a checkpoint. Raises CheckpointError, also for a value that `CONFIG_VALUES` does not allow."""
     file = folder / "config.json"
     config = read_json(file)
     check_values(config, file)
@@ -108,14 +108,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_target_config(folder: Path) -> dict[str, Any]:
-    """config.json of a target's language model, which multimodal checkpoints nest. Raises CheckpointError."""
+    """Return config.json of a target's language model, which multimodal checkpoints nest. Raises CheckpointError."""
     config = read_config(folder)
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:
-    """config.json of a draft head. Raises CheckpointError, also for quantised weights: heads are served with plain ones."""
+    """Return config.json of a draft head. Raises CheckpointError, also for quantised weights: heads are served with plain
+    ones.
+    """
     config = read_config(folder)
     if kind := quantisation(config):
         raise CheckpointError(
@@ -180,7 +182,7 @@ def read_vocabulary(folder: Path, names: tuple[str, ...], shape: tuple[int, int]
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
-    """Scales of keys and values with 8 bits that a checkpoint names, of all layers; nothing if it has none.
+    """Return the scales of keys and values with 8 bits that a checkpoint names, of all layers; nothing if it has none.
 
     Raises CheckpointError if it has some of them only, or one that is no positive number.
     """
@@ -401,7 +403,7 @@ def cause(error: BaseException) -> str:
 
 @torch.no_grad()
 def merge_quantised(parts: Sequence[nn.Module]) -> nn.Linear | None:
-    """Sibling linear layers as one, if torchao quantised their weights by rows; None for others.
+    """Return the sibling linear layers as one, if torchao quantised their weights by rows; None for others.
 
     Numbers and scales of all are put one below the other, so nothing is rounded again. The layers' weights become views.
     """

@@ -162,7 +162,7 @@ def _adapt(target: TargetModel, max_model_len: int) -> None:
 
 
 def read_model_config(folder: Path) -> Any:
-    """transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
+    """Return transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
     from transformers import AutoConfig
 
     raw, file = read_config(folder), folder / "config.json"
@@ -183,7 +183,7 @@ def read_model_config(folder: Path) -> Any:
 
 
 def _make_config(values: Mapping[str, Any]) -> Any:
-    """transformers' config of these values."""
+    """Return transformers' config of these values."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**values)
@@ -232,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _inspect(config: Any, folder: Path) -> Architecture:
-    """`inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
+    """Run `inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
     try:
         return inspect_architecture(config)
     except CheckpointError as error:
@@ -269,8 +269,8 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: 
 def _load_parts(
     config: Any, folder: Path, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
 ) -> Any | None:
-    """transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the CPU, where
-    they are packed. None for a whole model on another device, and where the files cannot be read in parts.
+    """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
+    CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -308,7 +308,7 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | Non
 
 
 def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any:
-    """transformers' model with all of its weights."""
+    """Return transformers' model with all of its weights."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 

@@ -48,7 +48,7 @@ class Architecture:
 
 
 def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """(key-value heads, head width) of every layer, see `inspect_architecture`."""
+    """Return (key-value heads, head width) of every layer, see `inspect_architecture`."""
     return inspect_architecture(config).kv_shapes
 
 

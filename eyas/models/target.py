@@ -169,7 +169,7 @@ class TargetModel:
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(key-value heads, head width) of every layer; the heads of this rank."""
+        """Return (key-value heads, head width) of every layer; the heads of this rank."""
         shapes = self._whole_kv_shapes or measure_kv_shapes(self.model.config)
         return [(max(1, heads // self._num_head_ranks), width) for heads, width in shapes]
 

@@ -143,5 +143,5 @@ class MessageWriter:
         return self._max_calls is not None and self.num_calls > self._max_calls
 
     def _new_id(self) -> str:
-        """Templates of Mistral accept ids of nine letters and digits only."""
+        """Return a new id. Templates of Mistral accept ids of nine letters and digits only."""
         return secrets.token_hex(8)[: self._id_length] if self._id_length else f"call_{secrets.token_hex(12)}"

@@ -52,7 +52,7 @@ class ChatFormat:
     reasoning_parser: ReasoningParserName | Literal[""] = ""
 
     def __post_init__(self) -> None:
-        """gpt-oss writes both in channels: one of its parsers implies the other."""
+        """Complete the format: gpt-oss writes both in channels, so one of its parsers implies the other."""
         if self.tool_call_parser == "openai" or self.reasoning_parser == "openai_gptoss":
             object.__setattr__(self, "tool_call_parser", "openai")
             object.__setattr__(self, "reasoning_parser", "openai_gptoss")

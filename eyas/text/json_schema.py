@@ -110,7 +110,7 @@ class Alternatives:
         return self._find(schema, frozenset(), 0)
 
     def _find(self, schema: object, open_: frozenset[str], depth: int) -> list[Alternative]:
-        """open_: the references that led here."""
+        """Find alternatives. open_: the references that led here."""
         self._count(1)
         if depth > MAX_DEPTH:
             raise ValueError("combines schemas too deeply; simplify it")

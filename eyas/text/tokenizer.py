@@ -100,7 +100,7 @@ class Tokenizer:
         return self.encode_rendered(text) if is_rendered else self.encode(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens added."""
+        """Return the token ids of a prompt, special tokens added."""
         return self._with_bos(text, self._encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -112,7 +112,7 @@ class Tokenizer:
         return ids if self.bos is None or not text or ids[:1] == (self.bos,) else (self.bos, *ids)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt that holds its special tokens already, as chat templates write them."""
+        """Return the token ids of a prompt that holds its special tokens already, as chat templates write them."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Tokenizer:
         return self.encode_rendered("\n") if adds_space or (first or "").startswith(_SENTENCEPIECE_SPACE) else ()
 
     def encode_inside(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that has other text before it, so that no space is put in front of it."""
+        """Return the token ids of a text that has other text before it, so that no space is put in front of it."""
         ids = self._encode(f"\n{text}" if self._prefix else text, add_special_tokens=False)
         if ids[: len(self._prefix)] == self._prefix:
             return ids[len(self._prefix) :]

@@ -132,11 +132,11 @@ class CallReader(TextReader):
         yield from READERS[name](self)
 
     def plain(self) -> Steps:
-        """Everything is content."""
+        """Parse everything as content."""
         return self.pass_on(self._out.content)
 
     def tagged(self) -> Steps:
-        """<tool_call>...</tool_call> of Hermes, Qwen and GLM, with any of their forms inside. See `_tagged_call`."""
+        """Parse <tool_call>...</tool_call> of Hermes, Qwen and GLM, with any of their forms inside. See `_tagged_call`."""
         is_call = (not self.is_reasoning) and (yield from self._objects("", "</tool_call>", self._tools))
         while True:
             while is_call:
@@ -156,7 +156,9 @@ class CallReader(TextReader):
                 is_call = yield from self._tagged_call(opener + (yield from self._repeated(opener)))
 
     def llama3_json(self) -> Steps:
-        """{"name": NAME, "parameters": OBJECT} as the whole text, or after <|python_tag|>; several with `;` between them."""
+        """Parse {"name": NAME, "parameters": OBJECT} as the whole text, or after <|python_tag|>; several with `;` between
+        them.
+        """
         if not self.is_reasoning:
             yield from self._objects("", "", self._tools)
         while opener := (yield from self._next("<|python_tag|>", *_FUNCTIONS)):
@@ -166,7 +168,7 @@ class CallReader(TextReader):
                 yield from self._objects(opener + (yield from self._repeated(opener)), opener)
 
     def mistral(self) -> Steps:
-        """[TOOL_CALLS][{"name": NAME, "arguments": OBJECT}, ...], or [TOOL_CALLS]NAME[ARGS]OBJECT for each call."""
+        """Parse [TOOL_CALLS][{"name": NAME, "arguments": OBJECT}, ...], or [TOOL_CALLS]NAME[ARGS]OBJECT for each call."""
         marker = "[TOOL_CALLS]"
         space = yield from self.skip_space()
         if self.is_reasoning or (yield from self.begins_with(marker)):
@@ -184,7 +186,10 @@ class CallReader(TextReader):
                 yield from self._objects(held, marker)
 
     def harmony(self) -> Steps:
-        """<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|> of gpt-oss. The prompt ends with <|start|>assistant."""
+        """Parse <|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|> of gpt-oss.
+
+        The prompt ends with <|start|>assistant.
+        """
         header = ""
         while True:
             found = yield from self._header(header)
@@ -196,7 +201,7 @@ class CallReader(TextReader):
             header = marker if marker in ("<|start|>", "<|channel|>") else ""
 
     def sections(self, marks: Marks) -> Steps:
-        """Calls between markers, in a section of their own, whose markers may be missing: DeepSeek and Kimi."""
+        """Parse calls between markers, in a section of their own, whose markers may be missing: DeepSeek and Kimi."""
         while opener := (yield from self._next(*marks.sections, marks.call)):
             if opener == marks.call:
                 held, self.rest = "", opener + self.rest
@@ -214,7 +219,7 @@ class CallReader(TextReader):
             yield from self.skip_end(marks.end, "<|tool_call_section_end|>")
 
     def pythonic(self) -> Steps:
-        """[NAME(KEY=VALUE, ...), ...] as the whole text, with Python's literals; also after <|python_start|>."""
+        """Parse [NAME(KEY=VALUE, ...), ...] as the whole text, with Python's literals; also after <|python_start|>."""
         opener = "<|python_start|>"
         space = yield from self.skip_space()
         if self.is_reasoning or (yield from self.begins_with(opener)):

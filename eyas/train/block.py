@@ -59,7 +59,7 @@ class BlockTrainer(nn.Module):
         return self.head.config.aux_hidden_state_layers
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
-        """Loss and figures of a batch. seed: of the anchors."""
+        """Return the loss and figures of a batch. seed: of the anchors."""
         c = self.head.config
         anchors, valid = draw_anchors(batch, self.config.num_anchors, c.num_drafted, seed)
         rows = self.head(states.aux, batch.tokens, anchors, batch.documents, batch.positions)
@@ -123,7 +123,7 @@ class BlockTrainer(nn.Module):
 
 
 def draw_anchors(batch: Batch, count: int, depths: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Anchors int64 [N, A] without replacement, and which of their depths are supervised, bool [N, A, G].
+    """Return the anchors int64 [N, A] without replacement, and which of their depths are supervised, bool [N, A, G].
 
     An anchor has a position before it in its document. Anchor and next token are supervised, as drafts begin at a token that
     the target wrote. Its depths are supervised up to the first token that is not.
@@ -200,7 +200,7 @@ def fixed_sizes(c: BackboneSizes) -> dict[str, object]:
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` layers whose outputs are features, evenly spaced from 1 to num_layers - 3."""
+    """Return `count` layers whose outputs are features, evenly spaced from 1 to num_layers - 3."""
     first, last = min(1, num_layers - 1), max(1, num_layers - 3)
     return tuple(dict.fromkeys(round(first + (last - first) * i / max(1, count - 1)) for i in range(max(1, count))))
 

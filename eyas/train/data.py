@@ -56,7 +56,7 @@ BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
 
 class Document(NamedTuple):
-    """Token ids of a text, int64 [n], and whether each counts in the loss, bool [n]."""
+    """Return the token ids of a text, int64 [n], and whether each counts in the loss, bool [n]."""
 
     input_ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -483,7 +483,9 @@ class Batch:
         return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index, self.draws)
 
     def random(self, seed: int, *shape: int) -> Tensor:
-        """Uniform values in [0, 1), float32 [N, *shape]; those of a window are the same in any batch and process."""
+        """Return the uniform values in [0, 1), float32 [N, *shape]; those of a window are the same in any
+        batch and process.
+        """
         generators = (torch.Generator().manual_seed(seed * 1_000_003 + draw) for draw in self.draws or self.index)
         values = torch.stack([torch.rand(shape, generator=generator) for generator in generators])
         return values.to(self.tokens.device)
@@ -513,7 +515,7 @@ class StoredDocuments(Sequence[Document]):
 
     @staticmethod
     def _chunks(column: Any) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Offsets and values of a column's lists, without a copy. List i: values[offsets[i] : offsets[i + 1]]."""
+        """Return the offsets and values of a column's lists, without a copy. List i: values[offsets[i] : offsets[i + 1]]."""
         return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks if len(chunk)]
 
     def __len__(self) -> int:
@@ -582,7 +584,9 @@ class Windows:
 
 
 def _pack(lengths: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
-    """(document, start) of what each window holds: parts of `size` of long documents, then first fit in order of length."""
+    """Return (document, start) of what each window holds: parts of `size` of long documents, then first fit in order of
+    length.
+    """
     packs: list[list[tuple[int, int]]] = []
     rests: list[tuple[int, int, int]] = []
     for document, length in enumerate(lengths):

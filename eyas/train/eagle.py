@@ -70,7 +70,7 @@ class EagleTrainer(nn.Module):
         return self.head.config.aux_hidden_state_layers if self.fuser else (FINAL_NORM_OUTPUT,)
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
-        """Loss and figures of a batch. seed: of the noise on EAGLE-1's features."""
+        """Return the loss and figures of a batch. seed: of the noise on EAGLE-1's features."""
         tokens, positions, documents = batch.tokens[:, 1:], batch.positions[:, :-1], batch.documents
         aux = states.aux[:, :-1].float()
         features = aux if self.fuser is None else self.fuser(aux.flatten(0, 1)).view(*tokens.shape, -1)
@@ -149,7 +149,7 @@ class _AttentionOverSteps:
         self._step += 1
 
     def __call__(self, layer: int, rows: Projected) -> Tensor:
-        """Attention output [R, heads, d]."""
+        """Return the attention output [R, heads, d]."""
         shape, seen, step = self._ancestry.documents.shape, self._seen[layer], self._step
         query, key, value = (x.view(*shape, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
         seen.append((key, value))
@@ -176,7 +176,8 @@ class Ancestry:
 
 
 def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
-    """Attention [N, L - 1, J, G, d] of the rows of step s, in memory that grows with the rows, but for the ancestry's mask.
+    """Return the attention [N, L - 1, J, G, d] of the rows of step s, in memory that grows with the rows, but for the
+    ancestry's mask.
 
     Each later step adds one score to a row. It takes the slot of a key: key m of step 0 moves to slot m + s, and slot j of a
     document gets a unit vector that meets the score of step j + 1 beside the query, and marks its weight beside the values.
@@ -208,7 +209,7 @@ def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, 
 
 
 def attend_ancestors_densely(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
-    """`attend_ancestors` as it is defined, with all scores in memory, [N, J, G, L - 1, L - 1 + s]."""
+    """Run `attend_ancestors` as it is defined, with all scores in memory, [N, J, G, L - 1, L - 1 + s]."""
     documents, length = ancestry.documents, query.shape[1]
     scores = torch.einsum("bljgd,bmjd->bjglm", query, first[0]).float()
     at = torch.arange(length, device=query.device)

@@ -220,7 +220,7 @@ def _num_accepted(tree: DraftTree, following: Sequence[int]) -> int:
 
 
 def heldout_prompts(folder: Path, config: EvalConfig) -> list[Prompt]:
-    """Beginnings of held-out documents: up to the first supervised token, or prompt_tokens where all of it is.
+    """Return the beginnings of held-out documents: up to the first supervised token, or prompt_tokens where all of it is.
 
     Without a held-out split, those of training documents, with a warning.
     """

@@ -201,7 +201,8 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
 
 
 def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as `read_head_config` takes them.
+    """Return SpecForge's config. Layer ids count outputs if the first of them is output 1, and inputs otherwise, as
+    `read_head_config` takes them.
 
     norm_output says whether lm_head reads the normed state, and with a norm for each feature whether the next step does.
     """
@@ -240,7 +241,7 @@ def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) 
 
 
 def _with_vocabulary(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both projects want d2t and t2d, also for a whole vocabulary."""
+    """Add the draft vocabulary. Both projects want d2t and t2d, also for a whole vocabulary."""
     maps = {"d2t": torch.zeros(c.draft_vocab_size, dtype=torch.int64), "t2d": torch.ones(c.vocab_size, dtype=torch.bool)}
     return {**(maps if c.draft_vocab_size == c.vocab_size else {}), **tensors}
 
@@ -288,7 +289,7 @@ def plot(run: Path) -> Path:
 
 
 def write_card(config: TrainConfig, prepared: Prepared, progress: Progressed, num_parameters: int) -> Path:
-    """README.md of the run's best head, or its last if none was evaluated: data, settings and tau."""
+    """Write the README.md of the run's best head, or its last if none was evaluated: data, settings and tau."""
     run = Path(config.out)
     folder = run / "best" if (run / "best").is_dir() else run / "last"
     evaluations = [record for record in read_log(run) if any(key.startswith("tau_t") for key in record)]

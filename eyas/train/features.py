@@ -177,7 +177,7 @@ class OnlineTarget:
 
 
 def _load_whole(model: str, dtype: torch.dtype) -> Any:
-    """transformers' frozen model with all of its weights, in the host's memory. Raises CheckpointError."""
+    """Return transformers' frozen model with all of its weights, in the host's memory. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -191,7 +191,8 @@ def _load_whole(model: str, dtype: torch.dtype) -> Any:
 
 
 def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, int] | None:
-    """transformers' frozen model whose decoder holds this process's part of the weights, and the bytes that were read.
+    """Return transformers' frozen model whose decoder holds this process's part of the weights, and the bytes that were
+    read.
 
     Each part is read from its file straight to the device; lm_head gets no memory. None if parts cannot be read. Raises as
     `_shard_decoder`.
@@ -248,7 +249,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def additive_document_mask(documents: Tensor) -> Tensor:
-    """`document_mask` as 0 and minus infinity, [N, 1, L, L]: in autocast's dtype where that is on, else float32.
+    """Return `document_mask` as 0 and minus infinity, [N, 1, L, L]: in autocast's dtype where that is on, else float32.
 
     A head's layers and steps share it, also in what they keep for the backward pass; each would convert a bool mask.
     """
@@ -288,7 +289,7 @@ class StoredFeatures:
 
 
 def features_bytes(windows: Windows, num_layers: int, hidden: int) -> int:
-    """Disk that stored features take, in bytes of bfloat16."""
+    """Return the disk that stored features take, in bytes of bfloat16."""
     return len(windows) * windows.max_length * (num_layers + 1) * hidden * 2
 
 

@@ -55,7 +55,7 @@ def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> Tensor:
-    """Losses [...] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
+    """Return the losses [...] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
     if loss_type == "tv":
         return 1 - overlap
     if loss_type == "lk":
@@ -73,7 +73,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, is_soft_ce: bool, needed: Sequence[int]) -> Tensor:
-        """needed: columns besides the loss's own. q - p is kept in the dtype of the logits."""
+        """Compute the loss. needed: columns besides the loss's own. q - p is kept in the dtype of the logits."""
         columns, difference = logits.new_empty(*logits.shape[:-1], 5, dtype=torch.float32), torch.empty_like(logits)
         count = max(1, CACHED_LOGITS // max(1, logits[:1].numel())) if logits.device.type == "cpu" else max(1, len(logits))
         teacher = teacher.expand(len(logits), *teacher.shape[1:])
@@ -128,7 +128,7 @@ def _figures(own: _Law, teacher: _Law, needed: Sequence[int]) -> Tensor:
 
 
 def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:
-    """function(*rows), which works row by row, a chunk at a time; chunks are recomputed in the backward pass.
+    """Run function(*rows), which works row by row, a chunk at a time; chunks are recomputed in the backward pass.
 
     So the memory for logits is that of chunk_rows rows. 0 takes all rows at once.
     """

@@ -55,7 +55,7 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
 
 
 def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...]) -> StateSource:
-    """Stored features, the target in this process, or nothing. Raises ConfigError or CheckpointError."""
+    """Build the source: stored features, the target in this process, or nothing. Raises ConfigError or CheckpointError."""
     if not config.loss.needs_target:
         return NoStates()
     if config.data.features:

@@ -47,7 +47,7 @@ class MultiHeadTrainer(nn.Module):
         return (FINAL_NORM_OUTPUT,)
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
-        """Loss and figures of a batch; nothing is random."""
+        """Return the loss and figures of a batch; nothing is random."""
         length, count = batch.tokens.shape[1], self.head.num_heads
         metrics, total, tau, accepted = (
             Metrics(),
@@ -152,7 +152,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 def new_medusa_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
-    """Heads that copy the target's output layer, or those of config.draft_model. Raises CheckpointError."""
+    """Return the heads that copy the target's output layer, or those of config.draft_model. Raises CheckpointError."""
     if config.draft_model:
         medusa = load_medusa(config.draft_model, str(target.folder))
         check_warm_start(config, _fixed(medusa, len(medusa.weights)))
@@ -169,7 +169,7 @@ def _fixed(head: MedusaHead | HydraHead, num_layers: int) -> dict[str, object]:
 
 
 def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
-    """Heads of the kind mlp, grounded, or those of config.draft_model. Raises CheckpointError or ConfigError."""
+    """Return the heads of the kind mlp, grounded, or those of config.draft_model. Raises CheckpointError or ConfigError."""
     if config.draft_model:
         hydra = load_hydra(config.draft_model, str(target.folder))
         if hydra.prefix is not None:
@@ -205,7 +205,7 @@ class DraftModelTrainer(nn.Module):
         return (FINAL_NORM_OUTPUT,)
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
-        """Loss and figures of a batch; nothing is random."""
+        """Return the loss and figures of a batch; nothing is random."""
         mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state

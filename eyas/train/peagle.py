@@ -56,7 +56,9 @@ class PEagleTrainer(nn.Module):
         return self.head.config.aux_hidden_state_layers
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
-        """Loss and figures of a batch: the mean over all rows of all depths. seed: of the pairs that keep their rows."""
+        """Return the loss and figures of a batch: the mean over all rows of all depths. seed: of the pairs that keep their
+        rows.
+        """
         tokens, positions = batch.tokens[:, 1:], batch.positions[:, :-1]
         features = self.fuser(states.aux[:, :-1].float().flatten(0, 1)).view(*tokens.shape, -1)
         context = Pairs(batch.documents[:, :-1])
@@ -163,7 +165,7 @@ class Pairs:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """query [N, R, heads, d], key and value [N, K, kv heads, d], mask [N, 1, R, K] to [N * R, heads, d]."""
+    """Attend: query [N, R, heads, d], key and value [N, K, kv heads, d], mask [N, 1, R, K] to [N * R, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     attended = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     return attended.transpose(1, 2).flatten(0, 1)

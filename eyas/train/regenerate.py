@@ -162,7 +162,8 @@ def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
 
 
 def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
-    """Conversations with their messages, and beginnings of plain text as token ids. An unusable row has its reason.
+    """Yield the conversations with their messages, and beginnings of plain text as token ids. An unusable row has its
+    reason.
 
     Raises ConfigError for a file whose rows are all unusable.
     """

@@ -325,7 +325,9 @@ class Trainer:
 
 
 def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of decoder layers and AdamW for the rest."""
+    """Build AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of decoder layers and AdamW for the
+    rest.
+    """
     named = [(name, parameter) for name, parameter in trainee.named_parameters() if parameter.requires_grad]
     chosen = [parameter for name, parameter in named if c.name == "muon" and ".layers." in name and parameter.ndim == 2]
     own = set(map(id, chosen))
@@ -364,7 +366,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _save_state(state: Mapping[str, Any], file: Path) -> None:
-    """torch.save, whose RuntimeError for a full disk becomes an OSError."""
+    """Call torch.save, whose RuntimeError for a full disk becomes an OSError."""
     try:
         torch.save(state, file)
     except RuntimeError as error:

@@ -145,7 +145,7 @@ def _name(part: V1EndpointSlice) -> str:
 
 
 def _takes_work(endpoint: V1Endpoint) -> bool:
-    """Unknown conditions count as good, as the API's description asks."""
+    """Return whether an endpoint takes work. Unknown conditions count as good, as the API's description asks."""
     conditions = endpoint.conditions
     if conditions is None:
         return True

@@ -202,7 +202,7 @@ class Registry:
                 self._members[role], self._known[role] = members, tuple(member.claim.lease for member in members)
 
     def _unsettled(self, role: Role, fresh: list[_Claim], seconds: int) -> list[_Member]:
-        """Known workers that a Redis which has just come back or was emptied lacks; kept for one TTL each.
+        """Return the known workers that a Redis which has just come back or was emptied lacks; kept for one TTL each.
 
         By then every live worker has written its lease again. Only an outage lets one outlive the expiry that it signed, by
         the clock of Redis: a client of Redis can say again and again that it was emptied.

@@ -192,7 +192,7 @@ class Child:
         raise Unavailable(reason)
 
     def last_log_lines(self, count: int) -> list[str]:
-        """Up to `count` last lines of the log; a progress bar that rewrites its line counts once per state."""
+        """Return up to `count` last lines of the log; a progress bar that rewrites its line counts once per state."""
         text = self._read(-NUM_LOG_BYTES).decode(errors="replace")
         return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-count:]
 

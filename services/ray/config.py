@@ -148,5 +148,5 @@ def graceful_shutdown_timeout_s(config: ServerConfig) -> int:
 
 
 def num_gpus(pool: PoolConfig, device: str, num_ranks: int = 1) -> float:
-    """GPUs that Ray reserves for a replica."""
+    """Return the GPUs that Ray reserves for a replica."""
     return pool.num_gpus or (float(num_ranks) if device.startswith("cuda") else 0.0)

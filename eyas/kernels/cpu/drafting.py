@@ -106,7 +106,7 @@ def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scor
 
 @kernel(error_model="numpy")
 def _select(limit, count, draft_ids, scores, tokens, parents, out_tokens, out_parents, out_scores):
-    """The best `limit` of a session's first `count` candidates [P], in their order. Outputs [N]: see `grow_trees`."""
+    """Select the best `limit` of a session's first `count` candidates [P], in their order. Outputs [N]: see `grow_trees`."""
     num, node, numbers = min(limit, count), 0, np.zeros(count + 1, np.int64)
     best, places = np.empty(num, np.float32), np.empty(num, np.int64)
     best_of(scores[:count], np.empty((count + BLOCK - 1) // BLOCK, np.float32), best, places)
@@ -158,7 +158,7 @@ def grow_level(logits, level, noise, words, limits, depths, widths, frontiers, c
 
 @kernel(error_model="numpy")
 def select_trees(limits, counts, draft_ids, all_scores, all_tokens, all_parents, cells, scores):
-    """The best candidates of each session, see `grow_level`; the outputs are those of `grow_trees`."""
+    """Select the best candidates of each session, see `grow_level`; the outputs are those of `grow_trees`."""
     for s in range(len(limits)):
         own = all_scores[s], all_tokens[s], all_parents[s]
         _select(limits[s], counts[s], draft_ids, *own, cells[0, s], cells[1, s], scores[s])

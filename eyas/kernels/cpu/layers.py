@@ -55,7 +55,7 @@ def _mean_square(x):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def norm(x, weight, eps, out):
-    """Root-mean-square norm of rows x [R, C]; weight [C]."""
+    """Write the root-mean-square norm of rows x [R, C] to out; weight [C]."""
     for r in range(x.shape[0]):
         inverse = np.float32(1.0) / np.sqrt(_mean_square(x[r]) + np.float32(eps))
         for c in range(x.shape[1]):
@@ -108,7 +108,7 @@ def pair_inputs(states, sources, embedding, tokens, state_weight, token_weight, 
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def gate(gate_up, unscale, is_silu, out):
-    """Activated gates times the values beside them: gate_up [R, 2 I] times unscale, to out [R, I]."""
+    """Write activated gates times the values beside them to out [R, I]: gate_up [R, 2 I] times unscale."""
     width, by = out.shape[1], np.float32(unscale)
     for r in range(out.shape[0]):
         gates, ups, gated = gate_up[r, :width], gate_up[r, width:], out[r]
@@ -162,7 +162,7 @@ def store(qkv, first, stride, keys, values, slots):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _softmax(scores):
-    """Softmax of scores [n] in place."""
+    """Replace scores [n] by their softmax."""
     highest = highest_of(scores)
     for i in range(len(scores)):
         scores[i] = exp(scores[i] - highest)
@@ -174,7 +174,7 @@ def _softmax(scores):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _weigh(scores, length, visible, positions, position, window, scaling, softcap):
-    """Scores [n] of one query to its weights in place: softmax over what it sees, 0 elsewhere.
+    """Replace scores [n] of one query by its weights: softmax over what it sees, 0 elsewhere.
 
     Args:
         length: of the prefix.
@@ -207,7 +207,7 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _attend_head(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
-    """Attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
+    """Write attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
 
     The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS.
 
@@ -237,7 +237,7 @@ def _attend_head(queries, keys, values, weights, count, visible, positions, firs
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _find_vectors(slots, cache, j, own, head, places):
-    """Addresses of head j of the cache [S, J, D] at the slots, then of a head of a segment's own rows [n, H + 2 J, D].
+    """Write addresses of head j of the cache [S, J, D] at the slots, then of a head of a segment's own rows [n, H + 2 J, D].
 
     places: to these [L + n + BLOCK_OUTPUTS - 1]; the last one repeats.
     """
@@ -275,7 +275,9 @@ def _copy_padded(places, width, out):
 
 @kernel()
 def _row_of_weights(count):
-    """Floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the cache."""
+    """Return the floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the
+    cache.
+    """
     return (num_blocks_of(count) | 1) * BLOCK_OUTPUTS
 
 
@@ -284,7 +286,8 @@ def attend(
     qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, num_masked, visible, positions, scaling, window, softcap,
     first, end, out,
 ):  # fmt: skip
-    """Attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to `end`.
+    """Write attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to
+    `end`.
 
     A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose
     keys and values are those of qkv. The other arguments: see RowKeys.
@@ -339,7 +342,7 @@ def attend(
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, out, tickets, phase, by_head):
-    """`attend` by all threads that call it, for RowKeys; a part is one key-value head, or all of them."""
+    """Run `attend` by all threads that call it, for RowKeys; a part is one key-value head, or all of them."""
     num_parts, part = num_kv if by_head else 1, next_part(tickets, phase)
     while part < num_parts:
         attend(
@@ -482,7 +485,7 @@ def compile_kernels() -> None:
 
 
 def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
-    """numba's type of a tuple of arrays."""
+    """Return numba's type of a tuple of arrays."""
     ids, row, cube = int64[::1], float64[:, ::1], float32[:, :, ::1]
     fields: dict[str, Any] = {
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,

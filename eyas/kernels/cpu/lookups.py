@@ -262,7 +262,7 @@ def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens
 
 @kernel(error_model="numpy")
 def _sort_matches(text, places, lengths, order):
-    """The matches in the order of the tokens from their places on, a shorter one first: to order [M]."""
+    """Sort the matches by the tokens from their places on, a shorter one first: to order [M]."""
     # Insertion sort by the tokens that follow; equal beginnings become neighbours, which the trie needs.
     for m in range(len(order)):
         place = m
@@ -385,7 +385,7 @@ def _choose(scores, is_reserved, limit, ranked, is_taken):
 
 @kernel(error_model="numpy")
 def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
-    """The best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
+    """Write the best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
 
     Args:
         counts: trees of each session [S].

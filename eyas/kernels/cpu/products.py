@@ -67,7 +67,7 @@ def num_blocks_of(count):
 
 @kernel(error_model="numpy")
 def multiply_weight(left, address, is_half, out):
-    """Rows left [R, K] times the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
+    """Multiply rows left [R, K] by the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
 
     Args:
         address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
@@ -78,7 +78,7 @@ def multiply_weight(left, address, is_half, out):
 
 @kernel(error_model="numpy")
 def multiply_blocks(left, address, is_half, out, first_block, end_block):
-    """The columns of `multiply_weight` that are made of some blocks of the weight."""
+    """Write the columns of `multiply_weight` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
     rows, group = _spread_rows(left), max(GROUP_BYTES // ((2 if is_half else 4) * BLOCK_OUTPUTS * num_inputs), 8)
     for start in range(first_block, end_block, group):
@@ -149,7 +149,7 @@ class _Tile:
         return signature, generate
 
     def emit_all(self, num_rows: int, num_blocks: int, start: Any, end: Any) -> None:
-        """The products of rows with blocks from `start` to `end`, `num_blocks` at a time, and then one at a time."""
+        """Emit the products of rows with blocks from `start` to `end`, `num_blocks` at a time, and then one at a time."""
         b, size = self.builder, _INT(num_blocks)
         whole = b.add(start, b.mul(b.sdiv(b.sub(end, start), size), size))
         with cgutils.for_range_slice(b, start, whole, size, _INT) as (block, _):
@@ -159,7 +159,7 @@ class _Tile:
                 self.emit(num_rows, 1, block)
 
     def emit(self, num_rows: int, num_blocks: int, block: Any) -> None:
-        """The products of rows with blocks from `block` on."""
+        """Emit the products of rows with blocks from `block` on."""
         b, at = self.builder, self._at
         rows = [at(self.rows, b.mul(self.width, _INT(r))) for r in range(num_rows)]
         blocks = self.blocks([b.add(block, _INT(n)) for n in range(num_blocks)])
@@ -196,7 +196,7 @@ class _Tile:
         return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
 
     def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
-        """Row k of blocks in float32."""
+        """Return row k of blocks in float32."""
         return [self._loaded(self._at(block, k)) for block in blocks]
 
     def prefetch(self, blocks: list[Any], k: Any) -> None:
@@ -243,7 +243,7 @@ class _KeyTile(_WeightTile):
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
 
     def prefetch(self, blocks: list[Any], k: Any) -> None:
-        """Nothing: transposed keys are in the cache, and values lie anywhere."""
+        """Prefetch nothing: transposed keys are in the cache, and values lie anywhere."""
 
 
 class _PlacesTile(_KeyTile):
@@ -265,7 +265,7 @@ _take_halves, _take_floats, _take_keys, _take_places = (
 
 @kernel(error_model="numpy")
 def multiply_keys(queries, keys, scores, first_block, end_block):
-    """Queries [Q, D] times transposed keys, to columns of scores [Q, N] from first_block to end_block.
+    """Multiply queries [Q, D] by transposed keys, to columns of scores [Q, N] from first_block to end_block.
 
     keys: address of the keys as `transpose_keys` writes them, block 0 first. In the order of D.
     """
@@ -279,7 +279,9 @@ def multiply_keys(queries, keys, scores, first_block, end_block):
 
 @kernel(error_model="numpy")
 def sum_values(weights, num_keys, places, out):
-    """The sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the first num_keys count."""
+    """Write the sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the
+    first num_keys count.
+    """
     first = 0
     while first < len(weights):
         left, blocks = len(weights) - first, out.shape[1] // BLOCK_OUTPUTS
@@ -333,7 +335,7 @@ def _add_one(typing, counters, index):
 
 @intrinsic
 def _read(typing, counters, index):
-    """counters[index] as the other threads have left it."""
+    """Return counters[index] as the other threads have left it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -394,7 +396,7 @@ def wait_for_parts(tickets, phase, count):
 
 @kernel(error_model="numpy")
 def multiply_shared(left, address, is_half, out, tickets, phase, num_parts):
-    """`multiply_weight` by all threads that call it. Returns whether this one has finished the last part."""
+    """Run `multiply_weight` by all threads that call it. Returns whether this one has finished the last part."""
     num_blocks, is_last = out.shape[1] // BLOCK_OUTPUTS, False
     part = next_part(tickets, phase)
     while part < num_parts:
@@ -407,7 +409,7 @@ def multiply_shared(left, address, is_half, out, tickets, phase, num_parts):
 
 @kernel(error_model="numpy")
 def multiply_together(left, address, is_half, out, tickets, num_parts):
-    """`multiply_weight` by all threads that call it; each returns when all of it is done."""
+    """Run `multiply_weight` by all threads that call it; each returns when all of it is done."""
     multiply_shared(left, address, is_half, out, tickets, 0, num_parts)
     wait_for_parts(tickets, 0, num_parts)
 

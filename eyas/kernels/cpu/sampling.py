@@ -29,7 +29,7 @@ SLACK = np.float32(1.00001)
 
 @kernel(error_model="numpy", fastmath={"contract"}, inline="always")
 def exp(x):
-    """e to the power of x <= HIGHEST, to 2 units in the last place; e to LOWEST below that. Cephes' polynomial."""
+    """Return e to the power of x <= HIGHEST, to 2 units in the last place; e to LOWEST below that. Cephes' polynomial."""
     x = x if x > LOWEST else LOWEST
     # x = whole * ln 2 + r with |r| <= ln 2 / 2. Adding and subtracting ROUNDER rounds to a whole number.
     whole = (x * LOG2_E + ROUNDER) - ROUNDER
@@ -118,7 +118,8 @@ def sum_of(x):
 
 @kernel(error_model="numpy")
 def best_of(row, maxima, values, ids):
-    """The k highest of row [V], best first, the lowest id on a tie: to values and ids [k]. maxima: scratch [V / BLOCK].
+    """Write the k highest of row [V], best first, the lowest id on a tie: to values and ids [k]. maxima: scratch
+    [V / BLOCK].
 
     The k-th highest of the blocks' highest scores is at most the k-th highest score.
     """
@@ -160,7 +161,7 @@ def best_of(row, maxima, values, ids):
 
 @kernel(error_model="numpy")
 def top_k(scores, values, ids):
-    """The k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
+    """Write the k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
     assert ids.shape[1] <= scores.shape[1], "fewer scores than candidates"
     maxima = np.empty((scores.shape[1] + BLOCK - 1) // BLOCK, np.float32)
     for n in range(scores.shape[0]):
@@ -205,7 +206,7 @@ def _race(row, key, by, top, inverses, bounds):
 
 @kernel(error_model="numpy")
 def draw_rows(logits, seeds, positions, temperatures, tokens):
-    """One token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
+    """Draw one token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
 
     As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
 
@@ -316,7 +317,7 @@ def are_valid(counts, tokens, parents, bounds, vocab_size):
 
 @kernel(error_model="numpy")
 def layout(counts, parents):
-    """`above`, `roots`, `depths` and `words` of PackedTrees. A node sees what its parent sees, and itself."""
+    """Return `above`, `roots`, `depths` and `words` of PackedTrees. A node sees what its parent sees, and itself."""
     num_rows, width = len(parents), (counts.max() + 63) // 64
     above, roots, depths = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.zeros(num_rows, np.int64)
     words, start = np.zeros((num_rows, width), np.uint64), 0
@@ -359,7 +360,7 @@ def accepted_rows(counts, tokens, above, samples):
 
 @kernel(error_model="numpy")
 def ranges(firsts, counts):
-    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    """Return `counts` consecutive numbers from each of `firsts`, one range after the other."""
     numbers, at = np.empty(counts.sum(), np.int64), 0
     for b in range(len(counts)):
         for i in range(counts[b]):

@@ -86,7 +86,7 @@ def _attend_by_position(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """`attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
+    """Run `attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
     meta = packed.metadata
     assert meta is not None
     (_, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
@@ -116,7 +116,9 @@ def _attend_by_position(
 def _constants(
     query: Tensor, num_kv: int, shape: MetadataShape, window: int | None, softcap: float | None
 ) -> tuple[int, dict[str, int | float | None]]:
-    """Pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query [R, H, D]."""
+    """Return the pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query
+    [R, H, D].
+    """
     width, group = query.shape[2], query.shape[1] // num_kv
     is_wide = _block_width(width) > NARROW_HEAD
     rows = min(shape.tile_rows, max(1, min(shape.product_rows, _most_product_rows(query)) // group))
@@ -146,7 +148,7 @@ def _most_product_rows(query: Tensor) -> int:
 
 
 def _block_width(width: int) -> int:
-    """Elements of a head that a program holds; those behind its width are zero."""
+    """Return the elements of a head that a program holds; those behind its width are zero."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
@@ -263,7 +265,7 @@ def _combine(
     partials, sums, out, rows, splits,
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row and head, weighted by their sums. Empty parts weigh nothing."""
+    """Combine the parts of one row and head, weighted by their sums. Empty parts weigh nothing."""
     cell = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = s.to(tl.int64) * rows * NUM_HEADS + cell
@@ -284,8 +286,9 @@ def _attend_fixed_parts(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its own path,
-    so that blocks there are taken once for each row, and rows without that path keep what they have."""
+    """Attend one part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its
+    own path, so that blocks there are taken once for each row, and rows without that path keep what they have.
+    """
     tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1) // PIECES
     skipped = tl.program_id(1) % PIECES * ROWS
     first, count, own, lanes = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
@@ -338,7 +341,9 @@ def _combine_in_order(
     partials, sums, out, tiles,
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a tile's rows and one head, one after the other. Empty parts change nothing; padding rows get zeros."""
+    """Combine the parts of a tile's rows and one head, one after the other. Empty parts change nothing; padding rows get
+    zeros.
+    """
     tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
     first, count, place, parts = tl.load(tile), tl.load(tile + 1), tl.load(tile + 10), tl.load(tile + 11)
     if parts < 0:

@@ -183,7 +183,7 @@ def _frontier(
     scores, tokens, best, frontier, rows, parents, count, before,
     K: tl.constexpr, CHILDREN: tl.constexpr, HAS_PARENTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best candidates of a level of one session."""
+    """Find the best candidates of a level of one session."""
     session, at, child = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
     bits = (tl.load(scores + session * count + at, mask=at < count, other=0.0) + 0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -203,7 +203,7 @@ def _frontier(
 
 @triton.jit(do_not_specialize=["sessions"])
 def _gumbel(words, draft_ids, noise, sessions, size, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of the noise of one level of one session, times the temperature."""
+    """Compute one block of the noise of one level of one session, times the temperature."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     session, kept = row // LEVELS, at < size
     temperature = tl.load(words + 4 * sessions + session).to(tl.float64, bitcast=True).to(tl.float32)
@@ -221,7 +221,7 @@ def _gumbel(words, draft_ids, noise, sessions, size, LEVELS: tl.constexpr, BLOCK
 
 @triton.jit
 def _mixed(z):
-    """`eyas.kernels.noise._mix_`."""
+    """Mix as `eyas.kernels.noise` does."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -239,8 +239,9 @@ def _list_blocks(
     logits, words, found, lists, sessions, size, count,
     ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """found [4, N, B]: the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]. ALL: also of
-    sessions without filters."""
+    """List in found [4, N, B] the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]. ALL: also
+    of sessions without filters.
+    """
     row, block, blocks, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     session, ids = row // ROWS, (i // LINE * blocks + block) * LINE + i % LINE
     is_listed = _has_filters(words, sessions, session)
@@ -259,7 +260,9 @@ def _lowest_keys(
     reread, words, found, lists, lowest, sessions, size, blocks, count,
     ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """The filters of `eyas.sampling.sampler.filtered_probs`. `reread`: the logits, for rows whose lists are not enough."""
+    """Apply the filters of `eyas.sampling.sampler.filtered_probs`. `reread`: the logits, for rows whose lists are not
+    enough.
+    """
     row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)
     session, at, stride = row // ROWS, found + row * blocks + b, count.to(tl.int64) * blocks
     low = tl.full([], NO_KEY, tl.int64)
@@ -306,8 +309,9 @@ def _score_blocks(
     logits, words, noise, lowest, keys, sums, sessions, size, count,
     ROWS: tl.constexpr, NOISE_STRIDE: tl.constexpr, HAS_LOWEST: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """keys [N, B, k]: the block's best, an integer in the order of score, then id from the largest down. sums [2, N, B]: its
-    highest score and its sum of exponentials relative to that."""
+    """Write to keys [N, B, k] the block's best, an integer in the order of score, then id from the largest down. sums
+    [2, N, B]: its highest score and its sum of exponentials relative to that.
+    """
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     session, at = row // ROWS, block * BLOCK + tl.arange(0, BLOCK)
     kept = at < size
@@ -363,8 +367,10 @@ def _keep_best(
     reread, words, found, lists, kept, sums, sessions, size, blocks,
     MIN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """kept [S, K]: keys of the tokens that filters and K keep, in any order. sums [3, S]: their number; the largest logit
-    and the sum of all tokens' weights relative to it, as bits. `reread`: the logits, for rows whose lists are not enough."""
+    """Write to kept [S, K] the keys of the tokens that filters and K keep, in any order. sums [3, S]: their number; the
+    largest logit and the sum of all tokens' weights relative to it, as bits. `reread`: the logits, for rows whose lists are
+    not enough.
+    """
     row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)
     at, stride, out = found + row * blocks + b, sessions.to(tl.int64) * blocks, kept + row * K
     top = tl.load(at, mask=b < blocks, other=-8388608).to(tl.float32, bitcast=True)

@@ -74,7 +74,7 @@ def route(
 
 
 def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor:
-    """Outputs of the chosen experts for rows x [R, C], each by itself: [R, K, C], in two launches."""
+    """Return the outputs of the chosen experts for rows x [R, C], each by itself: [R, K, C], in two launches."""
     (num_experts, hidden, inner), rows, num_pairs = routed.down.shape, len(x), routing.shares.numel()
     gated, out = x.new_empty((num_pairs, inner)), x.new_empty((*routing.shares.shape, hidden))
     tiles = min(num_pairs, num_pairs // PAIRS_PER_TILE + num_experts)
@@ -132,7 +132,7 @@ def _route(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one expert, or the shares of one row and its gate of an MLP with this WIDTH; 0 without one.
+    """Write the pairs of one expert, or the shares of one row and its gate of an MLP with this WIDTH; 0 without one.
 
     Pairs and shares need not wait for each other: both come from the ranks of logits.
     """
@@ -162,7 +162,7 @@ def _list_pairs(
     logits, pairs, counts, rows, expert,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The rows that choose an expert, one after the other, as row * K + k for the k-th of their experts."""
+    """List the rows that choose an expert, one after the other, as row * K + k for the k-th of their experts."""
     e, count = tl.arange(0, BLOCK_E), tl.zeros([], tl.int32)
     for at in range(0, rows, BLOCK_R):
         row = at + tl.arange(0, BLOCK_R)
@@ -184,7 +184,7 @@ def _share_row(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities of the experts that a row chooses."""
+    """Compute the probabilities of the experts that a row chooses."""
     logits += row * NUM_EXPERTS
     e, k = tl.arange(0, BLOCK_E), tl.zeros([BLOCK_E], tl.int32)
     x = tl.load(logits + e, mask=e < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
@@ -219,7 +219,7 @@ def _tile_of(pairs, counts, rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _add_product(acc, a, b, scales, at, SCALE_K: tl.constexpr):
-    """acc + a b^T of columns from `at` on. SCALE_K: columns of a scale, if b has 8 bits; else 0."""
+    """Return acc + a b^T of columns from `at` on. SCALE_K: columns of a scale, if b has 8 bits; else 0."""
     if SCALE_K:
         scale = tl.load(scales + at // SCALE_K).to(tl.float32)
         acc += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * scale
@@ -235,7 +235,7 @@ def _gate_up(
     SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gates and values of an expert's rows, and their product [P, I]."""
+    """Compute gates and values of an expert's rows, and their product [P, I]."""
     expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
@@ -269,7 +269,7 @@ def _down(
     SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The second product of an expert's rows [P, C]."""
+    """Compute the second product of an expert's rows [P, C]."""
     expert, pair, live = _tile_of(pairs, counts, rows, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return

@@ -46,7 +46,7 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
-    """Root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
+    """Return the root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
     width, normed = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(width)
     with on_device_of(x):
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> T
 
 
 def rotary_tables(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, R, D] at positions [1, R] in the type of x, as transformers' module has them: one launch."""
+    """Return cos and sin [1, R, D] at positions [1, R] in the type of x, as transformers' module has them: one launch."""
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies, rows = getattr(module, f"{prefix}inv_freq"), position_ids.shape[-1]
     cos, sin = torch.empty((2, 1, rows, 2 * len(frequencies)), dtype=x.dtype, device=x.device)
@@ -118,7 +118,7 @@ def rotate_and_store(
 
 
 def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Activated gates times the values beside them, as `fused.gate`: one launch."""
+    """Return the activated gates times the values beside them, as `fused.gate`: one launch."""
     gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     width, out = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with on_device_of(gates):
@@ -153,7 +153,7 @@ def linear(
     out: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K] times weight [N, K] plus bias [N], in one launch: [..., N] of `dtype`, summed in float32.
+    """Return x [..., K] times weight [N, K] plus bias [N], in one launch: [..., N] of `dtype`, summed in float32.
 
     Tiles depend on the weight alone and nothing is summed across programs. So a row gets the same bits in any batch, which
     libraries do not promise: they choose kernels by the number of rows.
@@ -226,7 +226,7 @@ def _add_norm(
     WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr, HAS_INNER: tl.constexpr, HAS_FACTOR: tl.constexpr, TOP_K: tl.constexpr,
     HAS_DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row.
+    """Add and norm one row.
 
     Args:
         TOP_K: of its experts, whose outputs are delta; 0 if delta is a row.
@@ -319,7 +319,7 @@ def _rotate_and_store(
     ROTARY_STRIDE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORMED_HEADS: tl.constexpr, ADDS_ONE: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row.
+    """Rotate and store one head of one row.
 
     Args:
         MOST: the largest number of a narrow cache; 0 for the type of qkv.
@@ -389,7 +389,7 @@ def gate_row(
     gates, ups, out, row, d,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    """Columns d of one row."""
+    """Compute columns d of one row."""
     kept = d < WIDTH
     gates_here = tl.load(gates + row * GATE_STRIDE + d, mask=kept, other=0.0)
     ups_here = tl.load(ups + row * UP_STRIDE + d, mask=kept, other=0.0)

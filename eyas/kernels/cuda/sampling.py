@@ -67,7 +67,7 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
-    """`eyas.sampling.sampler.race` over contiguous logits. Two launches."""
+    """Run `eyas.sampling.sampler.race` over contiguous logits. Two launches."""
     rows, width = logits.shape
     blocks, words = triton.cdiv(width, BLOCK), upload(_words(draws), logits.device)
     found = torch.empty((3, rows, blocks), dtype=torch.int32, device=logits.device)
@@ -85,7 +85,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
 
 
 def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """`eyas.sampling.sampler.best_of_races`. A copy and one launch."""
+    """Run `eyas.sampling.sampler.best_of_races`. A copy and one launch."""
     (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
     tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
     with on_device_of(found):
@@ -97,7 +97,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """`eyas.sampling.sharded.masses_from`. Two launches."""
+    """Run `eyas.sampling.sharded.masses_from`. Two launches."""
     rows, width = logits.shape
     masses = torch.zeros(rows, len(borders), dtype=torch.int64, device=logits.device)
     with on_device_of(logits):
@@ -109,7 +109,7 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
 
 
 def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """`eyas.sampling.sharded.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
+    """Run `eyas.sampling.sharded.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)
@@ -156,7 +156,7 @@ def _race(
     logits, words, found, lists, rows, width, first_id, vocab_size,
     MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """found [3, N, B]: the block's largest logit, its smallest score, and the winner's id; V if there is NaN.
+    """Write to found [3, N, B] the block's largest logit, its smallest score, and the winner's id; V if there is NaN.
 
     width: tokens of a row; `first_id` is the first one.
     """
@@ -222,7 +222,9 @@ def _winners(
     reread, words, found, lists, tokens, rows, blocks, vocab_size,
     MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """`reread`: the logits, for rows whose lists are not enough. IS_PART: of the vocabulary; tokens gets `found` [3, N]."""
+    """Find the winners. `reread`: the logits, for rows whose lists are not enough. IS_PART: of the vocabulary; tokens gets
+    `found` [3, N].
+    """
     row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     kept, at, stride = b < blocks, found + row * blocks + b, rows.to(tl.int64) * blocks
     top = tl.load(at, mask=kept, other=-8388608).to(tl.float32, bitcast=True)
@@ -317,7 +319,7 @@ def lowest_kept(source, top_k, top_p, limit, total, IN_ROW: tl.constexpr):
 
 @triton.jit
 def _search(source, least, wanted, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
-    """Key of the last of the fewest best tokens that together reach `wanted`, a number or a mass.
+    """Return the key of the last of the fewest best tokens that together reach `wanted`, a number or a mass.
 
     The lowest of all keys if those from `least` on do not reach it.
     """
@@ -336,7 +338,7 @@ def _search(source, least, wanted, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
 
 @triton.jit
 def _reached(source, low, BY_MASS: tl.constexpr, IN_ROW: tl.constexpr):
-    """Number or mass of the tokens with keys from `low` on, int64."""
+    """Return the number or mass of the tokens with keys from `low` on, int64."""
     keys, masses, logits, size, largest, scale, unit = source
     if not IN_ROW:
         return tl.sum(tl.where(keys >= low, masses if BY_MASS else 1, 0).to(tl.int64), 0)
@@ -374,7 +376,7 @@ def _id(keys):
 
 @triton.jit
 def _noise(key, ids):
-    """Exponential noise of tokens: splitmix64 of a counter, as eyas.kernels.noise has it."""
+    """Return exponential noise of tokens: splitmix64 of a counter, as eyas.kernels.noise has it."""
     z = key.to(tl.uint64, bitcast=True) + (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -398,7 +400,7 @@ def _is_filtered(words, rows, row):
 
 @triton.jit
 def ordered(x):
-    """Integers in the order of floats; zeros are equal."""
+    """Return integers in the order of floats; zeros are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -414,7 +416,7 @@ def logit_of(bits):
 def _masses_from(
     logits, largest, temperatures, low, masses, width, shift, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """masses [N, END - FIRST], zeros before: each block adds its tokens' mass from each border on."""
+    """Fill masses [N, END - FIRST], zeros before: each block adds its tokens' mass from each border on."""
     row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * width + ids, mask=ids < width, other=float("-inf"))
     mass = (tl.exp((without_nan(x) - tl.load(largest + row)) / tl.load(temperatures + row)) * MASS).to(tl.int64)
@@ -444,7 +446,7 @@ def _keep(logits, largest, temperatures, last, before, wanted, min_p, width, TIL
 
 @triton.jit
 def _block_keys(scores, keys, size, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The K largest keys of a block: an integer in the order of the score, then the id from the largest down."""
+    """Return the K largest keys of a block: an integer in the order of the score, then the id from the largest down."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     bits = ordered(tl.load(scores + row * size + ids, mask=ids < size, other=0.0))

@@ -305,7 +305,7 @@ def words_of_all(
     runs: Sequence[SharedRun] = (),
     kept_prefixes: Ints | None = None,
 ) -> Words:
-    """`build_words` of any segments."""
+    """Build the words, as `build_words`, of any segments."""
     # The four lines of rows: tokens, positions, slots, rows of logits. Padding writes to the scratch slot.
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
@@ -342,7 +342,9 @@ def words_of_all(
 
 
 def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: int) -> Words:
-    """`build_words` of one segment without other keys, whose prefix a SlotMemory keeps, in a third of the time."""
+    """Build the words, as `build_words`, of one segment without other keys, whose prefix a SlotMemory keeps, in a third of
+    the time.
+    """
     count, stride, line = len(segment.tokens), -(-len(segment.tokens) // 32), _aligned(shape.rows)
     masks = _num_fixed_words(shape)
     words = np.zeros(masks + count * stride, dtype=np.int32)
@@ -363,7 +365,7 @@ def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: 
 
 
 def _numbers_within(counts: Ints) -> Ints:
-    """0, 1 and so on in each of some groups of these sizes, one group after the other."""
+    """Return 0, 1 and so on in each of some groups of these sizes, one group after the other."""
     # Example: counts 2, 3 give [0 1 0 1 2].
     return np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
 
@@ -373,7 +375,7 @@ def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> Ints:
 
 
 def _shared_tiles(runs: Sequence[SharedRun], shape: MetadataShape, places_of_prefixes: Ints) -> Words:
-    """Tiles of rows of several segments over the prefix that they share. They cover all rows, some with no key."""
+    """Return tiles of rows of several segments over the prefix that they share. They cover all rows, some with no key."""
     tiles, start = [], 0
     for run in runs:
         for first in range(0, run.rows, shape.tile_rows):
@@ -396,7 +398,7 @@ class OwnTiles(NamedTuple):
 
 
 def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
-    """counts, others: rows of each segment, and other keys that they see."""
+    """Cut segments into tiles. counts, others: rows of each segment, and other keys that they see."""
     # Example with tile_rows 4 and counts 3, 6: tiles_of 1, 2; owner 0 1 1; firsts 0 0 4.
     tiles_of = -(-counts // shape.tile_rows)
     owner = np.repeat(np.arange(len(counts)), tiles_of)
@@ -430,7 +432,7 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Wor
 
 
 def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
-    """Tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
+    """Return the tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
     packed = SegmentRows.of(segments) if segments else NO_ROWS
     paths = tree_paths(segments)
     cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)

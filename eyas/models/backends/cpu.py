@@ -144,7 +144,7 @@ class CpuDecoder:
         return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
 
     def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
-        """cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
+        """Return cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
         length, tables = int(positions.max()) + 1, self._tables.get(kind)
         if tables is None or len(tables[0]) < length:
             most = max(length, int(self._decoder.config.max_position_embeddings))
@@ -298,7 +298,7 @@ class CpuRows:
         self._buffers: dict[int, tuple[Tensor, Floats]] = {}
 
     def buffer(self, width: int) -> tuple[Tensor, Floats]:
-        """Memory [R, width] that all layers share, as a tensor and as an array. The next call overwrites it."""
+        """Return the memory [R, width] that all layers share, as a tensor and as an array. The next call overwrites it."""
         if width not in self._buffers:
             tensor = torch.empty(self.count, width)
             self._buffers[width] = tensor, tensor.numpy()
@@ -396,7 +396,9 @@ class CpuLayer:
         self.finish(kernels, rows, self.project(kernels, rows, rotary, kv, index), kv, index)
 
     def project(self, kernels: Any, rows: CpuRows, rotary: tuple[Floats, Floats], kv: KVCache, index: int) -> Floats:
-        """Rotated queries, keys and values of the rows, [R, H + 2 J, D]; keys and values go to the rows' slots, too."""
+        """Return the rotated queries, keys and values of the rows, [R, H + 2 J, D]; keys and values go to the rows' slots,
+        too.
+        """
         product, heads, num_kv = self.products.qkv, self.heads, self.heads.num_kv_heads
         qkv: Floats = product.multiply(rows.inputs).numpy().reshape(rows.count, -1, heads.width)
         factors, eps = (heads.norms.factors, heads.norms.eps) if heads.norms else (NO_ROWS, 0.0)

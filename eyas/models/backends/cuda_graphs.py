@@ -158,7 +158,8 @@ class GraphBackend:
 
 
 def row_buckets(most: int) -> tuple[int, ...]:
-    """Row counts to capture, ascending up to `most`: powers of two, and from 16 on also the values half way between.
+    """Return the row counts to capture, ascending up to `most`: powers of two, and from 16 on also the values half way
+    between.
 
     Example: row_buckets(100) is (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100).
     """

@@ -116,7 +116,7 @@ def graph_bytes(sizes: PassSizes, max_rows: int, max_segments: int, tiling: Tili
 
 
 def num_partials(shape: MetadataShape) -> int:
-    """Partial results of attention that a pass keeps until they are combined."""
+    """Return the partial results of attention that a pass keeps until they are combined."""
     return shape.part_rows or (shape.rows * shape.num_results if shape.num_results > 1 else 0)
 
 

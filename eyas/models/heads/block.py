@@ -105,11 +105,11 @@ class BlockHead(nn.Module):
         return self.markov_head is None and self.candidate_selector is None
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Hidden states of the target [..., m * C], side by side, to context features [..., H]."""
+        """Map hidden states of the target [..., m * C], side by side, to context features [..., H]."""
         return self._rms(self.fc(states), self.hidden_norm)
 
     def block_tokens(self, anchors: Tensor) -> Tensor:
-        """Token ids of the rows of blocks, int64 [..., B], of anchor tokens [...]."""
+        """Return the token ids of the rows of blocks, int64 [..., B], of anchor tokens [...]."""
         # The rows of a block: the anchor, which is the last known token, then B - 1 mask tokens.
         masks = anchors.new_full((*anchors.shape, self.config.block_size - 1), self.config.mask_token_id)
         return torch.cat([anchors[..., None], masks], -1)
@@ -177,7 +177,7 @@ class BlockHead(nn.Module):
         return F.linear(torch.cat([states, latents], -1), weight).float()
 
     def _latents(self, markov: MarkovHead, states: Tensor, previous: Tensor) -> Tensor:
-        """z [..., G, r] of the Markov head at all depths."""
+        """Return z [..., G, r] of the Markov head at all depths."""
         memory, latents = self.initial_state(*previous.shape[:-1]), []
         # A vanilla Markov head has no memory: all depths at once.
         if not markov.state_size:
@@ -206,7 +206,7 @@ class BlockHead(nn.Module):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Normed states of the drafted rows of many blocks at once, [N, A, G, H], for training.
+        """Return the normed states of the drafted rows of many blocks at once, [N, A, G, H], for training.
 
         Args:
             states: hidden states of the target [N, T, m * C].
@@ -225,7 +225,7 @@ class BlockHead(nn.Module):
         return self.drafted_rows(self._train(states, places, self.block_tokens(tokens.gather(1, anchors)), at, masks))
 
     def _train(self, states: Tensor, places: Tensor, tokens: Tensor, at: Tensor, masks: Mapping[int | None, Both]) -> Tensor:
-        """Normed states [N, A, R, H] of the rows of blocks: tokens and positions [N, A, R]. masks: by window."""
+        """Return the normed states [N, A, R, H] of the rows of blocks: tokens and positions [N, A, R]. masks: by window."""
         features, flat, count = self.fuse(states).flatten(0, 1), places.flatten(), len(places)
         attend = attend_blocks_apart if features.device.type == "cpu" else attend_blocks
 
@@ -293,7 +293,7 @@ def _places(tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def attend_blocks(query: Tensor, keys: Both, values: Both, masks: Both) -> Tensor:
-    """Attention [N, A * B, heads, d] of block rows to the context and their own block.
+    """Return the attention [N, A * B, heads, d] of block rows to the context and their own block.
 
     query [N, A * B, heads, d]; keys and values [N, T, J, d] and [N, A * B, J, d]; masks: from `block_masks`.
     """
@@ -308,7 +308,7 @@ def attend_blocks(query: Tensor, keys: Both, values: Both, masks: Both) -> Tenso
 
 
 def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) -> Tensor:
-    """`attend_blocks` by two products, so that rows of other blocks cost nothing: a quarter of its time on the CPU.
+    """Run `attend_blocks` by two products, so that rows of other blocks cost nothing: a quarter of its time on the CPU.
 
     Letters of shapes: n windows, a blocks, b and c rows of a block, j key-value heads, g query heads of each, t context,
     d width.
@@ -329,7 +329,7 @@ def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) ->
 
 
 def _initialise(name: str, values: Tensor, std: float) -> None:
-    """Initial values of a parameter; those of BlockHead's docstring."""
+    """Initialise a parameter as BlockHead's docstring says."""
     module = name.rsplit(".", 2)[-2] if "." in name else name
     if name.endswith("base_kernel"):
         values.zero_()[:, 0] = 1.0

@@ -301,7 +301,7 @@ def block_optional_tensors(c: BlockHeadConfig) -> set[str]:
 
 
 def block_fuser_shapes(c: BlockHeadConfig) -> Shapes:
-    """fc and the norm behind it, which run beside the target."""
+    """Return fc and the norm behind it, which run beside the target."""
     width = len(c.aux_hidden_state_layers) * c.target_hidden
     return {"fc.weight": (c.hidden, width), "hidden_norm.weight": (c.hidden,)}
 

@@ -31,7 +31,7 @@ class BlockLayer(nn.Module):
         self.mlp_conv = BlockConvolution(c) if c.conv_kernel else None
 
     def forward(self, states: Tensor, rotary: Tensor, attend: Callable[[Projected], Tensor]) -> Tensor:
-        """states [R, H], rotary [R, 2, d] to the next states [R, H]."""
+        """Map states [R, H], rotary [R, 2, d] to the next states [R, H]."""
         rows, kernel = rms_norm(states, self.input_layernorm.weight, self._eps), None
         if self.attention_conv is not None:
             rows, kernel = self.attention_conv.before(rows)
@@ -67,7 +67,7 @@ class BlockSelfAttention(nn.Module):
         self._head_norms = torch.cat(weights).detach()
 
     def project(self, rows: Tensor, rotary: Tensor) -> Projected:
-        """rows [R, H] as attention sees them, rotary [R, 2, d]; the residual of the result is `rows`."""
+        """Project rows [R, H] as attention sees them, rotary [R, 2, d]; the residual of the result is `rows`."""
         if self._head_norms is not None and (kernels := layer_kernels_for(rows)):
             qkv = [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
             return self._rotated(kernels, qkv, rotary, self._num_heads, rows)
@@ -83,8 +83,9 @@ class BlockSelfAttention(nn.Module):
         return Projected(key[:0], rotate(key, rotary), self._heads(self.v_proj(features)), features)
 
     def _rotated(self, kernels: Any, parts: list[Tensor], rotary: Tensor, num_heads: int, rows: Tensor) -> Projected:
-        """Norms and rotary embedding in one launch. parts: outputs of the projections of `num_heads` queries, if there are
-        some, of keys and of values."""
+        """Return the norms and rotary embedding in one launch. parts: outputs of the projections of `num_heads` queries, if
+        there are some, of keys and of values.
+        """
         assert self._head_norms is not None, "the head is not served"
         heads = self._heads(torch.cat(parts, -1))
         norms = RMSNorm(self._head_norms[-num_heads - self._num_kv :], self._eps, adds_one=False)
@@ -125,16 +126,16 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = empty_linear(c.hidden, 2 * c.conv_kernel * c.hidden // c.conv_group)
 
     def before(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolved rows [R, H], and the deltas of both sides [R, 2, taps, groups]."""
+        """Return the convolved rows [R, H], and the deltas of both sides [R, 2, taps, groups]."""
         deltas = self.kernel_projection(rows).view(len(rows), 2, self._taps, -1)
         return self._convolve(rows, deltas, 0), deltas
 
     def after(self, rows: Tensor, deltas: Tensor) -> Tensor:
-        """Convolved rows [R, H] of a sublayer's output."""
+        """Return the convolved rows [R, H] of a sublayer's output."""
         return self._convolve(rows, deltas, 1)
 
     def _convolve(self, rows: Tensor, deltas: Tensor, side: int) -> Tensor:
-        """rows [R, H]. side: 0 before the sublayer, 1 behind it."""
+        """Convolve rows [R, H]. side: 0 before the sublayer, 1 behind it."""
         if kernels := layer_kernels_for(rows):
             return kernels.convolve(rows, self.base_kernel[side], deltas, side, self._block)  # type: ignore[no-any-return]
         kernel = self.base_kernel[side] + deltas[:, side].repeat_interleave(self._group, -1)  # [R, taps, H]
@@ -162,7 +163,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = empty_linear(2 * rank + c.hidden, 3 * rank, bias=True)
 
     def latent(self, states: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """z [..., r] and the next memory, of normed states [..., H], token ids before [...] and memory [..., r]."""
+        """Return z [..., r] and the next memory, of normed states [..., H], token ids before [...] and memory [..., r]."""
         embedded = F.embedding(previous, self.markov_w1.weight)
         if self.kind == "vanilla":
             return embedded, memory
@@ -174,7 +175,7 @@ class MarkovHead(nn.Module):
         return torch.tanh(output), gate * memory + (1 - gate) * torch.tanh(candidate)
 
     def bias(self, latent: Tensor) -> Tensor:
-        """Bias [..., D] of z [..., r]."""
+        """Return the bias [..., D] of z [..., r]."""
         return self.markov_w2(latent)  # type: ignore[no-any-return]
 
 

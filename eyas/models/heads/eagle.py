@@ -111,14 +111,14 @@ class EagleHead(nn.Module):
     def project(
         self, features: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
     ) -> Projected:
-        """Into the first layer: features [R, H], tokens and positions [R]. slots: see DraftLayer."""
+        """Project into the first layer: features [R, H], tokens and positions [R]. slots: see DraftLayer."""
         inputs, residual = self.first_inputs(F.embedding(tokens, self.embedding), features)
         return self.layer(0).project(inputs, residual, self.rotary[positions], slots(0))
 
     def project_level(
         self, states: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer
     ) -> Projected:
-        """`project` for rows of trees: states [S, R, H] of the rows above, parents among these and draft ids [S, W]."""
+        """Project rows of trees: states [S, R, H] of the rows above, parents among these and draft ids [S, W]."""
         kernels, first = layer_kernels_for(states), self.layer(0)
         if not kernels or self.fc is not None:
             features = take_rows(states, parents).flatten(0, 1)
@@ -133,25 +133,25 @@ class EagleHead(nn.Module):
     def project_next(
         self, layer: int, states: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
     ) -> Projected:
-        """Into a later layer: states [R, H] of the one before it, positions [R]. slots: see DraftLayer."""
+        """Project into a later layer: states [R, H] of the one before it, positions [R]. slots: see DraftLayer."""
         below = self.layer(layer)
         assert below.input_norm is not None
         return below.project(self._rms(states, below.input_norm), states, self.rotary[positions], slots(layer))
 
     def finish(self, attended: Tensor, residual: Tensor, layer: int = -1) -> Tensor:
-        """Out of a layer, the last by default: attention output [R, heads, d] and residual [R, H] to states [R, H]."""
+        """Finish a layer, the last by default: attention output [R, heads, d] and residual [R, H] to states [R, H]."""
         state = self.layer(layer).finish(attended, residual)
         feeds_norm = self.config.wiring.output == "normed" and layer in (-1, len(self.layers) - 1)
         return self._final_norm(state) if feeds_norm else state
 
     def run(self, features: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Through all layers: features [R, H], tokens and positions [R] to states [R, H]."""
+        """Run through all layers: features [R, H], tokens and positions [R] to states [R, H]."""
         return self.run_layers(self.project(features, tokens, positions), positions, attention)
 
     def run_layers(
         self, rows: Projected, positions: Tensor, attention: Attention, slots: SlotsOfLayer = lambda layer: None
     ) -> Tensor:
-        """`run` from what the first layer's attention needs. slots: see DraftLayer."""
+        """Run from what the first layer's attention needs. slots: see DraftLayer."""
         states = self.finish(attention(0, rows), rows.residual, 0)
         for layer in range(1, len(self.layers)):
             rows = self.project_next(layer, states, positions, slots)
@@ -159,11 +159,11 @@ class EagleHead(nn.Module):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Draft logits float32 [..., D] of states [..., H]."""
+        """Return draft logits float32 [..., D] of states [..., H]."""
         return self.raw_logits(states).float()
 
     def raw_logits(self, states: Tensor) -> Tensor:
-        """Draft logits [..., D] of states [..., H], in the head's dtype."""
+        """Return draft logits [..., D] of states [..., H], in the head's dtype."""
         normed = self._final_norm(states) if self.config.wiring.output == "state" else states
         return self.lm_head(normed)  # type: ignore[no-any-return]
 

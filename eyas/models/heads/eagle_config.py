@@ -322,7 +322,7 @@ def optional_tensors(c: EagleHeadConfig) -> set[str]:
 
 
 def fuser_shapes(c: EagleHeadConfig) -> Shapes:
-    """fc and the norms before it. In EAGLE-3 they run beside the target."""
+    """Return fc and the norms before it. In EAGLE-3 they run beside the target."""
     num_states = len(c.aux_hidden_state_layers)
     width = num_states * c.target_hidden if c.kind != "eagle" else 2 * c.hidden
     shapes: Shapes = {"fc.weight": (c.hidden, width)}
@@ -336,7 +336,9 @@ def fuser_shapes(c: EagleHeadConfig) -> Shapes:
 
 
 def _layer_shapes(c: EagleHeadConfig, layer: int) -> Shapes:
-    """EAGLE-3's first layer reads embedding and feature side by side. EAGLE-1's has no norm before attention."""
+    """Return the shapes of a layer. EAGLE-3's first layer reads embedding and feature side by side. EAGLE-1's has no norm
+    before attention.
+    """
     first = layer == 0
     shapes = layer_shapes(c, 2 * c.hidden if first and c.kind != "eagle" else c.hidden)
     if first and c.kind != "eagle":

@@ -239,7 +239,7 @@ def _prefix_shapes(sizes: LayerSizes, vocab: int) -> Shapes:
 
 
 def _repeat_blocks(tensors: dict[str, Tensor], c: HydraConfig) -> None:
-    """Blocks behind a head's second are the same instance; a safetensors file may keep the second only."""
+    """Repeat blocks: all after a head's second are the same instance; a safetensors file may keep the second only."""
     for head in range(c.num_heads):
         for layer in range(2, c.num_layers):
             for part in ("linear.weight", "linear.bias"):

@@ -154,7 +154,7 @@ class DraftLayer(nn.Module):
         self.hidden_norm = frozen(weights["hidden_norm.weight"]) if "hidden_norm.weight" in weights else None
 
     def project(self, inputs: Tensor, residual: Tensor, rotary: Tensor, slots: LayerSlots | None = None) -> Projected:
-        """inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions.
+        """Project inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions.
 
         slots: where a kernel may write keys and values at once.
         """
@@ -184,12 +184,12 @@ class DraftLayer(nn.Module):
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
+    """Return x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
     return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32."""
+    """Return the root-mean-square norm over the last dimension, in float32."""
     if weight.dim() == 1 and (kernels := layer_kernels_for(x)):
         return kernels.rms_norm(x.contiguous(), weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
@@ -207,7 +207,9 @@ def layer_kernels_for(x: Tensor) -> Any:
 
 
 def rotary_table(config: Any, length: int) -> Tensor:
-    """cos and sin of every position, [length, 2, d], for transformers' config of a Llama. Raises KeyError for its RoPE."""
+    """Return cos and sin of every position, [length, 2, d], for transformers' config of a Llama. Raises KeyError for its
+    RoPE.
+    """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
@@ -215,7 +217,9 @@ def rotary_table(config: Any, length: int) -> Tensor:
 
 
 def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
-    """`rotary_table` of RoPE without scaling, [length, 2, width]. It needs no transformers, whose import takes seconds."""
+    """Return the `rotary_table` of RoPE without scaling, [length, 2, width]. It needs no transformers, whose import takes
+    seconds.
+    """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.arange(length)[:, None].float() * frequencies
     # RoPE in transformers' layout: dimension i turns with dimension i + d / 2, so cos and sin are doubled.
@@ -224,7 +228,7 @@ def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding of x [R, heads, d]; rotary [R, 2, d]."""
+    """Return the rotary embedding of x [R, heads, d]; rotary [R, 2, d]."""
     cos, sin = rotary[:, :, None].unbind(1)
     left, right = x.chunk(2, -1)
     # (left, right) -> (left cos - right sin, right cos + left sin)
@@ -256,7 +260,7 @@ class Float8Linear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N]."""
+        """Map x [..., K] to [..., N]."""
         if kernels := layer_kernels_for(x):
             return kernels.linear(x, self.weight, self.bias, x.dtype, scales=self.scales)  # type: ignore[no-any-return]
         # The scale is applied to the sum: (x (W / s)) s = x W.

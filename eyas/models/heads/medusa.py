@@ -49,7 +49,7 @@ class MedusaHead(nn.Module):
         self.narrow, self.outputs = narrow, frozen(self.outputs[:0].clone())
 
     def logits(self, states: Tensor, count: int) -> Tensor:
-        """Draft logits float32 [S, count, D] of the first `count` heads; states [S, H]."""
+        """Return draft logits float32 [S, count, D] of the first `count` heads; states [S, H]."""
         if self.narrow is not None:
             return torch.stack([self._narrow_logits(states, number) for number in range(count)], 1)
         x = states.expand(count, -1, -1)
@@ -59,7 +59,7 @@ class MedusaHead(nn.Module):
         return torch.bmm(x, outputs.transpose(1, 2)).transpose(0, 1).float()
 
     def _narrow_logits(self, states: Tensor, number: int) -> Tensor:
-        """Draft logits float32 [S, D] of a head with weights of 8 bits."""
+        """Return draft logits float32 [S, D] of a head with weights of 8 bits."""
         assert self.narrow is not None
         parts = self.narrow[number]
         assert isinstance(parts, nn.ModuleList)

@@ -213,7 +213,9 @@ def compared(
 
 
 def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:
-    """First and second guesses of the window's blocks, [A, 2] each, see `_guess`; the first twice if a block has one."""
+    """Return the first and second guesses of the window's blocks, [A, 2] each, see `_guess`; the first twice if a block has
+    one.
+    """
     c, tokens = head.config, window.tokens[None]
     anchors = torch.arange(1, len(window.tokens) - c.block_size, BLOCK_STEP, device=tokens.device)
     states = torch.cat([window.hidden_states[layer] for layer in c.aux_hidden_state_layers], -1)
@@ -284,7 +286,7 @@ def _text(folder: str, target: TargetModel) -> list[list[int]]:
 
 
 def _sampled(target: TargetModel) -> list[list[int]]:
-    """Sequences that the target samples at temperature 1, each from a random first token; seeded."""
+    """Return the sequences that the target samples at temperature 1, each from a random first token; seeded."""
     generator = torch.Generator().manual_seed(0)
     length = min(SAMPLED_LENGTH, target.max_model_len)
     kv_cache = target.new_kv_cache(NUM_SAMPLED * length)
@@ -329,7 +331,8 @@ def _wiring_score(wiring: HeadWiring, guesses: Sequence[tuple[Tensor, Tensor]]) 
 
 
 def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
-    """First guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the overlap.
+    """Return the first guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the
+    overlap.
 
     The tokens in between are the text's. A second guess continues from the head's own state of the first; that of P-EAGLE is
     made by a mask row.
@@ -377,12 +380,12 @@ class _WindowAttention:
         self._rows: dict[int, Projected] = {}
 
     def first(self, layer: int, rows: Projected) -> Tensor:
-        """Row i sees the window's pairs up to i."""
+        """Attend: row i sees the window's pairs up to i."""
         self._rows[layer] = rows
         return _attend(rows.query, rows.key, rows.value, self._causal)
 
     def second(self, layer: int, rows: Projected) -> Tensor:
-        """Row i sees the window's pairs up to i, and itself."""
+        """Attend: row i sees the window's pairs up to i, and itself."""
         window, count = self._rows[layer], len(rows.query)
         own = torch.eye(count, dtype=torch.bool, device=rows.query.device)
         keys, values = torch.cat([window.key, rows.key]), torch.cat([window.value, rows.value])

@@ -93,7 +93,9 @@ def attend_layer(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values, behind."""
+    """Run `attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values,
+    behind.
+    """
     keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
     out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap)
     return out if scales.value == 1 else out * scales.value
@@ -193,7 +195,9 @@ def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if asked."""
+    """Return softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if
+    asked.
+    """
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
     # cap * tanh(s * scaling / cap) is s * scaling for small scores, and never above the cap.

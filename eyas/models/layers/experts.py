@@ -125,7 +125,7 @@ class RoutedExperts:
         )  # fmt: skip
 
     def add_norms(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """`fused.add_norm`, and what router and experts beside an MLP see of the sum."""
+        """Run `fused.add_norm`, and return what router and experts beside an MLP see of the sum."""
         found: tuple[Tensor, ...] = _kernels().add_norms(self.norms, *arguments)
         return found
 
@@ -182,7 +182,7 @@ def _can_run(experts: Any, router_weight: Any, *modules: Any) -> bool:
 
 
 def _scales_of(experts: Any) -> WeightScales | None:
-    """Scales of transformers' FP8Experts; None for plain weights, and for scales that do not cover whole tiles."""
+    """Return scales of transformers' FP8Experts; None for plain weights, and for scales that do not cover whole tiles."""
     block = getattr(experts, "block_size", None)
     if not block or any(size % SCALED_TILE for size in block) or experts.down_proj.shape[2] % block[0]:
         return None

@@ -124,7 +124,9 @@ def rotate_and_store(
 
 
 def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are apart."""
+    """Return the activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are
+    apart.
+    """
     gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(ups)
 
@@ -142,7 +144,7 @@ class ResidualStream:
     rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def signed(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
+        """Return cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
         found = self.rotary.get(id(cos))
         if found is None:
             half = sin.shape[-1] // 2
@@ -211,7 +213,7 @@ class FusedLayer:
         kv_cache: KVCache,
         **_: Any,
     ) -> Tensor:
-        """hidden_states [1, R, C] to those of the next layer. transformers' model calls it."""
+        """Turn hidden_states [1, R, C] into the next layer's. transformers' model calls it."""
         stream, source = self._stream, self._kv_source
         pools = kv_cache.keys[source], kv_cache.values[source], packed.slots, kv_cache.scales[source]
         # The first layer begins a pass: what another pass left behind is stale.
@@ -264,7 +266,7 @@ class FusedLayer:
         return dense if self._mixture is None else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
-        """Activated gates times values [1, R, I]; both are freed before the next product."""
+        """Return the activated gates times values [1, R, I]; both are freed before the next product."""
         gates, *ups = (product(normed) for product in self._gate_up)
         return gated(gates, self._activation, *ups)
 
@@ -378,7 +380,7 @@ def _can_multiply(module: Any, names: Sequence[str], merged_name: str) -> bool:
 
 
 def _parts_of(module: Any, names: Sequence[str]) -> list[Any]:
-    """Sibling layers that a module has: some of Gemma 4 have no values, or queries alone."""
+    """Return the sibling layers that a module has: some of Gemma 4 have no values, or queries alone."""
     return [part for name in names if (part := getattr(module, name, None)) is not None]
 
 
@@ -415,7 +417,7 @@ def joined_product(products: Sequence[Product]) -> Product:
 
 
 def _head_layout(attention: Any, norm_of: Callable[[Any], RMSNorm]) -> HeadLayout:
-    """Heads of this rank, and their norms with one row for each head."""
+    """Return the heads of this rank, and their norms with one row for each head."""
     num_heads, num_kv_heads = _num_heads(attention)
     if getattr(attention, "q_norm", None) is None:
         return HeadLayout(num_heads, num_kv_heads, attention.head_dim, None)
@@ -431,7 +433,9 @@ def _head_layout(attention: Any, norm_of: Callable[[Any], RMSNorm]) -> HeadLayou
 
 
 def _num_heads(attention: Any) -> tuple[int, int]:
-    """Query and key-value heads of this rank; each rank gathers all of a layer that is merged in the checkpoint."""
+    """Return the query and key-value heads of this rank; each rank gathers all of a layer that is
+    merged in the checkpoint.
+    """
     if hasattr(attention, QKV[1]):
         return attention.config.num_attention_heads, attention.config.num_key_value_heads
     parts = _parts_of(attention, QKV[0][:2])

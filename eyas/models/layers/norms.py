@@ -45,7 +45,7 @@ class RMSNorm:
         return cls(weight, float(eps), adds_one or rounds_once)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., C] in float32, or in a narrower type and rounded where transformers rounds."""
+        """Norm x [..., C] in float32, or in a narrower type and rounded where transformers rounds."""
         if x.dtype == torch.float32:
             # x w / sqrt(mean(x^2) + eps), where hypot(|x|, sqrt(C eps)) is sqrt(C) times the root
             root = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)

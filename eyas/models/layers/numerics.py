@@ -62,7 +62,7 @@ class Float32Head(nn.Linear):
     destination: Tensor | None = None  # of `logits_into`
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Hidden rows [..., C] to logits float32 [..., V]."""
+        """Map hidden rows [..., C] to logits float32 [..., V]."""
         return float32_linear(rows, self.weight, self.bias, self.destination)
 
 
@@ -100,7 +100,7 @@ def keeps_logits(model: Any) -> bool:
 
 
 def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destination: Tensor | None = None) -> Tensor:
-    """rows [..., C] times weight [V, C] plus bias [V], products of the given dtype summed in float32.
+    """Return rows [..., C] times weight [V, C] plus bias [V], products of the given dtype summed in float32.
 
     destination: float32 [most, V], whose first rows get the result.
     """
@@ -124,7 +124,7 @@ def batch_invariant_attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attention.attend` of one segment in float64, rounded once: query [R, H, D], keys and values [S, J, D].
+    """Run `attention.attend` of one segment in float64, rounded once: query [R, H, D], keys and values [S, J, D].
 
     The order in which keys are summed changes a result by 1e-16 of its size. float32 and narrower types show that with a
     chance of about one in 2**29.

@@ -293,7 +293,7 @@ def _start_process(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> Ba
 
 
 def _run_process(info: RankInfo, run_worker: Callable[[RankInfo], None], num_threads: int) -> None:
-    """The main function of a started process. It ignores Ctrl-C: rank 0 decides when to stop."""
+    """Run as the main function of a started process. It ignores Ctrl-C: rank 0 decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(num_threads)
     try:

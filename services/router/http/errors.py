@@ -142,7 +142,7 @@ def _kind(error: EyasError) -> ErrorKind:
 
 
 def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
-    """param: the field of the request body that caused the error; empty if no single one did."""
+    """Build the body. param: the field of the request body that caused the error; empty if no single one did."""
     return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
 
 

@@ -107,7 +107,7 @@ def _id(lease: Lease) -> str:
 def _worker(
     lease: Lease, health: str, num_requests: int, drafters: Mapping[str, str], has_addresses: bool
 ) -> dict[str, Any]:
-    """drafters: ids of draft services by address."""
+    """Describe a worker. drafters: ids of draft services by address."""
     load = lease.load
     worker = {
         "id": _id(lease),

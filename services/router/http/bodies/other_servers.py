@@ -173,7 +173,7 @@ def _of_n_probs(value: Any, known: Collection[str]) -> Settings:
 
 
 def _of_reasoning(value: Any, known: Collection[str]) -> Settings:
-    """OpenRouter's settings of the reasoning."""
+    """Return OpenRouter's settings of the reasoning."""
     settings = _object("reasoning", value)
     for key, target in (("effort", "reasoning_effort"), ("max_tokens", "thinking_token_budget")):
         if settings.get(key) is not None and target in known:
@@ -192,7 +192,7 @@ def _of_think(value: Any, known: Collection[str]) -> Settings:
 
 
 def _of_thinking(value: Any, known: Collection[str]) -> Settings:
-    """DeepSeek's and Anthropic's settings of the reasoning, in a chat."""
+    """Return DeepSeek's and Anthropic's settings of the reasoning, in a chat."""
     settings = _object("thinking", value)
     if settings.get("type") not in ("enabled", "disabled", "adaptive", "auto"):
         raise InvalidRequest('thinking must have the type "enabled", "disabled", "adaptive" or "auto"', "thinking")
