@@ -80,7 +80,7 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
 
 
 def shares(comparisons: Sequence[SpeedComparison]) -> Table:
-    """How a step's time is divided, by batch and contender. What is left is work of the host."""
+    """Return how a step's time is divided, by batch and contender. What is left is work of the host."""
     lines = []
     for each in comparisons:
         for name, times in each.stages.items():

@@ -1,4 +1,4 @@
-"""How the parts of `make gpu` measure: medians, what the memory and the matrix units reach, and the sizes of a run."""
+"""Measuring for the parts of `make gpu`: medians, what the memory and the matrix units reach, and the sizes of a run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ VOCAB, DRAFT_VOCAB = 128256, 32000
 
 @dataclass(frozen=True)
 class Case:
-    """A verify step. rows: of each sequence, 1 for plain decoding, else nodes of a draft tree. cached: tokens each.
+    """A verify step.
 
-    is_narrow: whether keys and values have 8 bits.
+    Attributes:
+        rows: of each sequence, 1 for plain decoding, else nodes of a draft tree.
+        cached: tokens each.
+        is_narrow: whether keys and values have 8 bits.
     """
 
     batch: int
@@ -48,9 +51,14 @@ class Case:
 class Scale:
     """The sizes of a run.
 
-    targets, heads: by name. cases: verify steps. sessions: of a draft round. widths: hidden, intermediate and vocabulary of
-    the kernels, rows: theirs. shape: that the demo is widened to. batches to max_tokens: end to end. chunks: rows of prompts
-    that one prefill pass of the first target takes, behind as many tokens as each of prefixes.
+    Attributes:
+        targets, heads: by name.
+        cases: verify steps.
+        sessions: of a draft round.
+        widths: hidden, intermediate and vocabulary of the kernels.
+        rows: of the kernels.
+        shape: that the demo is widened to. batches to max_tokens: end to end.
+        chunks: rows of prompts that one prefill pass of the first target takes, behind as many tokens as each of prefixes.
     """
 
     targets: Mapping[str, LlamaConfig]
@@ -121,7 +129,12 @@ class Limit:
 
 @dataclass
 class Part:
-    """What a stage has found. error: why it stopped early; empty if it did not. waiting: cases that have not run yet."""
+    """Findings of a stage.
+
+    Attributes:
+        error: why it stopped early; empty if it did not.
+        waiting: cases that have not run yet.
+    """
 
     limit: Limit
     tables: list[Table] = field(default_factory=list)
@@ -140,14 +153,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches: bytes per second of a large copy, read and written ones counted, and operations per second of
-    a large bfloat16 product."""
+    """Rates that the device reaches: bytes per second of a large copy, read and written ones counted, and operations per
+    second of a large bfloat16 product.
+    """
 
     bytes: float
     operations: float
 
     def floor_ms(self, num_bytes: float, operations: float = 0.0) -> float:
-        """The least time for both."""
+        """Return the least time for both."""
         return 1e3 * max(num_bytes / self.bytes, operations / self.operations)
 
 
@@ -164,7 +178,7 @@ def measure_rates(device: torch.device, scale: Scale) -> Rates:
 
 @torch.inference_mode()
 def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median in ms until the device is done. Long work is repeated less often than `repeats` times."""
+    """Return the median in ms until the device is done. Long work is repeated less often than `repeats` times."""
 
     def run() -> float:
         started = time.perf_counter()
@@ -182,7 +196,7 @@ def median_ms(work: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def llama(shape: Shape, ranks: int = 1) -> LlamaConfig:
-    """A Llama of a shape, or one rank's part of it, with its own part of the vocabulary."""
+    """Return a Llama of a shape, or one rank's part of it, with its own part of the vocabulary."""
     return LlamaConfig(
         vocab_size=shape.vocab_size // ranks, hidden_size=shape.hidden, intermediate_size=shape.intermediate // ranks,
         num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads // ranks, head_dim=shape.head_dim,
@@ -191,7 +205,7 @@ def llama(shape: Shape, ranks: int = 1) -> LlamaConfig:
 
 
 def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfig:
-    """An EAGLE-3 head as wide as a Llama 3 of that hidden size, with the published draft vocabulary of 32,000."""
+    """Return an EAGLE-3 head as wide as a Llama 3 of that hidden size, with the published draft vocabulary of 32,000."""
     return EagleHeadConfig(
         kind="eagle3", target_hidden=hidden, hidden=hidden, intermediate=intermediate, num_heads=num_heads, num_kv_heads=8,
         head_dim=128, num_layers=1, vocab_size=VOCAB, draft_vocab_size=DRAFT_VOCAB, rms_norm_eps=1e-5,
@@ -200,7 +214,7 @@ def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfi
 
 
 def full_scale(minutes: float = 25.0) -> Scale:
-    """The run that a GPU of 80 GB takes in 25 minutes; in few minutes with fewer prompts."""
+    """Return the run that a GPU of 80 GB takes in 25 minutes; in few minutes with fewer prompts."""
     cases = [Case(1, rows) for rows in (1, 16, 32, 60)]
     cases += [Case(1, rows, cached) for cached in (8192, 32768) for rows in (1, 60)]
     cases += [Case(batch, rows) for batch in (8, 32) for rows in (1, 16, 32, 60)] + [Case(64, rows) for rows in (1, 16)]

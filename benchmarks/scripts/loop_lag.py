@@ -322,7 +322,7 @@ class LoopProbe:
 
 
 class InstantVerifier(GenerationServicer):
-    """Continues every prompt with the same token, a few at a time."""
+    """Verifier that continues every prompt with the same token, a few at a time."""
 
     async def Generate(self, message: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         num_prompt, num_output = len(message.tokens.ids), message.sampling.max_tokens

@@ -43,16 +43,20 @@ class Waits:
     late: float
 
     def percentile(self, share: float) -> float:
-        """The wait that this share of the steps does not exceed."""
+        """Return the wait that this share of the steps does not exceed."""
         return sorted(self.waits_ms)[min(int(share * len(self.waits_ms)), len(self.waits_ms) - 1)]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One session that moves. context: its tokens then. num_bytes: to the second drafter until its first tree.
+    """One session that moves.
 
-    refeed_ms: of the first step with a tree of it, beyond a usual step. plain_steps: steps without a tree between.
-    gap_ms: between the last tree of the first drafter and the first one of the second.
+    Attributes:
+        context: its tokens then.
+        num_bytes: to the second drafter until its first tree.
+        refeed_ms: of the first step with a tree of it, beyond a usual step.
+        plain_steps: steps without a tree between.
+        gap_ms: between the last tree of the first drafter and the first one of the second.
     """
 
     context: int
@@ -105,7 +109,7 @@ def main(
 
 
 def measure(settings: SplitSettings, others: Sequence[int], contexts: Sequence[int], progress: Progress) -> Results:
-    """All bursts beside one verifier, then one session after the other that moves. Raises EyasError."""
+    """Return all bursts beside one verifier, then one session after the other that moves. Raises EyasError."""
     costs = {name: DeviceCosts.read(getattr(settings, name)).scaled(settings.scale) for name in ("verifier", "drafter")}
     prompts, method, tree = [task.token_ids for task in load_tasks(settings)], settings.methods[0].name, settings.tree
     sampling = SamplingParams(settings.max_tokens, 0.0, ignore_eos=True, seed=0)
@@ -197,7 +201,7 @@ def waits_table(results: Results) -> Table:
 
 
 def moves_table(results: Results) -> Table:
-    """What each move cost."""
+    """Return what each move cost."""
     rows = tuple(
         (
             f"{m.context}",

@@ -77,7 +77,7 @@ class Settings:
 
 
 class Encoding(SpanExporter):
-    """Does the work of an OTLP exporter without sending."""
+    """Work of an OTLP exporter without sending."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Encode spans and drop the bytes."""

@@ -91,7 +91,7 @@ def run_modes(
 def summary(
     split: Split, mode: Mode, cell: tuple[float, int, float], found: Sequence[Sequence[Sequence[Decoded]]]
 ) -> SplitResult:
-    """The result of a mode, with the passes that its devices have logged. found: groups by verifier."""
+    """Return the result of a mode, with the passes that its devices have logged. found: groups by verifier."""
     drafter = read_log(split.logs[mode]) if mode in split.logs else []
     shares, seconds = list[Shares](), list[float]()
     for log, own in zip(split.verifier_logs, found, strict=False):
@@ -105,7 +105,7 @@ def summary(
 
 
 def timelines_of(split: Split, runs: Mapping[Mode, list[list[Decoded]]], temperature: float) -> list[Timeline]:
-    """The rounds of a typical request of each mode with drafts."""
+    """Return the rounds of a typical request of each mode with drafts."""
     verifier = read_log(split.verifier_logs[0])
     return [
         Timeline.of(

@@ -33,10 +33,13 @@ DRAFT_KINDS: tuple[PassKind, PassKind] = ("draft_round", "draft_level")
 class SplitSettings(MethodsSettings):
     """Settings of `python -m benchmarks.split`. methods: the one of the drafter.
 
-    delays: of each way between verifier and drafter, in verify passes. verifier, drafter: cost tables, see DeviceCosts.read.
-    scale: all times of both tables are multiplied by it. ahead: how the drafter of mode "ahead" grows trees in advance.
-    plain_tokens: tokens of each prompt in plain decoding, whose rate is the same at every token; 0 takes max_tokens.
-    verifiers: numbers of verifiers that share the draft service, each with a batch of its own.
+    Attributes:
+        delays: of each way between verifier and drafter, in verify passes.
+        verifier, drafter: cost tables, see DeviceCosts.read.
+        scale: all times of both tables are multiplied by it.
+        ahead: how the drafter of mode "ahead" grows trees in advance.
+        plain_tokens: tokens of each prompt in plain decoding, whose rate is the same at every token; 0 takes max_tokens.
+        verifiers: numbers of verifiers that share the draft service, each with a batch of its own.
     """
 
     draft_model: str
@@ -81,7 +84,12 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Shares:
-    """What two devices did in a time. verifier, drafter: busy shares. late: share of late passes."""
+    """Use of two devices over a time.
+
+    Attributes:
+        verifier, drafter: busy shares.
+        late: share of late passes.
+    """
 
     verifier: float
     drafter: float
@@ -97,7 +105,7 @@ class Shares:
 
 
 def overlap(record: PassRecord, started: float, ended: float) -> float:
-    """Seconds of a pass between two times."""
+    """Return the seconds of a pass between two times."""
     return max(min(record.ended, ended) - max(record.began, started), 0.0)
 
 
@@ -105,15 +113,22 @@ def overlap(record: PassRecord, started: float, ended: float) -> float:
 class SplitResult:
     """One mode at one temperature, batch and delay, with a number of verifiers.
 
-    rate: tokens per second of a verifier, the batch times the tokens over the time of all requests, see `rate_of`.
-    rates: the same of each group of prompts. speedup: of rate over that of plain decoding.
-    eta: see the module; None for plain decoding.
-    tau: tokens per verify step; tau_hit, tau_miss: of trees grown ahead, and of others.
-    hit_rate: share of the steps with trees grown ahead; prepared: of those without a round trip, as the tree came before the
-    commit. hit_trip_ms, miss_trip_ms: mean round trips of other hits, and of misses.
-    step_ms: mean time of a step; verify_ms: of that in the target's pass. wait_ms: waiting for trees. round_trip_ms: from a
-    request for trees to the answer, draft_ms of it in the draft service.
-    accepted_fresh, accepted_hit: numbers of steps by accepted tokens. identical: outputs that equal plain decoding.
+    Attributes:
+        rate: tokens per second of a verifier, the batch times the tokens over the time of all requests, see `rate_of`.
+        rates: the same of each group of prompts.
+        speedup: of rate over that of plain decoding.
+        eta: see the module; None for plain decoding.
+        tau: tokens per verify step.
+        tau_hit, tau_miss: of trees grown ahead, and of others.
+        hit_rate: share of the steps with trees grown ahead.
+        prepared: of those without a round trip, as the tree came before the commit.
+        hit_trip_ms, miss_trip_ms: mean round trips of other hits, and of misses.
+        step_ms: mean time of a step.
+        verify_ms: of that in the target's pass.
+        wait_ms: waiting for trees.
+        round_trip_ms: from a request for trees to the answer, draft_ms of it in the draft service.
+        accepted_fresh, accepted_hit: numbers of steps by accepted tokens.
+        identical: outputs that equal plain decoding.
     """
 
     mode: Mode
@@ -145,17 +160,19 @@ class SplitResult:
 
     @property
     def host_ms(self) -> float:
-        """What of a step is neither the target's pass nor the wait for trees."""
+        """Return the part of a step that is neither the target's pass nor the wait for trees."""
         return self.step_ms - self.verify_ms - self.wait_ms
 
     @property
     def wire_ms(self) -> float:
-        """What of a round trip is not in the draft service: the wire, both ways, and the threads at its ends."""
+        """Return the part of a round trip that is not in the draft service: the wire, both ways, and the threads at its
+        ends.
+        """
         return max(self.round_trip_ms - self.draft_ms, 0.0)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the emulated devices were kept."""
+        """Return whether the emulated devices were kept."""
         return self.shares.late <= MAX_LATE
 
 
@@ -205,7 +222,8 @@ def result(
 
 
 def rate_of(requests: Sequence[Decoded], batch: int) -> float:
-    """Tokens per second of `batch` requests at once: pooled over time as tau is over steps, so that eta is unbiased.
+    """Return the tokens per second of `batch` requests at once: pooled over time as tau is over steps, so that eta is
+    unbiased.
 
     A mean of the requests' own rates would be above it: quick requests would count as much as slow ones, which last longer.
     """
@@ -218,13 +236,13 @@ def _tau(steps: Sequence[VerifyStep]) -> float:
 
 
 def _histogram(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
-    """How many steps accepted 0, 1, 2 ... drafted tokens."""
+    """Return how many steps accepted 0, 1, 2 ... drafted tokens."""
     found = Counter(step.accepted for step in steps)
     return tuple(found[accepted] for accepted in range(max(found, default=-1) + 1))
 
 
 def _round_trip_ms(steps: Sequence[VerifyStep]) -> float:
-    """Mean of the steps that had a round trip."""
+    """Return the mean of the steps that had a round trip."""
     return _mean(step.details.round_trip_ms for step in steps if step.details and step.details.round_trip_ms)
 
 
@@ -234,7 +252,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Decoded]]) -> str:
-    """How many outputs equal plain decoding, as far as both go."""
+    """Return how many outputs equal plain decoding, as far as both go."""
     pairs = [pair for own, other in zip(groups, plain, strict=True) for pair in zip(own, other, strict=True)]
     lengths = [min(len(one.tokens), len(other.tokens)) for one, other in pairs]
     equal = [first_difference(a.tokens, b.tokens) >= length for (a, b), length in zip(pairs, lengths, strict=True)]
@@ -245,7 +263,9 @@ def agreement(groups: Sequence[Sequence[Decoded]], plain: Sequence[Sequence[Deco
 class SplitResults:
     """Everything that was measured.
 
-    verifier, drafter: the cost tables, scaled. tree: what the drafter drafts at most.
+    Attributes:
+        verifier, drafter: the cost tables, scaled.
+        tree: what the drafter drafts at most.
     """
 
     results: tuple[SplitResult, ...]
@@ -259,7 +279,7 @@ class SplitResults:
         return self.verifier.seconds("verify", 1)
 
     def tables(self) -> list[Table]:
-        """The tables of the report."""
+        """Return the tables of the report."""
         shared = [_shared(self)] if any(r.verifiers > 1 for r in self.results) else []
         return [_speed(self), _step(self), *shared]
 
@@ -314,22 +334,24 @@ def _step(found: SplitResults) -> Table:
 
 
 def round_s(drafter: DeviceCosts, levels: int, top_k: int, batch: int) -> float:
-    """Seconds of a round of serial drafting for a batch, without host work."""
+    """Return the seconds of a round of serial drafting for a batch, without host work."""
     first, level = (partial(drafter.seconds, kind) for kind in DRAFT_KINDS)
     return first(batch * levels) + (levels - 1) * level(batch * top_k)
 
 
 def most_verifiers(verify_s: float, drafted_s: float) -> float:
-    """The closed form of one drafter's verifiers at an equal time per token: 1 + t_v / (gamma t_d).
+    """Return the closed form of one drafter's verifiers at an equal time per token: 1 + t_v / (gamma t_d).
 
-    verify_s: t_v, of a verify pass. drafted_s: gamma t_d, of a round. A step takes both, one after the other; the drafter is
-    busy for drafted_s of it. So it serves that many verifiers in turn, without batches and without a wait.
+    Args:
+        verify_s: t_v, of a verify pass.
+        drafted_s: gamma t_d, of a round. A step takes both, one after the other; the drafter is busy for drafted_s of it.
+            So it serves that many verifiers in turn, without batches and without a wait.
     """
     return 1 + verify_s / drafted_s
 
 
 def _shared(found: SplitResults) -> Table:
-    """What each number of verifiers makes of the time per token."""
+    """Return what each number of verifiers makes of the time per token."""
     rows, alone = [], dict[tuple[str, ...], SplitResult]()
     for r in (r for r in found.results if r.mode != "plain"):
         first = alone.setdefault((*_cell(r)[:3], r.mode), r)
@@ -348,7 +370,9 @@ def _shared(found: SplitResults) -> Table:
 
 
 def with_references(results: Sequence[SplitResult]) -> list[SplitResult]:
-    """The results with eta and speedup, against serial trees and plain decoding of the same temperature, batch and delay."""
+    """Return the results with eta and speedup, against serial trees and plain decoding of the same temperature, batch and
+    delay.
+    """
     found = {(r.temperature, r.batch, r.delay, r.verifiers, r.mode): r for r in results}
     compared = []
     for r in results:

@@ -37,10 +37,12 @@ STAGGER = 0.3819
 
 @dataclass(frozen=True)
 class Split:
-    """Running services. clients, verifiers, verifier_logs: one of each verifier, with its log of passes.
+    """Running services.
 
-    proxies, children, logs: of the drafter of each mode with drafts, which all verifiers share.
-    stagger_s: time between the first requests of two verifiers.
+    Attributes:
+        clients, verifiers, verifier_logs: one of each verifier, with its log of passes.
+        proxies, children, logs: of the drafter of each mode with drafts, which all verifiers share.
+        stagger_s: time between the first requests of two verifiers.
     """
 
     clients: tuple[Client, ...]
@@ -97,7 +99,7 @@ class Split:
 
 
 def read_log(file: Path) -> list[PassRecord]:
-    """The passes that an emulated device has logged."""
+    """Return the passes that an emulated device has logged."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [PassRecord(**json.loads(line)) for line in lines]
 
@@ -145,7 +147,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
 
 
 def written(costs: DeviceCosts, table: Path, log: Path) -> Path:
-    """A table in a file, with a log."""
+    """Return a table in a file, with a log."""
     replace(costs, log=str(log)).write(table)
     return table
 

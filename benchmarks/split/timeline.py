@@ -35,7 +35,7 @@ class Timeline:
 
     @classmethod
     def of(cls, title: str, request: Decoded, verifier: Sequence[PassRecord], drafter: Sequence[PassRecord]) -> Timeline:
-        """The middle rounds of a request: NUM_DRAWN verify passes and what the drafter did meanwhile."""
+        """Return the middle rounds of a request: NUM_DRAWN verify passes and what the drafter did meanwhile."""
         own = [r for r in verifier if request.started <= r.began <= request.ended]
         middle = own[max(len(own) // 2 - NUM_DRAWN // 2, 0) :][:NUM_DRAWN]
         if not middle:
@@ -85,6 +85,6 @@ def draw(timelines: Sequence[Timeline], paths: Iterable[Path]) -> None:
 
 
 def typical(requests: Sequence[Decoded]) -> Decoded:
-    """The request with the median rate."""
+    """Return the request with the median rate."""
     middle = median(request.rate for request in requests)
     return min(requests, key=lambda request: abs(request.rate - middle))

@@ -55,7 +55,7 @@ SPARE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What heads need of the small target, and of the shape that it gets."""
+    """Sizes of the small target, and of the shape that it gets, that heads need."""
 
     folder: Path
     layers: LayerSizes
@@ -66,7 +66,7 @@ class TargetSizes:
 
     @classmethod
     def read(cls, path_or_id: str, shape: Shape, dtype: torch.dtype) -> TargetSizes:
-        """Of the target in a folder. Raises CheckpointError."""
+        """Read the sizes of the target in a folder. Raises CheckpointError."""
         folder = resolve(path_or_id)
         config, source = read_target_config(folder), folder / "config.json"
         num_layers, vocab = (get_setting(int, config, key, source) for key in ("num_hidden_layers", "vocab_size"))
@@ -78,11 +78,11 @@ class TargetSizes:
 
     @property
     def pads(self) -> bool:
-        """Whether the vocabulary grows."""
+        """Return whether the vocabulary grows."""
         return self.new_vocab_size > self.vocab_size
 
     def draft_axis(self, count: int, is_whole: bool) -> Axis:
-        """Of a draft vocabulary: as large as the shape's, as far as there are new tokens for it.
+        """Return the axis of a draft vocabulary: as large as the shape's, as far as there are new tokens for it.
 
         is_whole: whether it is the target's.
         """
@@ -96,13 +96,13 @@ class TargetSizes:
         return torch.cat([ids, self.vocab_size + torch.arange(axis.size - len(ids))])
 
     def wiring(self, wiring: HeadWiring) -> HeadWiring:
-        """The same states, where the layers of the shape hold them."""
+        """Return the same states, where the layers of the shape hold them."""
         layers = [x if x < 0 else wide_layer(x, self.num_layers, self.shape) for x in wiring.aux_hidden_state_layers]
         return replace(wiring, aux_hidden_state_layers=tuple(layers))
 
 
 def widen_head(path_or_id: str, target: TargetSizes) -> WideModel:
-    """A draft head, or a small draft model, in the target's shape.
+    """Return a draft head, or a small draft model, in the target's shape.
 
     Raises CheckpointError for a head that cannot be widened exactly, ConfigError for a shape that is too small.
     """
@@ -200,7 +200,7 @@ def _block_axes(c: BlockHeadConfig, wide: BlockHeadConfig, target: TargetSizes, 
 
 
 def _widen_medusa(folder: Path, target: TargetSizes) -> WideModel:
-    """In vLLM's layout. The target's final state has the constant; blocks pass it on."""
+    """Widen Medusa heads in vLLM's layout. The target's final state has the constant; blocks pass it on."""
     head = load_medusa(str(folder), str(target.folder))
     widening, hidden = _hidden_only(target)
     is_whole = len(head.draft_ids) == target.vocab_size
@@ -220,7 +220,7 @@ def _widen_medusa(folder: Path, target: TargetSizes) -> WideModel:
 
 
 def _widen_hydra(folder: Path, target: TargetSizes) -> WideModel:
-    """The first block of a head passes on the constant that the target's final state has."""
+    """Return the first block of a head, which passes on the constant that the target's final state has."""
     config = read_hydra_config(folder)
     own_embedding = "input_embed_fn.weight" in read_tensors(folder, HYDRA_FILES)
     _refuse(folder, {"it has a prefix layer": config.has_prefix, "it has an embedding of its own": own_embedding})
@@ -252,7 +252,7 @@ def _widen_hydra(folder: Path, target: TargetSizes) -> WideModel:
 
 
 def _hidden_only(target: TargetSizes) -> tuple[Widening, Axis]:
-    """For heads without layers."""
+    """Return the placement for heads without layers."""
     wide = widen_sizes(target.layers, target.shape, target.pads, target.folder)
     return Widening(target.layers, wide, target.pads, False, {}, target.dtype), Axis.first(target.layers.hidden, wide.hidden)
 

@@ -40,7 +40,9 @@ class Patch:
 class SparseTensor:
     """A tensor of zeros but for what is given. Leading dimensions of `shape` count as rows.
 
-    rows: row of each given one, int64 [n]. values: the first columns of these rows, [n, up to the width].
+    Attributes:
+        rows: row of each given one, int64 [n].
+        values: the first columns of these rows, [n, up to the width].
     """
 
     name: str
@@ -51,7 +53,7 @@ class SparseTensor:
 
     @classmethod
     def dense(cls, name: str, tensor: Tensor) -> SparseTensor:
-        """A vector that is given as a whole."""
+        """Return a vector that is given as a whole."""
         return cls(name, tuple(tensor.shape), torch.zeros(1, dtype=torch.int64), tensor[None])
 
     @property
@@ -109,7 +111,7 @@ def _write_file(path: Path, tensors: Sequence[SparseTensor], advance: Callable[[
 
 
 def _header(tensors: Sequence[SparseTensor]) -> tuple[bytes, int]:
-    """The header, padded to whole pages so that rows lie on few of them, and the bytes behind it."""
+    """Return the header, padded to whole pages so that rows lie on few of them, and the bytes behind it."""
     entries: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for each in tensors:

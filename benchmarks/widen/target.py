@@ -47,9 +47,13 @@ Sizes = TypeVar("Sizes", bound=LayerSizes)
 
 @dataclass(frozen=True)
 class Shape:
-    """A large model's sizes. draft_vocab_size: of its reduced draft heads. small: the shape of its small draft model.
+    """A large model's sizes.
 
     vocab_size 0 keeps the vocabularies.
+
+    Attributes:
+        draft_vocab_size: of its reduced draft heads.
+        small: the shape of its small draft model.
     """
 
     hidden: int
@@ -74,7 +78,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the entries of a dimension go: entry take[i] to put[i], both int64 [n], in a dimension of `size`."""
+    """Placement of the entries of a dimension: entry take[i] to put[i], both int64 [n], in a dimension of `size`."""
 
     take: Tensor
     put: Tensor
@@ -82,7 +86,7 @@ class Axis:
 
     @classmethod
     def first(cls, count: int, size: int = 0) -> Axis:
-        """To the first places, by default of a dimension that stays as it is."""
+        """Place entries at the first places, by default of a dimension that stays as it is."""
         return cls(torch.arange(count), torch.arange(count), size or count)
 
     @classmethod
@@ -139,10 +143,12 @@ HIDDEN_NORMS = ("input_layernorm", "post_attention_layernorm", "hidden_norm", "n
 
 
 class Widening:
-    """How the tensors of one model are placed in a large one.
+    """Placement of the tensors of one model in a large one.
 
-    pads: whether the vocabulary grows. has_head_norms: whether queries and keys are normed per head.
-    axes: of the model's dimensions, by the names in MATRICES; those of its layers are added.
+    Args:
+        pads: whether the vocabulary grows.
+        has_head_norms: whether queries and keys are normed per head.
+        axes: of the model's dimensions, by the names in MATRICES; those of its layers are added.
     """
 
     def __init__(
@@ -162,7 +168,7 @@ class Widening:
         self._factors |= {"self_attn.k_norm": sqrt(1 / wider)}
 
     def place(self, name: str, tensor: Tensor, new_name: str = "") -> SparseTensor:
-        """A tensor in its place. Raises CheckpointError for one that is not known."""
+        """Return a tensor in its place. Raises CheckpointError for one that is not known."""
         module = re.sub(r"\.\d+$", "", re.sub(r"\.(weight|bias)$", "", name))
         known = next((key for key in MATRICES if f".{module}".endswith(f".{key}")), None)
         if known is None:
@@ -175,7 +181,7 @@ class Widening:
         return self.put(new_name or name, tensor, row_axis, column_axis, self._factors.get(known, 1.0), known)
 
     def put(self, name: str, tensor: Tensor, rows: Axis, columns: Axis, factor: float = 1.0, kind: str = "") -> SparseTensor:
-        """A tensor along two axes. kind: as in MATRICES; it decides the places of the constant."""
+        """Return a tensor along two axes. kind: as in MATRICES; it decides the places of the constant."""
         matrix = tensor.reshape(-1, tensor.shape[-1])
         values = torch.zeros(len(rows.put), int(columns.put.max()) + 1, dtype=torch.float64)
         values[:, columns.put] = matrix.double()[rows.take][:, columns.take] * factor
@@ -185,7 +191,7 @@ class Widening:
         return SparseTensor(name, (*leading, columns.size), rows.put, values.to(self._dtype), patches)
 
     def _constants(self, kind: str, rows: Axis) -> tuple[Patch, ...]:
-        """What makes, passes on and reads the constant hidden state, which is the first new one."""
+        """Return what makes, passes on and reads the constant hidden state, which is the first new one."""
         at, first = self._small.hidden, torch.zeros(1, dtype=torch.int64)
         match kind:
             case "embed_tokens":
@@ -226,7 +232,7 @@ def _width_axis(small: LayerSizes, wide: LayerSizes) -> Axis:
 
 
 def widen_sizes(small: Sizes, shape: Shape, pads: bool, source: object, **others: Any) -> Sizes:
-    """The sizes of layers in a shape, and `others` of the same dataclass.
+    """Return the sizes of layers in a shape, and `others` of the same dataclass.
 
     Raises ConfigError for a shape that is too small.
     """
@@ -254,7 +260,12 @@ def widen_sizes(small: Sizes, shape: Shape, pads: bool, source: object, **others
 
 @dataclass(frozen=True)
 class WideModel:
-    """A widened checkpoint. config: its config.json. files: those to copy beside it."""
+    """A widened checkpoint.
+
+    Attributes:
+        config: its config.json.
+        files: those to copy beside it.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -271,12 +282,17 @@ class WideModel:
 
 
 def wide_layer(layer: int, num_layers: int, shape: Shape) -> int:
-    """Where a layer goes; also where the state before it is found, and for `num_layers` the state behind all layers."""
+    """Return where a layer goes; also where the state before it is found, and for `num_layers` the
+    state behind all layers.
+    """
     return layer * shape.num_layers // num_layers
 
 
 def widen_target(path_or_id: str, shape: Shape, dtype: torch.dtype, name: str = "target") -> WideModel:
-    """A causal LM in a shape. Raises CheckpointError for another family, ConfigError for a shape that is too small."""
+    """Return a causal LM in a shape.
+
+    Raises CheckpointError for another family, ConfigError for a shape that is too small.
+    """
     folder = resolve(path_or_id)
     config, source = read_config(folder), folder / "config.json"
     if config.get("model_type") not in FAMILIES:

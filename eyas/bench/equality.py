@@ -35,8 +35,11 @@ MARGIN_STEPS = 2.0
 class Divergence:
     """The first token that differs. Gaps are between float32 logits, with the noise of the draw above temperature 0.
 
-    position: counted in generated tokens. top_gap: between the two highest. token_gap: from the highest down to the lower
-    one of the two tokens'. margin: the largest gap over which rounding in the dtype can swap two tokens.
+    Attributes:
+        position: counted in generated tokens.
+        top_gap: between the two highest.
+        token_gap: from the highest down to the lower one of the two tokens'.
+        margin: the largest gap over which rounding in the dtype can swap two tokens.
     """
 
     position: int
@@ -60,7 +63,7 @@ class EqualityComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the outputs are equal, or rounding explains the difference."""
+        """Return whether the outputs are equal, or rounding explains the difference."""
         return self.divergence is None or self.divergence.explained
 
 
@@ -117,14 +120,17 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
 
 
 class DivergenceExplainer:
-    """Explains a difference with the logits of a float32 copy of the target, loaded on first use."""
+    """Explanation of a difference by the logits of a float32 copy of the target, loaded on first use.
+
+    Args:
+        kv_cache_dtype: of the copy's keys and values, too.
+    """
 
     def __init__(self, settings: OfflineSettings, kv_cache_dtype: str = "auto") -> None:
-        """kv_cache_dtype: of the copy's keys and values, too."""
         self._settings, self._kv_cache_dtype = settings, kv_cache_dtype
 
     def divergence(self, prompt: Prompt, seed: int, plain: Sequence[int], speculative: Sequence[int]) -> Divergence | None:
-        """The first difference between two outputs of a prompt, drawn with `seed`; None if they are equal."""
+        """Return the first difference between two outputs of a prompt, drawn with `seed`; None if they are equal."""
         if plain == speculative:
             return None
         at = first_difference(plain, speculative)
@@ -143,13 +149,13 @@ class DivergenceExplainer:
         return target
 
     def _logits(self, tokens: Prompt) -> Tensor:
-        """After the last token, [V]."""
+        """Return the logits after the last token, [V]."""
         target, rows = self._target, np.arange(len(tokens))
         segment = Segment(np.array(tokens, dtype=np.int64), rows, rows, rows[:0], None, rows[-1:])
         return target.forward(target.pack([segment]), target.new_kv_cache(len(tokens))).logits[0]
 
     def _with_noise(self, logits: Tensor, seed: int, position: int) -> Tensor:
-        """The scores whose highest is drawn: argmin e / p is argmax (logit - temperature * log e)."""
+        """Return the scores whose highest is drawn: argmin e / p is argmax (logit - temperature * log e)."""
         temperature = self._settings.temperatures[0]
         if temperature == 0:
             return logits
@@ -158,7 +164,7 @@ class DivergenceExplainer:
 
 
 class ReplayDrafter(LocalDrafter):
-    """Drafts the known output of plain decoding, with a wrong guess beside each right one.
+    """Drafter of the known output of plain decoding, with a wrong guess beside each right one.
 
     Trees are as large as the budget allows, and are accepted as long as speculation repeats plain decoding.
     """
@@ -180,7 +186,7 @@ class ReplayDrafter(LocalDrafter):
         pass
 
     def _tree(self, context: DraftContext) -> DraftTree:
-        """A chain of the known output. Each node has a wrong sibling before it: root - (a+1, a - (b+1, b - ...))."""
+        """Return a chain of the known output. Each node has a wrong sibling before it: root - (a+1, a - (b+1, b - ...))."""
         budget, output = context.budget, self._outputs[context.session]
         levels = min(budget.max_depth, (budget.max_nodes - 1) // 2) if budget.wants_tree else 0
         tokens, parents, above = [context.tokens[-1]], [0], 0

@@ -33,7 +33,12 @@ OVER_LOOKUP = "over generate with prompt lookup"
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A method on the prompts of a task. speedup: over plain decoding, by prompt; tau: acceptance length."""
+    """A method on the prompts of a task.
+
+    Attributes:
+        speedup: over plain decoding, by prompt.
+        tau: acceptance length.
+    """
 
     task: str
     speedup: Spread
@@ -50,13 +55,16 @@ class TaskScore:
 class MethodScore:
     """A method at a temperature.
 
-    draft_ms: mean time that the drafter takes in a verify step.
-    identical: outputs that equal those of plain decoding.
-    work: passes of the drafter's network for a tree. rows: mean rows of a verify step, the root included.
-    unshared_noise_tau: acceptance length without shared noise, for methods with draft probabilities at temperatures above 0.
-    plain_ranking_tau: the same with nodes ranked by draft probabilities, not by sharpened ones.
-    over_lookup: speedup over `generate` of transformers with prompt lookup, by prompt; None where that did not run.
-    seconds, other_seconds: decoding time of the method, and of the runs behind these two figures.
+    Attributes:
+        draft_ms: mean time that the drafter takes in a verify step.
+        identical: outputs that equal those of plain decoding.
+        work: passes of the drafter's network for a tree.
+        rows: mean rows of a verify step, the root included.
+        unshared_noise_tau: acceptance length without shared noise, for methods with draft probabilities at temperatures
+            above 0.
+        plain_ranking_tau: the same with nodes ranked by draft probabilities, not by sharpened ones.
+        over_lookup: speedup over `generate` of transformers with prompt lookup, by prompt; None where that did not run.
+        seconds, other_seconds: decoding time of the method, and of the runs behind these two figures.
     """
 
     method: str
@@ -242,7 +250,7 @@ def _table(scores: Sequence[MethodScore]) -> Table:
 
 
 def _costs(scores: Sequence[MethodScore]) -> Table:
-    """What the drafted tokens of each method cost the verifier and the drafter."""
+    """Return what the drafted tokens of each method cost the verifier and the drafter."""
     costs = ("rows", "tau per row", "draft passes", "layers", "tau per draft pass", PER_VERIFY_TIME)
     columns = ("method", *costs, "tau", "tau with plain ranking")
     rows = tuple(

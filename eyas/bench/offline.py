@@ -93,7 +93,7 @@ def measure(
 
 
 def with_levels(settings: OfflineSettings) -> OfflineSettings:
-    """The settings with the levels of the method's trees, if they leave them open."""
+    """Return the settings with the levels of the method's trees, if they leave them open."""
     return replace(settings, tree=resolve_tree(settings.tree, settings.method, settings.draft_model))
 
 

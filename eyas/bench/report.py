@@ -67,7 +67,7 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """The table as a section of a report."""
+        """Return the table as a section of a report."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         return "\n\n".join(part for part in (f"## {self.title}", self.note, body) if part)
@@ -77,9 +77,10 @@ class Table:
 class Report:
     """A finished measurement.
 
-    name: what was measured, part of the file name.
-    settings, results: dataclasses or plain values, written to JSON as they are.
-    tables: the page, for people.
+    Attributes:
+        name: what was measured, part of the file name.
+        settings, results: dataclasses or plain values, written to JSON as they are.
+        tables: the page, for people.
     """
 
     name: str
@@ -96,14 +97,16 @@ class Report:
     def here(cls, name: str, program: str, device: str, settings: Any, results: Any, tables: Sequence[Table]) -> Report:
         """Make a report of today, this machine and this checkout.
 
-        program: the command without the arguments of this process. device: as torch names it.
+        Args:
+            program: the command without the arguments of this process.
+            device: as torch names it.
         """
         command = f"{program} {shlex.join(sys.argv[1:])}".strip()
         versions = {"python": platform.python_version(), "eyas": __version__} | {name: version(name) for name in VERSIONED}
         return cls(name, command, _machine(device), versions, checkout_commit(), settings, results, tables, date.today())
 
     def markdown(self) -> str:
-        """The page, for people."""
+        """Return the page, for people."""
         machine = [self.machine.processor, f"{self.machine.num_cores} cores", self.machine.gpu, self.machine.system]
         facts = {
             "date": f"{self.day}",
@@ -154,7 +157,7 @@ def _machine(device: str) -> Machine:
 
 
 def checkout_commit() -> str:
-    """The commit of this checkout, marked if files differ from it; "unknown" outside a checkout."""
+    """Return the commit of this checkout, marked if files differ from it; "unknown" outside a checkout."""
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

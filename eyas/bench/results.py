@@ -19,7 +19,12 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One batch decoded to the end. seconds: from the first submission to the last token. draft_seconds: in the drafter."""
+    """One batch decoded to the end.
+
+    Attributes:
+        seconds: from the first submission to the last token.
+        draft_seconds: in the drafter.
+    """
 
     seconds: float
     outputs: tuple[tuple[int, ...], ...]
@@ -32,7 +37,7 @@ class Run:
 
 
 def total_stats(runs: Iterable[Run]) -> GenerationStats:
-    """The statistics of all runs together."""
+    """Return the statistics of all runs together."""
     stats = GenerationStats()
     for run in runs:
         stats.merge(run.stats)
@@ -52,7 +57,9 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many outputs are equal token for token, and the first position at which another differs; None if all are equal."""
+    """Number of outputs that are equal token for token, and the first position at which another differs; None if all are
+    equal.
+    """
 
     num_identical: int
     num_outputs: int
@@ -75,7 +82,9 @@ class Agreement:
 class SpeedComparison:
     """The same batches decoded by every contender. The mappings are by contender, or by "contender / contender".
 
-    tau: acceptance length; acceptance_by_depth: see GenerationStats; None and empty without a drafter.
+    Attributes:
+        tau: acceptance length.
+        acceptance_by_depth: see GenerationStats; None and empty without a drafter.
     """
 
     temperature: float
@@ -111,7 +120,7 @@ class SpeedComparison:
         )
 
     def __str__(self) -> str:
-        """The comparison in a line, for those who wait for the report."""
+        """Return the comparison in a line, for those who wait for the report."""
         speeds = [f"{name} {speed} tokens/s" for name, speed in self.tokens_per_second.items()]
         if self.tau is not None:
             speeds.append(f"{SPECULATIVE} / {PLAIN} {self.ratios[f'{SPECULATIVE} / {PLAIN}']}, tau {self.tau:.2f}")
@@ -141,7 +150,9 @@ class DraftTime:
 class FirstToken:
     """Time to the first token of one prompt, by contender.
 
-    ms: for a new prompt. warm_ms: for the same prompt with num_new_tokens more, when the prefix cache holds the rest.
+    Attributes:
+        ms: for a new prompt.
+        warm_ms: for the same prompt with num_new_tokens more, when the prefix cache holds the rest.
     """
 
     num_prompt_tokens: int
@@ -152,9 +163,12 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class OfflineResults:
-    """Everything that `eyas bench offline` measures. num_threads: CPU threads of torch.
+    """Everything that `eyas bench offline` measures.
 
-    verify, draft: empty unless rows were asked for. first_token: None unless it was.
+    Attributes:
+        num_threads: CPU threads of torch.
+        verify, draft: empty unless rows were asked for.
+        first_token: None unless it was.
     """
 
     num_threads: int
@@ -164,14 +178,14 @@ class OfflineResults:
     first_token: FirstToken | None
 
     def tables(self) -> list[Table]:
-        """The tables of the report; empty ones are left out."""
+        """Return the tables of the report; empty ones are left out."""
         tables = [_verify(self.verify), _draft(self.draft)]
         tables += [_first_token(self.first_token)] if self.first_token else []
         return [*tables_of(self.comparisons), *(table for table in tables if table.rows)]
 
 
 def tables_of(comparisons: Sequence[SpeedComparison]) -> list[Table]:
-    """The tables of comparisons; empty ones are left out."""
+    """Return the tables of comparisons; empty ones are left out."""
     tables = [_speed(comparisons), _agreement(comparisons), _acceptance(comparisons), _stages(comparisons)]
     return [table for table in tables if table.rows]
 
@@ -274,6 +288,6 @@ def _text(value: object) -> str:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """The first position at which two different sequences differ; one may be the beginning of the other."""
+    """Return the first position at which two different sequences differ; one may be the beginning of the other."""
     pairs = zip(left, right, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -115,8 +115,11 @@ def read_goodput(texts: Sequence[str]) -> dict[Latency, float]:
 class RequestTimes:
     """Times and counts of one request, as a client saw it. Times are seconds of one clock.
 
-    chunks: when each one with text came. num_output_tokens: by the server's count, or else that of the chunks.
-    accepted, rejected: drafted tokens, if the server says so. num_steps, num_step_tokens: verify steps and their tokens.
+    Attributes:
+        chunks: when each one with text came.
+        num_output_tokens: by the server's count, or else that of the chunks.
+        accepted, rejected: drafted tokens, if the server says so.
+        num_steps, num_step_tokens: verify steps and their tokens.
     """
 
     started: float
@@ -147,7 +150,7 @@ class RequestTimes:
         }
 
     def gaps(self) -> list[float]:
-        """Seconds between chunks. One chunk may hold several tokens."""
+        """Return seconds between chunks. One chunk may hold several tokens."""
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
@@ -169,8 +172,11 @@ class Percentiles:
 class ServeResults:
     """The load in numbers.
 
-    tau: mean tokens of a verify step; None if the server does not say. accepted_share: of drafted tokens; None likewise.
-    goodput: requests a second that kept all limits; None without limits. errors: messages and how often each came.
+    Attributes:
+        tau: mean tokens of a verify step; None if the server does not say.
+        accepted_share: of drafted tokens; None likewise.
+        goodput: requests a second that kept all limits; None without limits.
+        errors: messages and how often each came.
     """
 
     seconds: float
@@ -211,7 +217,7 @@ class ServeResults:
         )
 
     def tables(self) -> list[Table]:
-        """The page."""
+        """Return the page."""
         rows = [
             ("requests", f"{self.num_done} answered, {self.num_failed} failed, in {self.seconds:.1f} s"),
             ("requests/s", number(self.num_done / self.seconds)),

@@ -25,7 +25,9 @@ ANY_TASK = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What every benchmark has. threads: CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says."""
+    """Settings that every benchmark has. threads: CPU threads of torch; 0 takes what `eyas.device.placement.use_threads`
+    says.
+    """
 
     max_tokens: int = 96
     temperatures: tuple[float, ...] = (0.0,)
@@ -49,14 +51,16 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class OfflineSettings(BenchSettings):
-    """What `eyas bench offline` measures.
+    """Settings of `eyas bench offline`.
 
-    draft_model: folder or hub id of a draft head; empty measures plain decoding alone.
-    prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
-    num_prompts: of them, spread evenly over the tasks; 0 takes all of a file, or NUM_RANDOM_PROMPTS random ones.
-    num_groups: fewest batches of each size. max_groups: most; 0 takes as many as all prompts need.
-    rows: lengths of the chains that a verify step is timed with, and draft rounds; empty times none.
-    first_token: also measure the time to the first token of a long prompt, new and cached.
+    Attributes:
+        draft_model: folder or hub id of a draft head; empty measures plain decoding alone.
+        prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
+        num_prompts: of them, spread evenly over the tasks; 0 takes all of a file, or NUM_RANDOM_PROMPTS random ones.
+        num_groups: fewest batches of each size.
+        max_groups: most; 0 takes as many as all prompts need.
+        rows: lengths of the chains that a verify step is timed with, and draft rounds; empty times none.
+        first_token: also measure the time to the first token of a long prompt, new and cached.
     """
 
     model: str
@@ -103,10 +107,12 @@ class TaskPrompt:
 
 @dataclass(frozen=True)
 class MethodsSettings(BenchSettings):
-    """What `eyas bench methods` measures. `tree` is for methods without a tree shape of their own.
+    """Settings of `eyas bench methods`. `tree` is for methods without a tree shape of their own.
 
-    prompts: JSON Lines file with token_ids, text or the turns of Spec-Bench (the first is used), and a category or task.
-    assistant: small model for transformers' assisted generation; empty leaves it out.
+    Attributes:
+        prompts: JSON Lines file with token_ids, text or the turns of Spec-Bench (the first is used), and a category or
+            task.
+        assistant: small model for transformers' assisted generation; empty leaves it out.
     """
 
     model: str

@@ -65,7 +65,7 @@ class EngineContender:
 
     @property
     def work(self) -> DraftWork:
-        """What a round of the drafter runs."""
+        """Return what a round of the drafter runs."""
         return self._drafter.work if self._drafter else NO_WORK
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
@@ -97,7 +97,8 @@ class GenerateContender:
         self._dtype, self._device = dtype, device
 
     def assisted(self, assistant: str) -> GenerateContender:
-        """The same model with transformers' assisted generation: a small model drafts, by its defaults. For batches of one.
+        """Return the same model with transformers' assisted generation: a small model drafts, by its defaults. For batches
+        of one.
 
         Raises CheckpointError when transformers cannot load the assistant.
         """
@@ -106,7 +107,7 @@ class GenerateContender:
         return contender
 
     def with_lookup(self) -> GenerateContender:
-        """The same model with transformers' prompt lookup, by its defaults. For batches of one."""
+        """Return the same model with transformers' prompt lookup, by its defaults. For batches of one."""
         contender = copy.copy(self)
         contender._drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         return contender
@@ -128,7 +129,7 @@ class GenerateContender:
 
 
 def _load_for_generate(model: str, dtype: str, device: torch.device) -> Any:
-    """transformers' model, greedy."""
+    """Return transformers' model, greedy."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -160,13 +161,13 @@ def run_in_turn(
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in the order of a turn: each turn starts with the next name."""
+    """Return the names in the order of a turn: each turn starts with the next name."""
     at = turn % len(names)
     return [*names[at:], *names[:at]]
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock that first waits for the device to finish its work."""
+    """Return seconds on a clock that first waits for the device to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -254,7 +255,7 @@ def _nothing(*_: object) -> None:
 def _marked(
     part: object, method: str, before: Callable[[], object] = _nothing, after: Callable[[Any], object] = _nothing
 ) -> Iterator[None]:
-    """Inside the context, call `before` ahead of a method of this one object, and `after` with its result."""
+    """Call, inside the context, `before` ahead of a method of this one object, and `after` with its result."""
     inner = getattr(part, method)
 
     def outer(*args: Any) -> Any:

@@ -273,7 +273,7 @@ def _priced(costs: DeviceCosts, dollars_h: float | None) -> DeviceCosts:
 
 
 def _on_same_gpu(verifier: str, drafter: str) -> str:
-    """The preset of the drafter's model on the verifier's GPU. Raises ConfigError unless both are presets."""
+    """Return the preset of the drafter's model on the verifier's GPU. Raises ConfigError unless both are presets."""
     if any("@" not in name or name.endswith(".json") for name in (verifier, drafter)):
         raise ConfigError(
             f"what {drafter} costs on the device of {verifier} is unknown, as both are not presets; give it as --local"

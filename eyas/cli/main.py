@@ -16,9 +16,11 @@ from eyas.errors import EyasError, MissingPackage
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand is defined: `attribute` of `module` is a typer app or a function. summary: its line in the help.
+    """Definition of a subcommand: `attribute` of `module` is a typer app or a function.
 
-    extra: of the package's extras, the one that brings the packages that it needs.
+    Attributes:
+        summary: its line in the help.
+        extra: of the package's extras, the one that brings the packages that it needs.
     """
 
     module: str
@@ -74,7 +76,7 @@ class LazyCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """Lists all subcommands by their summaries, and imports only the one that is run."""
+    """Group that lists all subcommands by their summaries, and imports only the one that is run."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

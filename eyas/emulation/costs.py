@@ -62,7 +62,7 @@ class PassCosts:
         return (ms + 1e-3 * self.us_per_context_token * context) / 1e3
 
     def scaled(self, factor: float) -> PassCosts:
-        """The same with all times multiplied."""
+        """Return the same with all times multiplied."""
         return PassCosts(self.rows, tuple(ms * factor for ms in self.ms), self.us_per_context_token * factor)
 
 
@@ -70,9 +70,11 @@ class PassCosts:
 class DeviceCosts:
     """The passes of one model on one device; kinds that are missing take no time.
 
-    device, model: their names. source: how the times were found, in words.
-    dollars_h: price of an hour of the whole device; 0 if unknown.
-    log: file that an emulated device writes a line of JSON to for each pass, see PassRecord; empty for none.
+    Attributes:
+        device, model: their names.
+        source: how the times were found, in words.
+        dollars_h: price of an hour of the whole device; 0 if unknown.
+        log: file that an emulated device writes a line of JSON to for each pass, see PassRecord; empty for none.
     """
 
     device: str
@@ -93,7 +95,7 @@ class DeviceCosts:
         return costs.seconds(rows, context) if costs else 0.0
 
     def scaled(self, factor: float) -> DeviceCosts:
-        """The same with all times multiplied: a slower machine with the same ratios."""
+        """Return the same with all times multiplied: a slower machine with the same ratios."""
         passes = {kind: costs.scaled(factor) for kind, costs in self.passes.items()}
         return replace(self, passes=passes, source=f"{self.source}; times {factor:g}" if factor != 1 else self.source)
 
@@ -103,7 +105,7 @@ class DeviceCosts:
 
     @classmethod
     def read(cls, name: str) -> DeviceCosts:
-        """The table in a JSON file, of a preset MODEL@GPU, or flat: 60ms, or 12ms/1ms for rounds and levels.
+        """Return the table in a JSON file, of a preset MODEL@GPU, or flat: 60ms, or 12ms/1ms for rounds and levels.
 
         Raises ConfigError.
         """
@@ -119,7 +121,7 @@ class DeviceCosts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceCosts:
-        """The table that `write` wrote. Raises TypeError and KeyError."""
+        """Return the table that `write` wrote. Raises TypeError and KeyError."""
         passes: Any = {kind: _pass_costs(raw) for kind, raw in data["passes"].items()}
         return cls(**{**data, "passes": passes})
 
@@ -130,9 +132,12 @@ def _pass_costs(raw: Mapping[str, Any]) -> PassCosts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak rates from the vendor's data sheet. gb_s: of its memory. tflops: of dense bfloat16 products.
+    """Peak rates from the vendor's data sheet.
 
-    dollars_h: price of an hour, a typical one of 2025 on demand: the default of `eyas plan`, which takes others.
+    Attributes:
+        gb_s: of its memory.
+        tflops: of dense bfloat16 products.
+        dollars_h: price of an hour, a typical one of 2025 on demand: the default of `eyas plan`, which takes others.
     """
 
     name: str
@@ -143,9 +148,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a pass costs of a model. weight_bytes: read by a pass. flops: of a row. kv_bytes: of a cached token.
+    """Sizes of a model that decide the cost of a pass.
 
-    kind: of the pass. level_bytes: weights read by each further level of a tree. num_gpus: that share all of it.
+    Attributes:
+        weight_bytes: read by a pass.
+        flops: of a row.
+        kv_bytes: of a cached token.
+        kind: of the pass.
+        level_bytes: weights read by each further level of a tree.
+        num_gpus: that share all of it.
     """
 
     kind: PassKind
@@ -180,7 +191,7 @@ MODELS: Mapping[str, ModelShape] = {
 
 
 def preset(name: str) -> DeviceCosts:
-    """The table of MODEL@GPU by arithmetic. Raises ConfigError for an unknown one."""
+    """Return the table of MODEL@GPU by arithmetic. Raises ConfigError for an unknown one."""
     model, _, device = name.partition("@")
     if model not in MODELS or device not in GPUS:
         raise ConfigError(
@@ -206,7 +217,7 @@ def preset(name: str) -> DeviceCosts:
 
 
 def roofline(read_s: float, row_s: float, fixed_s: float, us_per_context_token: float = 0.0) -> PassCosts:
-    """The larger of the time to read the weights and of that to compute the rows, and a fixed time.
+    """Return the larger of the time to read the weights and of that to compute the rows, and a fixed time.
 
     Flat up to the row count where both are equal; from there on in proportion to the rows.
     """
@@ -217,7 +228,7 @@ def roofline(read_s: float, row_s: float, fixed_s: float, us_per_context_token: 
 
 
 def flat(device: str, **ms: float) -> DeviceCosts:
-    """A table of passes that take the same time at any size, by kind."""
+    """Return a table of passes that take the same time at any size, by kind."""
     known = get_args(PassKind)
     passes: dict[PassKind, PassCosts] = {kind: PassCosts((1,), (ms[kind],)) for kind in known if ms.get(kind)}
     return DeviceCosts(device, "any", "given by hand", passes)

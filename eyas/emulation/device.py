@@ -42,9 +42,14 @@ READS = frozenset({
 class PassRecord:
     """One pass, for a log. Times by time.perf_counter, which all processes of a machine share on Linux.
 
-    kind: of its costs. label: what the pass is for. rows: how many it computed, of how many sequences, which attended to
-    `context` cached tokens. launched: when the host began it. began, ended: when the device did. real_ms: of the real
-    computation. late: whether that ended later.
+    Attributes:
+        kind: of its costs.
+        label: what the pass is for.
+        rows: how many it computed, of how many sequences, which attended to `context` cached tokens.
+        launched: when the host began it.
+        began, ended: when the device did.
+        real_ms: of the real computation.
+        late: whether that ended later.
     """
 
     kind: PassKind
@@ -126,14 +131,14 @@ class EmulatedDevice:
             self.clock.sleep(remaining)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """The tensor as a result of the device: reading it, or what is computed from it, waits for the device."""
+        """Return the tensor as a result of the device: reading it, or what is computed from it, waits for the device."""
         result = tensor.as_subclass(DeviceTensor)
         result.emulated = self
         return result
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Inside the context, the log says what passes are for."""
+        """Label passes in the log inside the context."""
         before, self.label = self.label, label
         try:
             yield
@@ -156,7 +161,7 @@ class EmulatedDevice:
 
 
 def emulated_device(name: str, device: torch.device, clock: Clock | None = None) -> EmulatedDevice:
-    """The device with the cost table `name`, see DeviceCosts.read. Raises ConfigError unless `device` is the CPU."""
+    """Return the device with the cost table `name`, see DeviceCosts.read. Raises ConfigError unless `device` is the CPU."""
     if device.type != "cpu":
         raise ConfigError(f"emulated_device is {name!r}, but the device is {device}; only a CPU can emulate another device")
     return EmulatedDevice(DeviceCosts.read(name), clock)
@@ -180,7 +185,7 @@ class DeviceTensor(Tensor):
 
 
 def on_host(value: Any) -> Any:
-    """A tensor without its device, such as an input of a pass; other values as they are."""
+    """Return a tensor without its device, such as an input of a pass; other values as they are."""
     return value.as_subclass(Tensor) if isinstance(value, DeviceTensor) else value
 
 
@@ -209,7 +214,7 @@ def _wrapped(value: Any, device: EmulatedDevice) -> Any:
 
 
 class EmulatedBackend:
-    """Implements ForwardBackend: a backend whose passes take the time of an emulated device."""
+    """ForwardBackend whose passes take the time of an emulated device."""
 
     def __init__(self, backend: ForwardBackend, device: EmulatedDevice) -> None:
         self.backend = backend
@@ -221,6 +226,6 @@ class EmulatedBackend:
         return self.backend.pack(segments)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
-        """As that of the backend; reading the logits waits."""
+        """Run the backend's pass; reading the logits waits."""
         out = self.device.run("verify", len(packed.tokens), self._context, lambda: self.backend.forward(packed, kv_cache))
         return replace(out, logits=self.device.on_device(out.logits))

@@ -83,7 +83,7 @@ def sampling_params_to_proto(sampling: SamplingParams, left_out: Collection[str]
 def sampling_params_from_proto(
     message: types_pb2.SamplingParams, defaults: Mapping[str, float] = MappingProxyType({})
 ) -> SamplingParams:
-    """Unset fields take `defaults`, or else the defaults of SamplingParams."""
+    """Read sampling parameters. Unset fields take `defaults`, or else the defaults of SamplingParams."""
     values = {**defaults, **_values(message)} | {
         "logit_bias": tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         "bad_token_ids": tuple(tuple(word.ids) for word in message.bad_token_ids),
@@ -106,7 +106,7 @@ def structured_outputs_to_proto(structured: StructuredOutputs) -> types_pb2.Stru
 
 
 def structured_outputs_from_proto(message: types_pb2.StructuredOutputs) -> StructuredOutputs:
-    """A message without a constraint gives a value without one, which `check_sampling` refuses."""
+    """Read structured outputs. A message without a constraint gives a value without one, which `check_sampling` refuses."""
     values = _values(message)
     if "choice" in values:  # the count is checked with all else, a longer list is not converted
         values["choice"] = tuple(message.choice.texts[: MAX_CHOICES + 1])
@@ -156,7 +156,7 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
 def generate_call_from_proto(
     message: generation_pb2.GenerateRequest, defaults: Mapping[str, float] = MappingProxyType({})
 ) -> GenerateCall:
-    """A message without a prompt gives an empty tuple of prompt ids. defaults: of unset sampling parameters.
+    """Read a call. A message without a prompt gives an empty tuple of prompt ids. defaults: of unset sampling parameters.
 
     Raises InvalidRequest for a request id that is not for logs.
     """
@@ -206,7 +206,9 @@ def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
 
 
 def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str = "") -> TextChunk:
-    """request_id: of the call that the chunk answers; chunks do not carry it. InvalidRequest: an unknown finish reason."""
+    """Read a chunk. request_id: of the call that the chunk answers; chunks do not carry it. InvalidRequest: an unknown
+    finish reason.
+    """
     finish = message.finish if message.HasField("finish") else None
     if finish and finish.reason not in get_args(FinishReason):
         reasons = ", ".join(get_args(FinishReason))
@@ -378,7 +380,7 @@ def prepared_from_proto(message: draft_pb2.PreparedTree) -> PreparedTree:
 
 
 def _numbers(data: bytes, dtype: str) -> npt.NDArray[Any]:
-    """The array that was sent, of elements of 4 bytes. A rest does not make an element."""
+    """Return the array that was sent, of elements of 4 bytes. A rest does not make an element."""
     return np.frombuffer(data, dtype, len(data) // 4)
 
 
@@ -388,7 +390,7 @@ def refusal_to_proto(refusal: Refusal) -> draft_pb2.Refusal:
 
 
 def refusal_from_proto(message: draft_pb2.Refusal) -> Refusal:
-    """A reason that is not known here counts as "overloaded"."""
+    """Read a refusal. A reason that is not known here counts as "overloaded"."""
     known = {draft_pb2.RefusalReason.Value(f"REFUSAL_REASON_{reason.upper()}"): reason for reason in get_args(RefusalReason)}
     return Refusal(message.session, message.epoch, known.get(message.reason, "overloaded"))
 
