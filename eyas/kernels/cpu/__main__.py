@@ -1,6 +1,6 @@
 """Compiles all kernels of the CPU for this processor: `python -m eyas.kernels.cpu`."""
 
-from eyas.kernels.cpu import drafting, layers, lookups, sampling
+from eyas.kernels.cpu import drafting, layers, lookups, packing, sampling
 
-for module in (layers, drafting, lookups, sampling):
+for module in (layers, drafting, lookups, packing, sampling):
     module.compile_kernels()
