@@ -46,6 +46,8 @@ ERROR_DELIVERY_S = 2.0
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 # Seconds between two returns of freed memory to the system.
 TRIM_INTERVAL_S = 30.0
+# The log line of a service that answers begins with this; `eyas serve` reads it there.
+SERVING_PREFIX = "serving on "
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
@@ -252,7 +254,7 @@ class ProcessRunner:
         gc.freeze()
         if self._stuck_exit_timeout_s is not None:
             self._watchdog = Watchdog(asyncio.get_running_loop(), self._stuck_exit_timeout_s)
-        log.info("serving on %s", address)
+        log.info("%s%s", SERVING_PREFIX, address)
 
 
 ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -53,10 +53,17 @@ SECTIONS = ("router", "verifier", "draft")
 
 
 class Setting(NamedTuple):
-    """A setting of a service, as service.key=value. is_option: an option stands for it, whether or not the service runs."""
+    """A setting of a service.
+
+    Attributes:
+        text: service.key=value.
+        is_option: an option stands for it, whether or not the service runs.
+        origin: what the user wrote: an option, or a file and its key; empty for --set.
+    """
 
     text: str
     is_option: bool = False
+    origin: str = ""
 
     @property
     def service(self) -> str:
@@ -69,12 +76,22 @@ def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in LLM_ARGUMENTS if options.get(name) not in (None, "")}
 
 
-def service_settings(options: Mapping[str, Any]) -> list[Setting]:
-    """Return the settings that the options of `eyas serve` stand for."""
+def service_settings(options: Mapping[str, Any], file: Path | None = None, from_file: Container[str] = ()) -> list[Setting]:
+    """Return the settings that the options of `eyas serve` stand for. from_file: options that a file sets, for errors."""
     name, *aliases = options.get("served_model_name") or [None]
     values = {**options, "served_model_name": name, "aliases": aliases if name else None}
-    named = [(key, values.get(option)) for option, keys in SERVICE_KEYS.items() for key in keys]
-    return [Setting(f"{key}={json.dumps(value)}", is_option=True) for key, value in named if value not in (None, "")]
+    return [
+        Setting(f"{key}={json.dumps(values[option])}", True, _words(option, file if option in from_file else None))
+        for option, keys in SERVICE_KEYS.items()
+        for key in keys
+        if values.get(option) not in (None, "")
+    ]
+
+
+def _words(option: str, file: Path | None) -> str:
+    """Return an option as the command line or a file of options has it."""
+    name = "served-model-name" if option == "aliases" else option.replace("_", "-")
+    return f"{file}: {name}" if file else f"--{name}"
 
 
 def asked_settings(context: typer.Context) -> list[Setting]:
@@ -83,8 +100,11 @@ def asked_settings(context: typer.Context) -> list[Setting]:
     Defaults of options come first, then the sections of the file, then options that somebody gave, then --set. So an option
     goes before a section that a file sets as a whole.
     """
-    given = {name: value for name, value in context.params.items() if _is_given(context, name)}
-    return [*service_settings(context.params), *_file_settings(context), *service_settings(given), *_set_settings(context)]
+    options = {name: value for name, value in context.params.items() if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    from_file = {name for name, source in sources.items() if source is not None and source.name == "DEFAULT_MAP"}
+    given = service_settings(options, context.params.get("config"), from_file)
+    return [*service_settings(context.params), *_file_settings(context), *given, *_set_settings(context)]
 
 
 def direct_settings(context: typer.Context) -> list[Setting]:
@@ -93,7 +113,8 @@ def direct_settings(context: typer.Context) -> list[Setting]:
 
 
 def _file_settings(context: typer.Context) -> list[Setting]:
-    return list(map(Setting, context.meta.get(FILE_SETTINGS, ())))
+    file = context.params.get("config")
+    return [Setting(text, origin=f"{file}: {text.partition('=')[0]}") for text in context.meta.get(FILE_SETTINGS, ())]
 
 
 def _set_settings(context: typer.Context) -> list[Setting]:

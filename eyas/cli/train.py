@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def prepare(
     _print_coverage(out, info, draft_vocab_size)
     if info.mask_token_id >= 0:
         print(f"token {info.mask_token_id} never occurs: one-pass heads take it as their mask token")
+    settings = {"model": model, "data.path": str(out), "out": "runs/head"}
+    print("train a head of it: eyas train run", *(f"--set {key}={shlex.quote(value)}" for key, value in settings.items()))
 
 
 def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None:
@@ -257,6 +260,7 @@ def conclude(trainer: Trainer) -> None:
         print(f"drawn as {plot(Path(trainer.config.out))}")
     except ConfigError as error:
         print(f"no plot: {error}", file=sys.stderr)
+    print(f"serve it: {shlex.join(['eyas', 'serve', c.model, '--draft-model', str(card.parent)])}")
 
 
 def _estimate(trainer: Trainer, show: Show) -> str:

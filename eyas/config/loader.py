@@ -20,11 +20,15 @@ ConfigT = TypeVar("ConfigT")
 VARIABLE = re.compile(r"\$\{env:(\w+)\}")
 
 
-def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
+def load(
+    kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = (), origins: Mapping[str, str] | None = None
+) -> ConfigT:
     """Read a configuration class from a YAML file, then apply `key.sub=value` assignments (values are YAML).
 
     `${env:NAME}` in a string becomes the value of that environment variable, so that neither file nor command line holds a
     password.
+
+    origins: where an assignment comes from, by its key, in the words that errors have for it; by default `--set key`.
 
     Raises ConfigError that names the file or the assignment, the key and, for an unknown key, the most similar valid one.
     """
@@ -36,7 +40,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
 
     def source(key: str) -> str:  # without the value, which may be a password
         own = [name for name in assigned if f"{key}.".startswith(f"{name}.")]
-        return f"--set {own[-1]}" if own else str(file or "settings")
+        return (origins or {}).get(own[-1], f"--set {own[-1]}") if own else str(file or "settings")
 
     return validated(kind, _with_environment(data, ""), source)
 

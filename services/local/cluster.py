@@ -71,12 +71,13 @@ PLACES = {
 class ServiceSettings:
     """Settings that one service is started with: a YAML file, if any, then key=value settings.
 
-    environment: variables of this service alone, for what no command line may show.
+    environment: variables of this service alone, for what no command line may show. origins: see `load`.
     """
 
     name: str
     file: Path | None = None
     assignments: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def add(self, *assignments: str) -> ServiceSettings:
@@ -86,7 +87,7 @@ class ServiceSettings:
     def load(self) -> AnyServiceConfig:
         """Read the config as the service will. Raises ConfigError for an invalid one."""
         try:
-            return load(CONFIG_TYPES[self.name], self.file, self.assignments)
+            return load(CONFIG_TYPES[self.name], self.file, self.assignments, self.origins)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
@@ -122,18 +123,28 @@ class ServiceSettings:
         return words + [word for assignment in self.assignments for word in ("--set", assignment)]
 
 
-def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> list[ServiceSettings]:
-    """Add settings of the form service.key=value. Raises ConfigError for a service that is not among `services`."""
+def assign(
+    services: Sequence[ServiceSettings], assignments: Iterable[str], origins: Mapping[str, str] | None = None
+) -> list[ServiceSettings]:
+    """Add settings of the form service.key=value. Raises ConfigError for a service that is not among `services`.
+
+    origins: what the user wrote for a service.key, in words for errors; by default `--set service.key`.
+    """
+    origins = origins or {}
     by_name = {service.name: service for service in services}
     for assignment in assignments:
         name, _, rest = assignment.partition(".")
+        path = assignment.partition("=")[0]
         if name not in by_name:
             near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
             key = name.partition("=")[0]
             owner = next((each for each in by_name if key in {field.name for field in fields(CONFIG_TYPES[each])}), "")
             meant = f"{owner}.{assignment}" if owner else f"{near}.{rest or 'key=value'}"
-            raise ConfigError(f"--set {assignment!r}: no service {name!r} is started; did you mean {meant}?")
-        by_name[name] = by_name[name].add(rest)
+            words = origins.get(path) or f"--set {assignment!r}"
+            raise ConfigError(f"{words}: no service {name!r} is started; did you mean {meant}?")
+        own = by_name[name]
+        origin = {rest.partition("=")[0]: origins.get(path) or f"--set {path}"}
+        by_name[name] = replace(own.add(rest), origins={**own.origins, **origin})
     return list(by_name.values())
 
 

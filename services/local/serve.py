@@ -26,6 +26,7 @@ from eyas.config.file_values import check_source
 from eyas.device.host import PHASE_PREFIX, num_cores
 from eyas.errors import ConfigError, EyasError
 from eyas.progress import Progress
+from eyas.services.lifecycle import SERVING_PREFIX
 from eyas.services.local.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
 from eyas.services.local.demo import ROOT, demo_services, ignore_kills, kill_drafter_on_signal, warm_up, with_kills
 
@@ -154,7 +155,7 @@ def _demo_services(context: typer.Context) -> list[ServiceSettings]:
                 f"{option} needs a MODEL: --demo alone serves the demo model with its best settings; "
                 "name a MODEL, or change one setting with --set"
             )
-    return assign(demo_services(), [each.text for each in options.direct_settings(context)])
+    return _with_settings(demo_services(), options.direct_settings(context))
 
 
 def _check_ports(port: int, grpc_port: int) -> None:
@@ -201,12 +202,18 @@ def plan(
             shares = (f"draft.threads={draft_threads}", f"verifier.threads={verifier_threads}")
             settings = [*map(Setting, shares), *settings]
     started = {service.name for service in services}
-    return assign(services, [each.text for each in settings if each.service in started or not each.is_option])
+    return _with_settings(services, [each for each in settings if each.service in started or not each.is_option])
+
+
+def _with_settings(services: Sequence[ServiceSettings], settings: Sequence[Setting]) -> list[ServiceSettings]:
+    """Return the services with these settings. Raises ConfigError for a service that is not among them."""
+    origins = {each.text.partition("=")[0]: each.origin for each in settings}
+    return assign(services, [each.text for each in settings], origins)
 
 
 def _needs_draft_service(verifier: ServiceSettings, settings: Sequence[Setting]) -> bool:
     """Return whether a verifier, with those of the settings that are its own, takes drafts from a draft service."""
-    (verifier,) = assign([verifier], [each.text for each in settings if each.service == "verifier"])
+    (verifier,) = _with_settings([verifier], [each for each in settings if each.service == "verifier"])
     config = verifier.load()
     assert isinstance(config, VerifierConfig)
     return config.method != NO_DRAFTS and not config.drafts_itself
@@ -292,8 +299,16 @@ def watch_until_interrupted(console: Console, cluster: Cluster, announcement: st
     log_requests: also print a line for each request. Raises Unavailable if a process ends, other than the draft service.
     """
     shown = {"verifier": "load: ", **({"router": "request "} if log_requests else {})}
+    drafters = [child for child in cluster.services if child.name == "draft"]
+    for drafter in drafters:
+        drafter.new_messages()  # of its first start
 
     def show_activity() -> None:
+        for drafter in drafters:
+            if any(message.startswith(SERVING_PREFIX) for message in drafter.new_messages()):
+                console.print(
+                    f"{time.strftime('%H:%M:%S')} draft (process {drafter.process.pid}) is ready again", markup=False
+                )
         for name, prefix in shown.items():
             for message in cluster[name].new_messages():
                 if message.startswith(prefix):

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from eyas.cli.main import SUBCOMMANDS, app, load_command
 from eyas.cli.options import FILE_SETTINGS, LLM_ARGUMENTS, asked_settings, llm_arguments, read_options
+from eyas.errors import ConfigError
+from eyas.services.local.serve import plan
 
 # Help of fewer words say nothing that the option's name does not.
 MIN_WORDS = 4
@@ -65,6 +67,34 @@ def test_the_command_line_goes_before_sections(words: list[str], expected: int, 
         settings = [each.text for each in asked_settings(context)]
         assert [each for each in settings if each.startswith("verifier.engine.max_num_seqs=")][-1].endswith(f"={expected}")
         assert context.params["served_model_name"] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("verifier: {engine: {max_num_seqs: -4}}", [], "FILE: verifier.engine.max_num_seqs: "),
+        ("max-num-seqs: -4", [], "FILE: max-num-seqs: "),
+        ("max-num-seqs: 4", ["--max-num-seqs", "-4"], "--max-num-seqs: "),
+        ("max-num-seqs: 4", ["--set", "verifier.engine.max_num_seqs=-4"], "--set verifier.engine.max_num_seqs: "),
+        ("verifier: {engine: {max_num_seq: 4}}", [], "FILE: verifier.engine.max_num_seq: unknown setting"),
+    ],
+)
+def test_a_wrong_value_is_named_as_it_was_written(text: str, words: list[str], expected: str, tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text(text)
+    with (
+        load_command("serve").make_context("serve", ["m", "--config", str(file), *words]) as context,
+        pytest.raises(ConfigError, match="^verifier: " + re.escape(expected.replace("FILE", str(file)))),
+    ):
+        plan("m", settings=asked_settings(context))
+
+
+def test_a_section_of_no_started_service_names_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "options.yaml").write_text("draft: {threads: 3}")
+    with (
+        load_command("serve").make_context("serve", ["m", "--config", str(file)]) as context,
+        pytest.raises(ConfigError, match=re.escape(f"{file}: draft.threads: no service 'draft' is started")),
+    ):
+        plan("m", settings=asked_settings(context))
 
 
 def test_the_command_line_goes_before_a_file(tmp_path: Path) -> None:

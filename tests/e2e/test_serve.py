@@ -202,6 +202,8 @@ def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> Non
         while not server.process.stdout.readline().startswith("starting it again"):
             assert server.process.poll() is None
         assert server.complete("demo") == text
+        while "is ready again" not in server.process.stdout.readline():
+            assert server.process.poll() is None
         (verifier,) = child_pids(server.process.pid, "verifier")
         os.kill(verifier, signal.SIGKILL)
         _, errors = server.process.communicate(timeout=100)

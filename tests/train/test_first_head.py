@@ -86,7 +86,9 @@ def test_a_head_that_was_never_evaluated_is_called_untested(
     trainer = build_trainer(settings(folder, str(folder / "target"), "medusa", out=str(tmp_path), eval__num_prompts=0))
     trainer.run()
     conclude(trainer)
-    assert f"{tmp_path / 'best'} is the last head, untested" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'best'} is the last head, untested" in printed
+    assert printed.endswith(f"serve it: eyas serve {folder / 'target'} --draft-model {tmp_path / 'best'}\n")
     assert "**Untested**: no evaluation has run" in (tmp_path / "best" / "README.md").read_text()
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == (tmp_path / "last" / "model.safetensors").read_bytes()
 
