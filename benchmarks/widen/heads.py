@@ -220,7 +220,7 @@ def _widen_medusa(folder: Path, target: TargetSizes) -> WideModel:
 
 
 def _widen_hydra(folder: Path, target: TargetSizes) -> WideModel:
-    """Return the first block of a head, which passes on the constant that the target's final state has."""
+    """Widen a Hydra head, whose first block passes on the constant of the target's final state."""
     config = read_hydra_config(folder)
     own_embedding = "input_embed_fn.weight" in read_tensors(folder, HYDRA_FILES)
     _refuse(folder, {"it has a prefix layer": config.has_prefix, "it has an embedding of its own": own_embedding})
