@@ -31,8 +31,13 @@ CASES = ("widened checkpoints", "batches", "methods")
 
 @dataclass
 class EndToEnd:
-    """methods: every method at batch 1. batches: EAGLE-3 beside plain decoding and `generate`. None: not run, or not to the
-    end. compared: the comparisons of `batches`, also of those before an end too early."""
+    """Results of whole runs.
+
+    Attributes:
+        methods: every method at batch 1.
+        batches: EAGLE-3 beside plain decoding and `generate`. None: not run, or not to the end.
+        compared: the comparisons of `batches`, also of those before an end too early.
+    """
 
     methods: MethodsResults | None = None
     batches: OfflineResults | None = None

@@ -52,8 +52,14 @@ PUBLISHED = {"SGLang, EAGLE-3": {2: 1.81, 64: 1.38}, "vLLM, adaptive DSpark": {4
 
 @dataclass(frozen=True)
 class Rate:
-    """policy: "plain", "fixed" or "adaptive". prompts: number of the set. relative: to plain decoding. steady: tokens per
-    second of steps without prompts that nine of ten places are taken in."""
+    """Rate of a policy.
+
+    Attributes:
+        policy: "plain", "fixed" or "adaptive".
+        prompts: number of the set.
+        relative: to plain decoding.
+        steady: tokens per second of steps without prompts that nine of ten places are taken in.
+    """
 
     batch: int
     temperature: float
@@ -91,8 +97,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Settings:
-    """verifier, drafter: cost tables. num_sets: of prompts and seeds. prompt_tokens: mean length of pieces of modules, 64 by
-    default. waves: requests for each place in the batch. contexts: of bounds."""
+    """Settings of the measurement.
+
+    Attributes:
+        verifier, drafter: cost tables.
+        num_sets: of prompts and seeds.
+        prompt_tokens: mean length of pieces of modules, 64 by default.
+        waves: requests for each place in the batch.
+        contexts: of bounds.
+    """
 
     model: str
     draft_model: str

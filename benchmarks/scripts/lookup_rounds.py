@@ -34,7 +34,11 @@ START = 500
 
 @dataclass(frozen=True)
 class Settings:
-    """repeats: measured rounds of each case."""
+    """Settings of the measurement.
+
+    Attributes:
+        repeats: measured rounds of each case.
+    """
 
     repeats: int
     trees: tuple[TreeConfig, ...] = (TreeConfig(24, 6), TreeConfig(60, 12))

@@ -106,7 +106,11 @@ def grpc_messages() -> dict[str, generation_pb2.GenerateRequest]:
 
 @dataclass(frozen=True)
 class Settings:
-    """repeats: of each body, one after the other."""
+    """Settings of the measurement.
+
+    Attributes:
+        repeats: of each body, one after the other.
+    """
 
     repeats: int
     probe_interval_s: float = PROBE_INTERVAL_S

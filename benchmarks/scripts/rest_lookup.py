@@ -37,7 +37,12 @@ NUM_WARM_UPS = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """repeats: measured rounds of each case. trees: shapes to measure, one after the other."""
+    """Settings of the measurement.
+
+    Attributes:
+        repeats: measured rounds of each case.
+        trees: shapes to measure, one after the other.
+    """
 
     num_tokens: int
     repeats: int

@@ -38,9 +38,15 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """num_running: requests under way at any time. num_turns: requests of a session. groups: system prompts; the first
-    ones are the most frequent. cache_blocks: of one verifier. lease_requests: from one
-    heartbeat to the next. Blocks hold BLOCK_TOKENS tokens."""
+    """Settings of the measurement.
+
+    Attributes:
+        num_running: requests under way at any time.
+        num_turns: requests of a session.
+        groups: system prompts; the first ones are the most frequent.
+        cache_blocks: of one verifier.
+        lease_requests: from one heartbeat to the next. Blocks hold BLOCK_TOKENS tokens.
+    """
 
     num_verifiers: int = 100
     num_drafters: int = 50
@@ -90,7 +96,11 @@ class Moves:
 
 @dataclass
 class Session:
-    """blocks: hashes of all tokens so far."""
+    """A simulated session.
+
+    Attributes:
+        blocks: hashes of all tokens so far.
+    """
 
     name: str
     blocks: tuple[int, ...]

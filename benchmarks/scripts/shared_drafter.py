@@ -68,7 +68,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Results:
-    """verify_ms, round_ms: of a pass and of a round for one sequence, by the tables."""
+    """Results of the measurement.
+
+    Attributes:
+        verify_ms, round_ms: of a pass and of a round for one sequence, by the tables.
+    """
 
     verify_ms: float
     round_ms: float

@@ -69,7 +69,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Settings:
-    """num_tokens: of each request."""
+    """Settings of the measurement.
+
+    Attributes:
+        num_tokens: of each request.
+    """
 
     tree_nodes: int = TREE.num_draft_tokens
     num_tokens: int = NUM_TOKENS

@@ -323,7 +323,11 @@ class Halves:
 
     @classmethod
     def of(cls, where: Cell, method: str, whole: Sequence[Trace], half: Sequence[Trace], local_c: float) -> Halves:
-        """whole, half: traces of batches of all and of half of the sequences. Passes grow with rows."""
+        """Return the cell of half-batches.
+
+        Args:
+            whole, half: traces of batches of all and of half of the sequences. Passes grow with rows.
+        """
         times, local = (
             times_of(method, c, gpu, has_bend=True) for c, gpu in ((where.c, gpu_of(where.c)), (local_c, BIG_GPU))
         )

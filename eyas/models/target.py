@@ -41,9 +41,11 @@ from eyas.models.supported import EXPERT_COUNTS, measure_kv_shapes
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits: float32 [N, V]; of a rank that shares the vocabulary, those of its part.
+    """Output of a forward pass of the target.
 
-    aux_hidden_states: collected hidden states side by side [R, T * C], or None: also if the KV cache has got them.
+    Attributes:
+        logits: float32 [N, V]; of a rank that shares the vocabulary, those of its part.
+        aux_hidden_states: collected hidden states side by side [R, T * C], or None: also if the KV cache has got them.
     """
 
     logits: Tensor

@@ -160,9 +160,11 @@ class _AttentionOverSteps:
 
 @dataclass(frozen=True)
 class Ancestry:
-    """documents, positions [N, L - 1]: rows see those of their own document, in which they have these positions.
+    """Ancestry of the rows of EAGLE-3's training-time test.
 
-    mask: 0 where a row sees another of step 0, else minus infinity, [N, 1, L - 1, L - 1]; None for single documents.
+    Attributes:
+        documents, positions [N, L - 1]: rows see those of their own document, in which they have these positions.
+        mask: 0 where a row sees another of step 0, else minus infinity, [N, 1, L - 1, L - 1]; None for single documents.
     """
 
     documents: Tensor

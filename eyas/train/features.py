@@ -47,7 +47,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetStates:
-    """aux [N, L, m * C]: states that the head reads. final [N, L, C]: states that the target's lm_head reads."""
+    """States of the target for a batch.
+
+    Attributes:
+        aux [N, L, m * C]: states that the head reads.
+        final [N, L, C]: states that the target's lm_head reads.
+    """
 
     aux: Tensor
     final: Tensor

@@ -24,10 +24,15 @@ from eyas.train.data import FAILED, SKIPPED, messages_of, prompt_of
 
 @dataclass(frozen=True)
 class RegenerateSettings:
-    """temperatures: entries take them in turn. prompt_tokens: of plain text, at `prompts_per_document` places of a document.
+    """Settings of `eyas train regenerate`.
 
-    model: who answers, for the record beside the output. batch: entries at a time; the output grows by as many lines.
-    max_entries: 0 answers all of them. chat_template_kwargs: as `LLM.chat` takes them.
+    Attributes:
+        temperatures: entries take them in turn.
+        prompt_tokens: of plain text, at `prompts_per_document` places of a document.
+        model: who answers, for the record beside the output.
+        batch: entries at a time; the output grows by as many lines.
+        max_entries: 0 answers all of them.
+        chat_template_kwargs: as `LLM.chat` takes them.
     """
 
     model: str

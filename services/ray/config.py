@@ -46,7 +46,11 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class RouterPoolConfig(PoolConfig):
-    """max_requests: of one full router; twice as many are let in, the rest waits in Serve's proxies."""
+    """Pool of routers.
+
+    Attributes:
+        max_requests: of one full router; twice as many are let in, the rest waits in Serve's proxies.
+    """
 
     max_requests: int = 256
 
@@ -57,7 +61,11 @@ class RouterPoolConfig(PoolConfig):
 
 @dataclass(frozen=True)
 class DraftPoolConfig(PoolConfig):
-    """max_late_ratio: share of replies later than draft_client.draft_timeout_s at which drafters count as full."""
+    """Pool of draft services.
+
+    Attributes:
+        max_late_ratio: share of replies later than draft_client.draft_timeout_s at which drafters count as full.
+    """
 
     max_late_ratio: float = 0.1
 

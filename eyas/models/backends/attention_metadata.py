@@ -398,7 +398,11 @@ class OwnTiles(NamedTuple):
 
 
 def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
-    """Cut segments into tiles. counts, others: rows of each segment, and other keys that they see."""
+    """Cut segments into tiles.
+
+    Args:
+        counts, others: rows of each segment, and other keys that they see.
+    """
     # Example with tile_rows 4 and counts 3, 6: tiles_of 1, 2; owner 0 1 1; firsts 0 0 4.
     tiles_of = -(-counts // shape.tile_rows)
     owner = np.repeat(np.arange(len(counts)), tiles_of)

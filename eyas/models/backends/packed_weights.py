@@ -115,7 +115,7 @@ def pack_weights(
 
 
 def has_kernel(module: nn.Module) -> bool:
-    """Whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
+    """Return whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
     if isinstance(module, MergedLinearPart):
         return module.merged.product.weight.in_blocks
     return isinstance(module, PackedLinear) and module.product.weight.in_blocks
@@ -132,11 +132,11 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """As [N, K], for a model that reads the layer's weight; often a copy."""
+        """Return the weight as [N, K], for a model that reads it; often a copy."""
         return self.product.weight.dense
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to [..., N]."""
+        """Map rows [..., K] to [..., N]."""
         return self.product(rows.float()).to(self.dtype or rows.dtype)
 
 
@@ -151,20 +151,22 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """As [V, C], for a model that reads it; a copy."""
+        """Return the weight as [V, C], for a model that reads it; a copy."""
         return self.stored.dense.to(self.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] to [..., C]."""
+        """Map tokens [...] to [..., C]."""
         scale: Any = getattr(self, "embed_scale", 1.0)
         return self.stored.take(tokens).to(self.dtype) * (scale.to(self.dtype) if isinstance(scale, Tensor) else scale)
 
 
 @dataclass(eq=False)
 class MergedLinear:
-    """Sibling layers computed in one product: rows [..., K] times all weights, one below the other. sizes: N of each.
+    """Sibling layers computed in one product: rows [..., K] times all weights, one below the other.
 
-    rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
+    Attributes:
+        sizes: N of each.
+        rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
     """
 
     product: PackedProduct
@@ -181,11 +183,11 @@ class MergedLinearPart(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """As [N, K]; often a copy."""
+        """Return the weight as [N, K]; often a copy."""
         return torch.split(self.merged.product.weight.dense, self.merged.sizes)[self.index]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to [..., N]."""
+        """Map rows [..., K] to [..., N]."""
         merged = self.merged
         if rows is not merged.rows:
             outputs = merged.product(rows.float()).to(rows.dtype)
@@ -260,9 +262,11 @@ def is_intel() -> bool:
 class PackedWeight:
     """A weight [N, K] in the layout of what multiplies by it.
 
-    layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of its
-    own; oneDNN's; or for MKL a view of the transposed weight.
-    num_outputs: N. scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
+    Attributes:
+        layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of
+            its own; oneDNN's; or for MKL a view of the transposed weight.
+        num_outputs: N.
+        scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
 
     layout: Tensor
@@ -288,13 +292,13 @@ class PackedWeight:
 
     @property
     def dense(self) -> Tensor:
-        """As float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         if self.layout.is_mkldnn:
             return self.layout.to_dense()
         return self.rows.float() / self.scale
 
     def take(self, rows: Tensor) -> Tensor:
-        """Some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
+        """Take some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
         if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
             numbers = rows.numpy()
             found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
@@ -305,7 +309,7 @@ class PackedWeight:
 
     @property
     def is_half(self) -> bool:
-        """Whether the layout is float16."""
+        """Return whether the layout is float16."""
         return self.layout.dtype == torch.float16
 
     @property
@@ -315,12 +319,12 @@ class PackedWeight:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the layout is that of the kernels."""
+        """Return whether the layout is that of the kernels."""
         return self.layout.dim() == 3
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether the kernels' layout has no zeros that fill up the last block."""
+        """Return whether the kernels' layout has no zeros that fill up the last block."""
         return self.in_blocks and self.num_outputs % BLOCK_OUTPUTS == 0
 
 
@@ -343,11 +347,11 @@ class PackedProduct:
             self._by_library  # noqa: B018 (packed now, not at the first product)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to [..., N]."""
+        """Map rows [..., K] to [..., N]."""
         return self.scaled(rows) if self.scale == 1 else self.scaled(rows).mul_(self._unscale)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to the output [..., N] times `scale`."""
+        """Map rows [..., K] to the output [..., N] times `scale`."""
         layout, is_half = self.weight.layout, self.weight.is_half
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
             return self._by_library(rows)
@@ -380,14 +384,16 @@ class PackedProduct:
 
 
 def _library_layout(weight: Tensor) -> Tensor:
-    """A float32 weight as MKL reads it fastest on Intel's processors, and for oneDNN on others."""
+    """Return a float32 weight as MKL reads it fastest on Intel's processors, and for oneDNN on others."""
     if is_intel():
         return weight.t().contiguous().t()
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """A weight [N, K] as `eyas.kernels.cpu.products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it up."""
+    """Return a weight [N, K] as `eyas.kernels.cpu.products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it
+    up.
+    """
     return _blocks_of(weight).contiguous()
 
 
@@ -397,7 +403,8 @@ def _blocks_of(weight: Tensor) -> Tensor:
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:
-    """A weight [N, K] times a power of two in another dtype, as `in_blocks` or as it is. None if that changes a number.
+    """Return a weight [N, K] times a power of two in another dtype, as `in_blocks` or as it is. None if that changes a
+    number.
 
     Parts of it are converted one after the other, each in the cache of the processor.
     """
@@ -452,7 +459,9 @@ def _multiplies_halves(dtype: torch.dtype) -> bool:
 
 @cache
 def _multiplies_and_adds() -> bool:
-    """Whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a library's."""
+    """Return whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a
+    library's.
+    """
     return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _processor_words()
 
 

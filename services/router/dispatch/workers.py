@@ -212,7 +212,12 @@ class WorkerPool:
 
 @dataclass
 class _Outlier:
-    """num_failures: in a row, since the last ejection. probe_at: when the probe is due; None while not ejected."""
+    """Failures of a worker.
+
+    Attributes:
+        num_failures: in a row, since the last ejection.
+        probe_at: when the probe is due; None while not ejected.
+    """
 
     num_failures: int = 0
     num_ejections: int = 0

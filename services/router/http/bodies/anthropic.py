@@ -91,7 +91,11 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """effort: a variable of the chat template, reasoning_effort."""
+    """Output settings of Anthropic's API.
+
+    Attributes:
+        effort: a variable of the chat template, reasoning_effort.
+    """
 
     format: OutputFormat | None = None
     effort: Text = ""

@@ -100,7 +100,11 @@ class TextConfig(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """effort: a variable of the chat template, reasoning_effort. The others have no effect."""
+    """Reasoning settings of OpenAI's API.
+
+    Attributes:
+        effort: a variable of the chat template, reasoning_effort. The others have no effect.
+    """
 
     effort: Text = ""
     summary: str = ""
