@@ -37,7 +37,10 @@ from eyas.models.target import TargetModel
 class TreeRows:
     """The rows that the last tree of a session ran through the model, [L, W] each.
 
-    tokens: token ids. parents: rows of their parents in the level above. slots: where their keys and values are.
+    Attributes:
+        tokens: token ids.
+        parents: rows of their parents in the level above.
+        slots: where their keys and values are.
     """
 
     tokens: Ints
@@ -45,7 +48,7 @@ class TreeRows:
     slots: Slots
 
     def path(self, tokens: Sequence[int]) -> Slots:
-        """Slots of the rows that lead from the root along `tokens`, as far as there are any."""
+        """Return the slots of the rows that lead from the root along `tokens`, as far as there are any."""
         row, found = 0, []
         for level, token in enumerate(tokens[: len(self.tokens)]):
             (rows,) = np.nonzero((self.tokens[level] == token) & (self.parents[level] == row))
@@ -57,7 +60,13 @@ class TreeRows:
 
 
 class ModelDrafter(NeuralDrafter[TreeRows]):
-    """A small model with a KV cache of its own. A session's state is what its last tree ran."""
+    """A small model with a KV cache of its own. A session's state is what its last tree ran.
+
+    Raises ConfigError for a tree that the model cannot grow.
+
+    Args:
+        capture: how to capture whole trees as CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -67,7 +76,6 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         draft_model: DraftModelConfig,
         capture: Capture | None = None,
     ) -> None:
-        """capture: how to capture whole trees as CUDA graphs. Raises ConfigError for a tree that the model cannot grow."""
         if tree.num_steps < 1 or tree.top_k > model.vocab_size:
             raise ConfigError(
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs num_steps of at "
@@ -153,11 +161,15 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
 
 
 class ModelExpansion:
-    """Implements Expansion. Each level is one forward pass; a row attends to the prefix and to its own ancestors."""
+    """Expansion by a small draft model. Each level is one forward pass; a row attends to the prefix and to its own
+    ancestors.
+
+    Args:
+        roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own. Each session needs as
+            much scratch as its tree has rows.
+    """
 
     def __init__(self, model: TargetModel, scorer: Scorer, kv: KVCache, roots: Roots) -> None:
-        """roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own. Each session needs as
-        much scratch as its tree has rows."""
         self._model, self._scorer, self._kv, self._logits = model, scorer, kv, roots.states
         cached = roots.cached
         self._rows: SlotLevels | GroupLevels = (
@@ -176,7 +188,7 @@ class ModelExpansion:
         return self._scorer(logits.view(*tokens.shape, -1), level)
 
     def rows_run(self) -> Tensor:
-        """Tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""
+        """Return tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""
         if not self._tokens:
             return torch.zeros(len(self._logits), 2, 0, dtype=torch.int64, device=self._logits.device)
         return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
@@ -196,7 +208,7 @@ class GroupLevels:
         self._key_positions = places.expand(len(cached.slots), -1)
 
     def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
-        """With the rows of the next level, from 1; parents and tokens [S, W]."""
+        """Add the rows of the next level, from 1; parents and tokens [S, W]."""
         sessions, width = tokens.shape
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
         positions = (self._root + level).clamp(max=self._max_model_len - 1).expand_as(tokens)

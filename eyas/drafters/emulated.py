@@ -14,9 +14,11 @@ from eyas.emulation.device import EmulatedDevice, on_host
 
 
 class EmulatedExpansion:
-    """Implements Expansion: one whose levels take the time of an emulated device. Reading their scores waits.
+    """Expansion whose levels take the time of an emulated device. Reading their scores waits.
 
-    expansion: the one that computes them. num_cached: tokens that all its rows attend to.
+    Args:
+        expansion: the one that computes them.
+        num_cached: tokens that all its rows attend to.
     """
 
     def __init__(self, expansion: Expansion, device: EmulatedDevice, num_cached: int) -> None:

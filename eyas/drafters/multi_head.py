@@ -45,6 +45,11 @@ class MultiHeadDrafter(NeuralDrafter[None]):
 
     They grow from the last feature of a session. Hydra heads may have a prefix layer (prefix-mlp): then they grow from that
     layer's output behind all features of the session, whose keys and values are cached.
+
+    Raises ConfigError for a tree that the heads cannot grow.
+
+    Args:
+        capture: how to capture whole trees as CUDA graphs.
     """
 
     def __init__(
@@ -55,7 +60,6 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         medusa: MedusaConfig,
         capture: Capture | None = None,
     ) -> None:
-        """capture: how to capture whole trees as CUDA graphs. Raises ConfigError for a tree that the heads cannot grow."""
         tree, static_tree = _tree_shape(head, tree, medusa)
         if tree.top_k > len(head.draft_ids):
             raise ConfigError(f"a tree of width {tree.top_k} needs as many draft tokens; there are {len(head.draft_ids)}")
@@ -71,7 +75,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         self._use_slots(self._plan_slots(config, capture), capture, head.hidden, self._dtype, run, head.hidden)
 
     def _plan_slots(self, config: DraftingConfig, capture: Capture | None) -> TreeSlots | None:
-        """Trees have no rows in slots; the prefix layer attends to its own."""
+        """Plan slots for the prefix layer: trees have no rows in slots; the prefix layer attends to its own."""
         device, max_batch = self.draft_ids.device, config.cuda_graph_max_batch
         if self._prefix:
             plan = plan_tree_slots(self._prefix.sizes, self._dtype, device, len(self._prefix.rotary), (), max_batch, capture)
@@ -100,7 +104,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return features[upload(np.cumsum([num_features(context) for context in contexts]) - 1, features.device)]
 
     def _run_prefix(self, layer: PrefixLayer, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
-        """An ExtendPass: cache keys and values of the new features, and run the last one of each session."""
+        """Return an ExtendPass: cache keys and values of the new features, and run the last one of each session."""
         projected, ends = layer.project(features, rows.positions), rows.logits_indices
         attended = cache_and_attend(self._kv, 0, projected, rows.slots, projected.query[ends], last)
         return layer.finish(attended, projected.residual[ends])
@@ -117,7 +121,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
 def _tree_shape(
     head: MedusaHead | HydraHead, tree: TreeConfig, medusa: MedusaConfig
 ) -> tuple[TreeConfig, StaticTree | None]:
-    """The size of the trees, and their shape if it is static."""
+    """Return the size of the trees, and their shape if it is static."""
     if tree.num_draft_tokens < 2 or tree.num_steps < 1:
         raise ConfigError(
             f"tree.num_draft_tokens {tree.num_draft_tokens} and tree.num_steps {tree.num_steps} leave no room for a guess; "
@@ -136,7 +140,7 @@ def _tree_shape(
 
 
 def likely_paths(tree: TreeConfig) -> TreeChoices:
-    """The likeliest `num_draft_tokens - 1` paths, best first, if a child's probability depends on its rank alone."""
+    """Return the likeliest `num_draft_tokens - 1` paths, best first, if a child's probability depends on its rank alone."""
     weights = [(rank + 1.0) ** -RANK_DECAY for rank in range(tree.top_k)]
     costs = [-math.log(CHILD_PROBABILITY * weight / math.fsum(weights)) for weight in weights]
     paths: list[tuple[int, ...]] = []
@@ -151,10 +155,13 @@ def likely_paths(tree: TreeConfig) -> TreeChoices:
 
 
 class HydraExpansion:
-    """Implements Expansion. A row is the state and the embeddings of its path, [S, W, (2 + level) H] at a level."""
+    """Expansion by Hydra heads. A row is the state and the embeddings of its path, [S, W, (2 + level) H] at a level.
+
+    Args:
+        roots: the target's token ids, int64 [S].
+    """
 
     def __init__(self, head: HydraHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
-        """roots: the target's token ids, int64 [S]."""
         self._head, self._scorer = head, scorer
         self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
 

@@ -43,10 +43,13 @@ StateT = TypeVar("StateT")
 
 
 class SessionLedger(Generic[SessionT]):
-    """Sessions by key, the least recently used first. Subclasses add a cache for them."""
+    """Sessions by key, the least recently used first. Subclasses add a cache for them.
+
+    Args:
+        new_session: makes an empty session of an epoch.
+    """
 
     def __init__(self, new_session: Callable[[int], SessionT]) -> None:
-        """new_session: makes an empty session of an epoch."""
         self._new_session = new_session
         self._sessions: OrderedDict[str, SessionT] = OrderedDict()
 
@@ -57,11 +60,11 @@ class SessionLedger(Generic[SessionT]):
         return self._sessions[key]
 
     def get(self, key: str) -> SessionT | None:
-        """A session, if it is known."""
+        """Return a session, if it is known."""
         return self._sessions.get(key)
 
     def starts_epoch(self, context: DraftContext) -> bool:
-        """Whether the context's session is unknown, or known in another epoch."""
+        """Return whether the context's session is unknown, or known in another epoch."""
         session = self._sessions.get(context.session)
         return session is None or session.epoch != context.epoch
 
@@ -84,7 +87,7 @@ class SessionLedger(Generic[SessionT]):
         return session
 
     def idle(self, busy: Collection[str]) -> Iterator[str]:
-        """Keys of the sessions that are not busy, the least recently used first."""
+        """Return the keys of the sessions that are not busy, the least recently used first."""
         return (key for key in self._sessions if key not in busy)
 
     def release(self, keys: Sequence[str]) -> None:
@@ -95,7 +98,7 @@ class SessionLedger(Generic[SessionT]):
                 self._free(session)
 
     def _has_ample_room(self, session: SessionT, context: DraftContext) -> bool:
-        """Whether a dormant session would fit, with room to spare, if it were sent again."""
+        """Return whether a dormant session would fit, with room to spare, if it were sent again."""
         return True
 
     def _free(self, session: SessionT) -> None:
@@ -103,7 +106,7 @@ class SessionLedger(Generic[SessionT]):
 
 
 def no_slots() -> Slots:
-    """The slots of a session that caches nothing."""
+    """Return the slots of a session that caches nothing."""
     return np.zeros(0, dtype=np.int64)
 
 
@@ -111,8 +114,11 @@ def no_slots() -> Slots:
 class KVSession(Session, Generic[StateT]):
     """A session with slots in a KV cache.
 
-    slots: of its cached tokens, in order. scratch: for the rows of its last tree. num_new: slots added by the last `claim`.
-    state: what the drafter keeps beside the slots; it is dropped together with them.
+    Attributes:
+        slots: of its cached tokens, in order.
+        scratch: for the rows of its last tree.
+        num_new: slots added by the last `claim`.
+        state: what the drafter keeps beside the slots; it is dropped together with them.
     """
 
     slots: Slots = field(default_factory=no_slots)
@@ -122,10 +128,14 @@ class KVSession(Session, Generic[StateT]):
 
 
 class KVLedger(SessionLedger[KVSession[StateT]]):
-    """Sessions and their slots. When slots run out, the trees of idle sessions are dropped first, then whole sessions."""
+    """Sessions and their slots. When slots run out, the trees of idle sessions are dropped first, then whole sessions.
+
+    Args:
+        context_length: tokens of the longest session that gets slots.
+        max_scratch: slots of the largest tree.
+    """
 
     def __init__(self, num_slots: int, context_length: int, max_scratch: int = 0) -> None:
-        """context_length: tokens of the longest session that gets slots. max_scratch: slots of the largest tree."""
         super().__init__(KVSession)
         self._allocator = SlotAllocator(num_slots)
         self._num_slots, self._num_scratch = num_slots, 0  # all slots, and those of trees
@@ -196,11 +206,11 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
 
 
 class Memory(Protocol):
-    """What a drafter without a KV cache remembers of one session."""
+    """Memory of one session in a drafter without a KV cache."""
 
     @property
     def size(self) -> int:
-        """How much of the ledger's limit it uses."""
+        """Return how much of the ledger's limit it uses."""
         ...
 
     def extend(self, context: DraftContext) -> None:
@@ -220,12 +230,15 @@ class MemorySession(Session, Generic[MemoryT]):
 
 
 class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
-    """Sessions and their memories, `max_size` in all."""
+    """Sessions and their memories, `max_size` in all.
+
+    Args:
+        on_drop: called with each memory that is dropped: its session has ended, was evicted, or begins again.
+    """
 
     def __init__(
         self, new_memory: Callable[[], MemoryT], max_size: int, on_drop: Callable[[MemoryT], object] = lambda memory: None
     ) -> None:
-        """on_drop: called with each memory that is dropped: its session has ended, was evicted, or begins again."""
         super().__init__(MemorySession)
         self._new_memory = new_memory
         self._max_size = max_size
@@ -233,7 +246,7 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
         self._used = 0
 
     def extend(self, context: DraftContext, busy: Collection[str]) -> MemoryT | ResyncRequired | None:
-        """The memory that the context continues, extended by it; None for a dormant session.
+        """Return the memory that the context continues, extended by it; None for a dormant session.
 
         busy: keys of sessions that must not be evicted.
         """
@@ -281,10 +294,12 @@ def make_kv_cache(
     contents: str = "a token",
     num_tree_slots: int = 0,
 ) -> KVCache:
-    """A draft KV cache; logs its size.
+    """Return a draft KV cache; logs its size. Raises ConfigError for a smaller limit.
 
-    shapes: (key-value heads, head width) of each layer. min_slots: slots that a session needs to draft at all, to hold
-    `contents`. num_tree_slots: for the rows of trees, behind those of sessions. Raises ConfigError for a smaller limit.
+    Args:
+        shapes: (key-value heads, head width) of each layer.
+        min_slots: slots that a session needs to draft at all, to hold `contents`.
+        num_tree_slots: for the rows of trees, behind those of sessions.
     """
     slot_bytes = bytes_per_slot(shapes, 0, dtype)
     given = (
@@ -305,5 +320,7 @@ def make_kv_cache(
 
 
 def num_features(context: DraftContext) -> int:
-    """Number of pairs (feature, next token) that a context completes: no feature precedes the very first token."""
+    """Return the number of pairs (feature, next token) that a context completes: no feature precedes
+    the very first token.
+    """
     return len(context.tokens) - (1 if context.start_position == 0 else 0)

@@ -49,17 +49,17 @@ class _Unread:
 
 
 class AsyncEngine:
-    """Runs an engine for the event loop that enters it: `async with AsyncEngine(engine) as async_engine`.
+    """Runner of an engine for the event loop that enters it: `async with AsyncEngine(engine) as async_engine`.
 
     When the engine cannot go on, the body is cancelled and the error raised in its place: RequestFailed for an engine that
     broke, Unavailable after `fail`.
+
+    Args:
+        on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver.
+        max_unread_bytes: of the chunks that are not read yet, of all streams together.
     """
 
     def __init__(self, engine: Engine, on_step: OnStep | None = None, max_unread_bytes: float = math.inf) -> None:
-        """on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver.
-
-        max_unread_bytes: of the chunks that are not read yet, of all streams together.
-        """
         self._load = engine.load
         self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
@@ -87,7 +87,7 @@ class AsyncEngine:
 
     @property
     def stack(self) -> str:
-        """Where the engine's thread is now, as a traceback."""
+        """Return where the engine's thread is now, as a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame))
 
@@ -120,7 +120,7 @@ class AsyncEngine:
             self._thread.join()
 
     async def generate(self, *requests: Request) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
+        """Yield the chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
 
         A request with structured_outputs is submitted once its grammar is compiled, and the output that it brings along is
         followed. Leaving the generator early cancels the requests before the next step. Raises what `Engine.submit` raises,
@@ -152,7 +152,7 @@ class AsyncEngine:
                 self.cancel(request.id)
 
     async def _followed(self, requests: Sequence[Request]) -> dict[str, OutputMatchers]:
-        """The matchers by request id, made in threads of their own: neither the event loop nor a step waits for them."""
+        """Return matchers by request id, made in threads of their own: neither the event loop nor a step waits for them."""
         structured = [request for request in requests if request.sampling.structured_outputs is not None]
 
         async def followed(request: Request) -> OutputMatchers:

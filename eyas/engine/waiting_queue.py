@@ -60,7 +60,7 @@ class WaitingQueue:
         return itertools.chain.from_iterable(queue.keys for queue in self._queues.values())
 
     def is_over_share(self, tenant: str, limit: int) -> bool:
-        """Whether a tenant has its share of `limit` places or more."""
+        """Return whether a tenant has its share of `limit` places or more."""
         num_waiting = len(self._queues[tenant].keys) if tenant in self._queues else 0
         return num_waiting >= limit // len(self._queues.keys() | {tenant})
 
@@ -111,7 +111,7 @@ class WaitingQueue:
             heapq.heappop(queue.by_number)
 
     def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
-        """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
+        """Return the most urgent sequence, among equals that of the least served tenant; and the one to admit next.
 
         They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
         RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.

@@ -17,14 +17,14 @@ _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 class BlockHasher:
-    """Hashes the blocks of one sequence, incrementally. salt: see `eyas.api.request.Request`."""
+    """Incremental hasher of the blocks of one sequence. salt: see `eyas.api.request.Request`."""
 
     def __init__(self, salt: str = "") -> None:
         self._hash = blake2b(digest_size=4, key=blake2b(salt.encode()).digest() if salt else b"")
         self._rest = b""
 
     def copy(self) -> BlockHasher:
-        """A hasher in the same state, to go on with other tokens."""
+        """Return a hasher in the same state, to go on with other tokens."""
         other = BlockHasher()
         other._hash, other._rest = self._hash.copy(), self._rest
         return other
@@ -42,5 +42,5 @@ class BlockHasher:
 
 
 def block_hashes(token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
-    """Hashes of a sequence's whole blocks, MAX_BLOCKS at most. Token ids must fit in 32 bits."""
+    """Return the hashes of a sequence's whole blocks, MAX_BLOCKS at most. Token ids must fit in 32 bits."""
     return tuple(BlockHasher(salt).update(token_ids[: MAX_BLOCKS * BLOCK_TOKENS]))

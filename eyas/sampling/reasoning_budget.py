@@ -19,7 +19,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class _State:
-    """Where a history stands.
+    """State of a history.
 
     Attributes:
         is_open: it is inside the reasoning.
@@ -48,10 +48,13 @@ class _State:
 
 
 class BudgetFollower:
-    """Counts the reasoning of one request: of its committed tokens once, as they come, and along the paths of its trees."""
+    """Counts the reasoning of one request: of its committed tokens once, as they come, and along the paths of its trees.
+
+    Args:
+        num_prompt: tokens before the output.
+    """
 
     def __init__(self, budget: ReasoningBudget, num_prompt: int) -> None:
-        """num_prompt: tokens before the output."""
         self._budget = budget
         self._state = _State(budget.is_open)
         self._num_followed = num_prompt

@@ -31,7 +31,7 @@ MAX_CANDIDATES = 256
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
+    """Return one token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
     On CUDA kernels draw all rows in one pass over the logits, if Triton is installed. On the CPU with one thread and numba
@@ -66,7 +66,9 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
 
 
 def is_readable(values: Tensor) -> bool:
-    """Whether kernels of the CPU can read the values now: not those of an emulated device, which they would wait for."""
+    """Return whether kernels of the CPU can read the values now: not those of an emulated device, which
+    they would wait for.
+    """
     return type(values) is Tensor and not values.requires_grad
 
 
@@ -86,12 +88,14 @@ def _sample_compiled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
-    """What each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
-
-    logits: float32 [N, P] of the tokens from `first_id` on. vocab_size: of all parts.
+    """Return what each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
 
     Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
     where the part holds NaN. Scores are those of an exponential race relative to the part's largest logit, or -logit.
+
+    Args:
+        logits: float32 [N, P] of the tokens from `first_id` on.
+        vocab_size: of all parts.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from eyas.kernels.cuda import sampling as kernels
@@ -112,7 +116,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
 
 
 def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """What `sample` draws over the whole vocabulary: int64 [N].
+    """Return what `sample` draws over the whole vocabulary: int64 [N].
 
     found: int32 [S, 3, N], `race` of each part in the order of their ids. A score of parts has a relative error of at most
     (3 g + 12) * 2**-24, g being how far the token's logit is below the row's largest, divided by the temperature; one part's
@@ -135,12 +139,12 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
 
 
 def takes_candidates(key: NoiseKey) -> bool:
-    """Whether the key's draws look at few tokens, which the likeliest ones of each part of the vocabulary contain."""
+    """Return whether the key's draws look at few tokens, which the likeliest ones of each part of the vocabulary contain."""
     return key.temperature > 0 and 0 < key.top_k <= MAX_CANDIDATES
 
 
 def candidates(logits: Tensor, k: int, first_id: int) -> Tensor:
-    """The k likeliest tokens of each row in one part of the vocabulary, for `draw_candidates`.
+    """Return the k likeliest tokens of each row in one part of the vocabulary, for `draw_candidates`.
 
     logits: float32 [N, P] of the tokens from `first_id` on. Returns int32 [2, N, min(k, P)]: bits of logits, and ids. A part
     with NaN has NaN among its logits.
@@ -151,7 +155,7 @@ def candidates(logits: Tensor, k: int, first_id: int) -> Tensor:
 
 
 def draw_candidates(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """What `sample` draws over the whole vocabulary with top-k, and top-p and min-p behind it: int64 [N].
+    """Return what `sample` draws over the whole vocabulary with top-k, and top-p and min-p behind it: int64 [N].
 
     found: int32 [S, 2, N, k], `candidates` of each part in the order of their ids, with k not below any top-k of the draws
     or all tokens of a part. top-k keeps the same tokens. Their probabilities are not divided by those of others, so a draw
@@ -170,18 +174,23 @@ def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """argmax of each row, the lowest id on a tie; logits [N, V]. V where a row holds NaN."""
+    """Return the argmax of each row, the lowest id on a tie; logits [N, V]. V where a row holds NaN."""
     return _ids_or_nan(*logits.max(-1), logits.shape[-1])
 
 
 def target_probs(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Probabilities float32 [N, V] that each row's token is drawn from, not normalised; every filter has been applied."""
+    """Return probabilities float32 [N, V] that each row's token is drawn from, not normalised; every filter has been
+    applied.
+    """
     keys = [draw.key for draw in draws]
     return filtered_probs(logits, filters_of(keys, logits.device), upload(filtering(keys), logits.device))
 
 
 def draw_tokens(probs: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token id per row of probabilities [N, V], not necessarily normalised; int64 [N]. V where a row holds NaN."""
+    """Return one token id per row of probabilities [N, V], not necessarily normalised; int64 [N].
+
+    V where a row holds NaN.
+    """
     streams: dict[tuple[int, int], int] = {}
     rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
     vocabulary = torch.arange(probs.shape[-1], device=probs.device)
@@ -190,7 +199,7 @@ def draw_tokens(probs: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def exponential_race(noise: Tensor, probs: Tensor) -> Tensor:
-    """argmin noise / probs of each row, the lowest id on a tie; both [N, V], probs not necessarily normalised.
+    """Return argmin noise / probs of each row, the lowest id on a tie; both [N, V], probs not necessarily normalised.
 
     V where a row holds NaN.
     """
@@ -198,13 +207,14 @@ def exponential_race(noise: Tensor, probs: Tensor) -> Tensor:
 
 
 def _ids_or_nan(best: Tensor, ids: Tensor, otherwise: int) -> Tensor:
-    """ids where `best` is a number; torch takes the first of equals, and NaN before all numbers."""
+    """Return ids where `best` is a number; torch takes the first of equals, and NaN before all numbers."""
     return ids.masked_fill_(best.isnan(), otherwise)
 
 
 class Filters(NamedTuple):
-    """What is done to each row of logits. temperature float32 [N], taken as MIN_TEMPERATURE below that; top_k int64 [N],
-    0 keeps all; top_p float32 [N]; min_p float32 [N]."""
+    """Filters of each row of logits. temperature float32 [N], taken as MIN_TEMPERATURE below that; top_k int64 [N], 0 keeps
+    all; top_p float32 [N]; min_p float32 [N].
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -213,23 +223,25 @@ class Filters(NamedTuple):
 
 
 def filters_of(keys: Sequence[NoiseKey], device: torch.device) -> Filters:
-    """The filters of each key, one row each."""
+    """Return the filters of each key, one row each."""
     values = np.array([(key.temperature, key.top_k, key.top_p, key.min_p) for key in keys], dtype=np.float64)
     temperature, top_k, top_p, min_p = upload(values, device).unbind(1)
     return Filters(temperature.float(), top_k.long(), top_p.float(), min_p.float())
 
 
 def filtering(keys: Sequence[NoiseKey]) -> list[int]:
-    """The rows that have top-k or top-p."""
+    """Return the rows that have top-k or top-p."""
     return [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
 
 
 def filtered_probs(logits: Tensor, filters: Filters, rows: Tensor) -> Tensor:
-    """Probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p looks at what top-k left.
+    """Return probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p looks at what top-k left.
 
     The likeliest token is always kept. Filtered rows are not renormalised: `exponential_race` does not need it.
 
-    logits: float32 [N, V]. rows: int64, those that have top-k or top-p; finding them here would wait for the device.
+    Args:
+        logits: float32 [N, V].
+        rows: int64, those that have top-k or top-p; finding them here would wait for the device.
     """
     probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
     if len(rows) > 0:
@@ -238,7 +250,7 @@ def filtered_probs(logits: Tensor, filters: Filters, rows: Tensor) -> Tensor:
 
 
 def filtered_probs_no_sync(logits: Tensor, filters: Filters) -> Tensor:
-    """`filtered_probs` inside a CUDA graph, where the host does not know which rows have filters: all are sorted."""
+    """Return `filtered_probs` inside a CUDA graph, where the host does not know which rows have filters: all are sorted."""
     probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
     has_filter = (top_k > 0) | (top_p < 1)
     return _drop_below(torch.where(has_filter[:, None], _filter(logits, probs, top_k, top_p), probs), filters.min_p)
@@ -272,7 +284,7 @@ class Ranked(NamedTuple):
 
 
 def rank(scores: Tensor, k: int) -> Ranked:
-    """The k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id.
+    """Return the k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id.
 
     torch.topk leaves the order of ties open, so it gets integers that hold score and id at once. They are made in place,
     because allocation dominates with many rows.

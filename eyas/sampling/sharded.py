@@ -23,19 +23,23 @@ LAST_BORDERS = range(2)
 
 
 def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: int) -> Tensor:
-    """Logits with minus infinity for what top-p and min-p of the whole vocabulary leave out, for `race`; float32 [N, P].
+    """Return logits with minus infinity for what top-p and min-p of the whole vocabulary leave out, for `race`; float32
+    [N, P].
 
-    All ranks must call it at the same time. logits: of this rank's part, which may be overwritten. draws: of the rows, with
-    temperatures above 0. NaN and infinity stay. Does not wait for the device.
+    All ranks must call it at the same time.
 
     Tokens are ordered by logit, equal ones by id. Top-p keeps one if the mass before it is below the wanted mass. The last
-    kept logit is searched among all values of float32, in the order of their bits. At each of 8 levels ranks add up the mass
-    from each of 15 values on, and go on between two neighbours. Then one value is left, and the masses that ranks have at it
-    say which of its tokens are kept. It can be another one than with `sample` only where rounding decides, as masses are not
-    divided by their sum here.
+    kept logit is searched among all values of float32, in the order of their bits. At each of 8 levels ranks add up the
+    mass from each of 15 values on, and go on between two neighbours. Then one value is left, and the masses that ranks have
+    at it say which of its tokens are kept. It can be another one than with `sample` only where rounding decides, as masses
+    are not divided by their sum here.
 
     A row takes 980 bytes a rank: 4 for its largest logit, 120 at each level, 16 at the last logit. On CUDA a level takes 6
     launches, its exchange included, and all together take 81. They read the logits 11 times and write them once.
+
+    Args:
+        logits: of this rank's part, which may be overwritten.
+        draws: of the rows, with temperatures above 0. NaN and infinity stay. Does not wait for the device.
     """
     logits = logits.contiguous()
     filters = filters_of([draw.key for draw in draws], logits.device)
@@ -66,7 +70,7 @@ def warm_up_search(logits: Tensor) -> None:
 
 
 def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Bits of the last logit that top-p keeps, and the wanted mass; int64 [N] each."""
+    """Return the bits of the last logit that top-p keeps, and the wanted mass; int64 [N] each."""
     last, wanted = lowest, None
     for shift in SEARCH_SHIFTS:
         found = masses_from(logits, scale, last, shift, SEARCH_BORDERS)
@@ -80,14 +84,17 @@ def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> t
 
 
 def largest_logits(logits: Tensor) -> Tensor:
-    """The largest logit of each row [N]; infinity if the row holds NaN, and the lowest number if it holds none."""
+    """Return the largest logit of each row [N]; infinity if the row holds NaN, and the lowest number if it holds none."""
     return logits.amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """Mass of the tokens whose bits are at least low + border * 2**shift, for each border: int64 [N, borders].
+    """Return the mass of the tokens whose bits are at least low + border * 2**shift, for each border: int64 [N, borders].
 
-    logits: float32 [N, P]. low: int64 [N], see `ordered_bits`. borders: neighbouring numbers.
+    Args:
+        logits: float32 [N, P].
+        low: int64 [N], see `ordered_bits`.
+        borders: neighbouring numbers.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from eyas.kernels.cuda import sampling as kernels
@@ -101,7 +108,9 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
 
 
 def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """Logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity stay."""
+    """Return logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity
+    stay.
+    """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from eyas.kernels.cuda import sampling as kernels
 

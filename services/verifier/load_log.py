@@ -31,7 +31,12 @@ class LoadLog:
         self._since, self._num_tokens, self._num_ended, self._stats = self._clock(), 0, 0, GenerationStats()
 
     def add(self, report: StepReport, stats: GenerationStats, num_tokens: int) -> None:
-        """Count a step. stats: of its verify steps. num_tokens: that it yielded."""
+        """Count a step.
+
+        Args:
+            stats: of its verify steps.
+            num_tokens: that it yielded.
+        """
         with self._lock:
             self._num_tokens += num_tokens
             self._num_ended += len(report.ended)

@@ -23,10 +23,11 @@ from eyas.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Serves one model.
+    """Servicer of one model.
 
-    pool: assigns requests to the drafter that the router picked; None if no drafts are taken.
-    drafters: the drafters that discovery knows now; no other is dialled.
+    Args:
+        pool: assigns requests to the drafter that the router picked; None if no drafts are taken.
+        drafters: the drafters that discovery knows now; no other is dialled.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
-        """The one model that this verifier serves."""
+        """Return the one model that this verifier serves."""
         return convert.models_to_proto((self._model,))
 
     def _check(self, call: GenerateCall) -> None:
@@ -82,7 +83,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             )
 
     def _numbered(self, request: Request) -> Request:
-        """The request as the engine gets it: with an id that is unique here, whatever the client chose, and a seed."""
+        """Return the request as the engine gets it: with an id that is unique here, whatever the client
+        chose, and a seed.
+        """
         sampling = request.sampling
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
@@ -104,13 +107,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             self._pool.unassign(request.id)
 
     def _round_trip(self, request: Request) -> tuple[tuple[str, str], ...]:
-        """Trailing metadata: mean round trip of the request's drafts in ms. Empty if there were none."""
+        """Return trailing metadata: mean round trip of the request's drafts in ms. Empty if there were none."""
         seconds = self._pool.mean_round_trip(request.id) if self._pool else None
         return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
 
 
 async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
-    """Chunks as a client receives them: the first with the seed, the last with the totals."""
+    """Yield chunks as a client receives them: the first with the seed, the last with the totals."""
     num_output_tokens = num_cached = 0
     seed = request.sampling.seed
     async for chunk in chunks:
@@ -122,7 +125,7 @@ async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) ->
 
 
 def announced_load(load: EngineLoad) -> Load:
-    """What a verifier's lease says about its engine."""
+    """Return what a verifier's lease says about its engine."""
     return Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting,

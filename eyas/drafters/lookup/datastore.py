@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranges:
-    """For each query the suffixes that begin with it: [first, last) in the suffix array; both [Q]."""
+    """Ranges of suffixes that begin with each query: [first, last) in the suffix array; both [Q]."""
 
     first: Ints
     last: Ints
@@ -89,7 +89,7 @@ class Datastore:
         return Ranges(low[: len(first)], low[len(first) :])
 
     def continuations(self, numbers: Ints, skip: Ints, depth: int) -> Ints:
-        """The tokens [M, D] behind the first skip [M] tokens of suffixes; the separator from the document's end on.
+        """Return the tokens [M, D] behind the first skip [M] tokens of suffixes; the separator from the document's end on.
 
         numbers: of the suffixes in sorted order [M].
         """
@@ -127,13 +127,13 @@ def open_datastore(folder: Path) -> Datastore:
 
 
 def _mapped(file: Path) -> npt.NDArray[np.integer]:
-    """A plain view of the mapped file: numpy.memmap adds more to each access than a look-up costs."""
+    """Return a plain view of the mapped file: numpy.memmap adds more to each access than a look-up costs."""
     plain: npt.NDArray[np.integer] = np.load(file, mmap_mode="r").view(np.ndarray)
     return plain
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Digest of the mapping from tokens to ids."""
+    """Return the digest of the mapping from tokens to ids."""
     vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:32]
 
@@ -178,10 +178,13 @@ def _tokenized(
 
 
 def corpus_files(paths: Sequence[Path], exclude: Path | None = None, suffixes: Collection[str] = ()) -> list[Path]:
-    """The files named, and those below the folders named, in a fixed order. None is read.
+    """Return the files named, and those below the folders named, in a fixed order. None is read.
 
-    exclude: see `excluded_ends`. suffixes: of files to take from folders, such as .py; empty takes all. Raises ConfigError
-    for missing paths, and if nothing is left.
+    Raises ConfigError for missing paths, and if nothing is left.
+
+    Args:
+        exclude: see `excluded_ends`.
+        suffixes: of files to take from folders, such as .py; empty takes all.
     """
     missing = [path for path in paths if not path.exists()]
     if missing:
@@ -195,7 +198,9 @@ def corpus_files(paths: Sequence[Path], exclude: Path | None = None, suffixes: C
 
 
 def excluded_ends(exclude: Path | None) -> tuple[str, ...]:
-    """Ends of absolute paths, from a JSON list of names or ends of paths. Raises ConfigError for a file that holds none."""
+    """Return ends of absolute paths, from a JSON list of names or ends of paths. Raises ConfigError for a file that holds
+    none.
+    """
     if exclude is None:
         return ()
     try:
@@ -212,7 +217,7 @@ def _files_below(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:
 
 
 def _read(file: Path, is_named: bool) -> str | None:
-    """The text of a file; None for one in a folder that is no UTF-8 text. Raises ConfigError."""
+    """Return the text of a file; None for one in a folder that is no UTF-8 text. Raises ConfigError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -222,7 +227,7 @@ def _read(file: Path, is_named: bool) -> str | None:
 
 
 def documents_of(file: Path, is_named: bool, tokenizer: Tokenizer, rejected: Counter[str]) -> Iterator[list[int]]:
-    """Token ids of each document of a file, without special tokens.
+    """Return the token ids of each document of a file, without special tokens.
 
     A document is a line of a .jsonl file with `text` or `token_ids`, or any other file as a whole. rejected: counts lines
     that cannot be used. Raises ConfigError for a .jsonl file of such lines only.
@@ -239,7 +244,7 @@ def documents_of(file: Path, is_named: bool, tokenizer: Tokenizer, rejected: Cou
 
 
 def _entry(row: Mapping[str, Any], vocab_size: int) -> str | list[int]:
-    """A row's token ids, or else its text; raises BadRow."""
+    """Return a row's token ids, or else its text; raises BadRow."""
     if "token_ids" in row:
         ids: list[int] = token_ids_of(row, vocab_size).tolist()
         return ids
@@ -287,7 +292,7 @@ def _with_separator(document: Sequence[int], vocab_size: int) -> npt.NDArray[np.
 
 
 def _sorted_suffixes(tokens: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.integer]:
-    """Where each suffix begins, in the order of the suffixes; uint32 if that is enough."""
+    """Return where each suffix begins, in the order of the suffixes; uint32 if that is enough."""
     try:
         from pydivsufsort import divsufsort
     except ImportError as error:

@@ -36,11 +36,11 @@ class Ranking:
         self._trees: dict[str, tuple[int, DraftTree, _Band]] = {}  # by session: its committed length then, and its last tree
 
     def shares_noise(self, key: NoiseKey) -> bool:
-        """Whether scores have the noise of the target's draw."""
+        """Return whether scores have the noise of the target's draw."""
         return self._config.shared_noise and key.temperature > 0
 
     def temperature(self, key: NoiseKey) -> float:
-        """The ranking temperature for a request; 1 where the drafter cannot know what is drawn."""
+        """Return the ranking temperature for a request; 1 where the drafter cannot know what is drawn."""
         if self._config.ranking_temperature:
             return self._config.ranking_temperature
         return self._band(key).temperature if self.shares_noise(key) or key.temperature == 0 else 1.0
@@ -83,8 +83,10 @@ class Ranking:
 class _Band:
     """The ranking temperature of requests with similar temperatures.
 
-    num_visits: nodes seen since it changed. claimed: the sum of their children's probabilities. num_right: how many of the
-    nodes had the right child.
+    Attributes:
+        num_visits: nodes seen since it changed.
+        claimed: the sum of their children's probabilities.
+        num_right: how many of the nodes had the right child.
     """
 
     temperature: float

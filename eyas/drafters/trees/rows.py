@@ -41,8 +41,11 @@ from eyas.sampling.sampler import Ranked
 class PaddedPrefix:
     """Prefixes padded to the longest, as the plain attention reads them.
 
-    slots: int64 [S, L]; padding repeats a session's own first slot, because NaN in another session's slot would spread
-    through masked attention. lengths: without padding, int64 [S]. scratch: slots for the rows of each tree [S, R].
+    Attributes:
+        slots: int64 [S, L]; padding repeats a session's own first slot, because NaN in another session's slot would spread
+            through masked attention.
+        lengths: without padding, int64 [S].
+        scratch: slots for the rows of each tree [S, R].
     """
 
     slots: Tensor
@@ -51,7 +54,7 @@ class PaddedPrefix:
 
     @classmethod
     def of(cls, slots: Sequence[Slots], scratch: Sequence[Slots], device: torch.device) -> PaddedPrefix:
-        """The prefixes of sessions, copied to the device."""
+        """Return the prefixes of sessions, copied to the device."""
         lengths = np.array([len(own) for own in slots])
         cells = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
         for row, own in zip(cells, slots, strict=True):
@@ -62,9 +65,12 @@ class PaddedPrefix:
 
 @dataclass(frozen=True)
 class Roots:
-    """What trees grow from.
+    """Roots from which trees grow.
 
-    states: of the drafter, behind the last commit [S, H]. tokens: the target's ids, int64 [S]. cached: what lies before.
+    Attributes:
+        states: of the drafter, behind the last commit [S, H].
+        tokens: the target's ids, int64 [S].
+        cached: what lies before.
     """
 
     states: Tensor
@@ -76,9 +82,11 @@ class Roots:
 class RowLayout:
     """The rows of trees of one shape.
 
-    widths: W of each pass. max_model_len: positions beyond are taken as the last one; budgets cut what is there. visible:
-    which rows of the only pass see each other [W, W], for all sessions; None if rows see the row above theirs, what that
-    sees, and themselves.
+    Attributes:
+        widths: W of each pass.
+        max_model_len: positions beyond are taken as the last one; budgets cut what is there.
+        visible: which rows of the only pass see each other [W, W], for all sessions; None if rows see the row above theirs,
+            what that sees, and themselves.
     """
 
     widths: tuple[int, ...]
@@ -128,24 +136,30 @@ class RowLayout:
         return upload(mask_words(np.tri(self.num_rows, dtype=np.bool_)), self.device)
 
     def num_fixed_words(self, sessions: int) -> int:
-        """Words before the prefixes."""
+        """Return the words before the prefixes."""
         return sessions * (5 * self.num_rows + TILE_WORDS * sum(map(self._num_tiles, self.widths)))
 
     def shape(self, sessions: int, number: int) -> MetadataShape:
-        """The shape of a pass."""
+        """Return the shape of a pass."""
         rows, tiles = sessions * self.widths[number], sessions * self._num_tiles(self.widths[number])
         return replace(self.tiling, longest=self.max_model_len).shape(rows, rows, tiles, self.tile_rows)
 
     def build_words(self, slots: Sequence[Slots], scratch: Sequence[Slots] | Ints, sessions: int) -> Words:
-        """The words of a round, padded to `sessions`. slots: of the prefixes. scratch: R slots of each session, padding too.
+        """Return the words of a round, padded to `sessions`.
 
         Rows of padding sessions attend to nothing.
+
+        Args:
+            slots: of the prefixes.
+            scratch: R slots of each session, padding too.
         """
         lengths = np.zeros(sessions, dtype=np.int64)
         lengths[: len(slots)] = [len(own) for own in slots]
         own_slots = np.stack(list(scratch)).reshape(sessions, self.num_rows)
+        # [S, R] each; a level lies one position below the level above.
         positions = np.minimum(lengths[:, None] + self._offsets, self.max_model_len - 1)
         spans = list(zip(self.ends, self.ends[1:], strict=False))
+        # Passes follow one another; within a pass the rows of all sessions.
         rows = [np.concatenate([x[:, a:b].ravel() for a, b in spans] or [lengths[:0]]) for x in (positions, own_slots)]
         numbers = np.concatenate([np.arange(sessions * (b - a)) for a, b in spans] or [lengths[:0]])
         starts = self.num_fixed_words(sessions) + np.cumsum(lengths) - lengths
@@ -164,10 +178,12 @@ class RowLayout:
         return -(-width // self.tile_rows)
 
     def _tiles(self, number: int, lengths: Ints, starts: Ints, count: int) -> Ints:
-        """Tiles of a pass [S, tiles of a session, TILE_WORDS]; `count` sessions are no padding."""
+        """Return the tiles of a pass [S, tiles of a session, TILE_WORDS]; `count` sessions are no padding."""
         width, sessions = self.widths[number], np.arange(len(lengths))[:, None]
         firsts = np.arange(0, width, self.tile_rows)[None]
         tiles = np.zeros((len(lengths), firsts.shape[1], TILE_WORDS), dtype=np.int64)
+        # Word 0: first row. 1: rows. 2, 3: first own key and mask stride. 4, 5: length and place of the prefix. 6: first
+        # mask. 7: own keys that the rows may see, 0 for padding.
         tiles[..., 0] = sessions * width + firsts
         tiles[..., 1] = np.minimum(self.tile_rows, width - firsts)
         tiles[..., 2], tiles[..., 3] = sessions * self.num_rows, self.stride
@@ -179,10 +195,13 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Where the rows of trees lie, if the attention kernel serves them.
+    """Slots of the rows of trees, if the attention kernel serves them.
 
-    trees, chains: layouts of deterministic trees and of sampled chains. max_sessions: of a round. first: of the slots that
-    all rounds share; None if each session has slots of its own. spare: the last slot of the KV cache, for padding.
+    Attributes:
+        trees, chains: layouts of deterministic trees and of sampled chains.
+        max_sessions: of a round.
+        first: of the slots that all rounds share; None if each session has slots of its own.
+        spare: the last slot of the KV cache, for padding.
     """
 
     trees: RowLayout
@@ -197,7 +216,7 @@ class TreeSlots:
         return self.max_sessions * self._num_rows
 
     def rows(self, sessions: int) -> list[Slots]:
-        """The shared slots of each session's tree."""
+        """Return the shared slots of each session's tree."""
         assert self.first is not None, "sessions have slots of their own"
         return list(self.first + np.arange(sessions * self._num_rows).reshape(sessions, -1))
 
@@ -207,10 +226,13 @@ class TreeSlots:
 
 
 class SlotRows:
-    """The words of a round on the device, and the inputs of its passes."""
+    """The words of a round on the device, and the inputs of its passes.
+
+    Args:
+        words: the output of `RowLayout.build_words`; there may be more behind.
+    """
 
     def __init__(self, layout: RowLayout, words: Tensor, sessions: int) -> None:
-        """words: the output of `RowLayout.build_words`; there may be more behind."""
         self.layout, self.sessions, self._words = layout, sessions, words
         count = sessions * layout.num_rows
         self._words_of_rows = words[: 3 * count].view(3, count)
@@ -219,7 +241,12 @@ class SlotRows:
         self._tiles = words[5 * count : layout.num_fixed_words(sessions)].view(-1, TILE_WORDS)
 
     def inputs(self, number: int, masks: Tensor, tokens: Tensor | None = None) -> PackedInputs:
-        """A pass, session by session. masks: int32 [S, W, M]; [W, M] if all sessions share them. tokens: [S, W]."""
+        """Return a pass, session by session.
+
+        Args:
+            masks: int32 [S, W, M]; [W, M] if all sessions share them.
+            tokens: [S, W].
+        """
         layout, sessions = self.layout, self.sessions
         here = slice(sessions * layout.ends[number], sessions * layout.ends[number + 1])
         positions, slots, numbers = self._rows[:, here]
@@ -234,7 +261,12 @@ class SlotRows:
 
 @dataclass(frozen=True)
 class SlotLevels:
-    """The rows of trees so far, for the attention kernel. masks: of the newest rows [S, W, M]. newest: their pass."""
+    """The rows of trees so far, for the attention kernel.
+
+    Attributes:
+        masks: of the newest rows [S, W, M].
+        newest: their pass.
+    """
 
     rows: SlotRows
     masks: Tensor | None = None
@@ -247,15 +279,16 @@ class SlotLevels:
         return self.newest
 
     def level(self, level: int, parents: Tensor, tokens: Tensor | None = None) -> SlotLevels:
-        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+        """Add the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
         layout = self.rows.layout
+        # A row sees what its parent sees, and itself: one "or" of mask words for each level.
         masks = layout.own_bits[layout.ends[level - 1] : layout.ends[level]].expand(self.rows.sessions, -1, -1)
         if self.masks is not None:
             masks = take_rows(self.masks, parents) | masks
         return SlotLevels(self.rows, masks, self.rows.inputs(level - 1, masks.contiguous(), tokens))
 
     def all_at_once(self, masks: Tensor | None = None) -> SlotLevels:
-        """With the rows of the only pass. masks: [W, M], by default those of the layout."""
+        """Add the rows of the only pass. masks: [W, M], by default those of the layout."""
         masks = self.rows.layout.visible_words if masks is None else masks
         return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
 
@@ -266,12 +299,14 @@ class BufferAttention:
         [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
 
     positions: of the newest rows, [S * W].
+
+    Args:
+        shape: number of levels, and the most rows of a level.
     """
 
     positions: Tensor
 
     def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: TreeConfig) -> None:
-        """shape: number of levels, and the most rows of a level."""
         self._config, self._max_model_len = head.config, head.max_model_len
         index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
         sessions, self._length = index.shape
@@ -287,13 +322,14 @@ class BufferAttention:
         self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=index.device)
 
     def level(self, level: int, parents: Tensor) -> BufferAttention:
-        """With the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+        """Add the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
         own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        # seen [S, W, rows so far]: what the parent sees, then the identity for the new rows.
         seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
         return self._with(seen, (self._root + level).expand_as(parents))
 
     def chain(self, count: int) -> BufferAttention:
-        """With `count` rows behind the root; each sees those before it."""
+        """Add `count` rows after the root; each sees those before it."""
         ahead = torch.arange(1, count + 1, device=self._root.device)
         seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
         return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)
@@ -312,6 +348,7 @@ class BufferAttention:
         width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
         keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
         values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        # [S * W, heads, d] to [S, kv heads, heads per kv head * W, d]: heads that share keys become rows.
         query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
         attended = masked_attention(
             query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
@@ -334,9 +371,13 @@ def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
 class GrownRows:
     """Rows of a tree of one session: target token ids [R], depths from 1 [R], and the states before them [R, H].
 
-    slots: of their keys and values, [R]. nodes: their numbers, [R]; those of new nodes follow the tree's last one. parents:
-    numbers of the nodes above [R]. is_exact: whether the states before them are behind true features alone, [R]. others:
-    slots of more nodes that rows see. visible: which of these, and then of the rows, each row sees, [R, others + R].
+    Attributes:
+        slots: of their keys and values, [R].
+        nodes: their numbers, [R]; those of new nodes follow the tree's last one.
+        parents: numbers of the nodes above [R].
+        is_exact: whether the states before them are behind true features alone, [R].
+        others: slots of more nodes that rows see.
+        visible: which of these, and then of the rows, each row sees, [R, others + R].
     """
 
     tokens: Ints
@@ -351,7 +392,7 @@ class GrownRows:
 
 
 class FoundRows(NamedTuple):
-    """What a pass over rows of trees found: states [R, H] and best children [R, C], draft ids, session by session."""
+    """Result of a pass over rows of trees: states [R, H] and best children [R, C], draft ids, session by session."""
 
     states: Tensor
     best: Ranked
