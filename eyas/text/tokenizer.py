@@ -309,12 +309,14 @@ class TextStream:
         context: Callable[[], Sequence[int]] = tuple,
         stop_specials: Collection[int] = (),
     ) -> None:
-        """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens.
+        """End the stream at any of the `stop` strings that begins after the text of `min_tokens` tokens.
 
-        kept_tokens: special tokens that stay in the text, unless they end the output.
-        include_stop: keep the stop string that ends the text; and, if special tokens are not skipped, the one that ends
-            the output.
-        context: calls `Tokenizer.left_context`, before the first text. stop_specials: what `Tokenizer.specials_in` returns.
+        Args:
+            kept_tokens: special tokens that stay in the text, unless they end the output.
+            include_stop: keep the stop string that ends the text; and, if special tokens are not skipped, the one that ends
+                the output.
+            context: calls `Tokenizer.left_context`, before the first text.
+            stop_specials: what `Tokenizer.specials_in` returns.
         """
         self._tokenizer = tokenizer
         self._names = dict(zip(stop_specials, map(tokenizer.name_of, stop_specials), strict=True))

@@ -239,8 +239,11 @@ def _list_blocks(
     logits, words, found, lists, sessions, size, count,
     ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """List in found [4, N, B] the block's largest logit, then what `list_best` finds. lists: int64 [N, B, LISTED]. ALL: also
-    of sessions without filters.
+    """List in found [4, N, B] the block's largest logit, then what `list_best` finds.
+
+    Args:
+        lists: int64 [N, B, LISTED].
+        ALL: also of sessions without filters.
     """
     row, block, blocks, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     session, ids = row // ROWS, (i // LINE * blocks + block) * LINE + i % LINE

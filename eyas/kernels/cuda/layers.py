@@ -75,8 +75,11 @@ def pair_inputs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return what the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
 
-    states: [S, R, C] of the rows above. parents: rows among these, tokens: draft ids, int64 [S, W]. norms: weights for the
-    embeddings and for the states.
+    Args:
+        states: [S, R, C] of the rows above.
+        parents: rows among these, int64 [S, W].
+        tokens: draft ids, int64 [S, W].
+        norms: weights for the embeddings and for the states.
 
     Returns:
         The two normed side by side, embeddings first [S * W, 2 C]; and the states as they are [S * W, C].
