@@ -92,7 +92,7 @@ def run(device: torch.device, settings: Settings, out: Path, now: Callable[[], f
             for name, work in _stages(device, settings, shown).items():
                 shown.show(name, at_once=True)
                 part = parts[name] = Part(limits[name])
-                _run_stage(work, part)
+                run_stage(work, part)
                 # a crash of the driver would take with it what no file holds yet
                 print(f"{name}: {_outcome(part)}", *(table.markdown() for table in part.tables), sep="\n\n", flush=True)
                 if is_lost := bool(part.error) and cannot_use(device):
@@ -156,7 +156,8 @@ def _stages(device: torch.device, settings: Settings, progress: Progress) -> Map
     return {name: work for name, work in works.items() if name in settings.stages}
 
 
-def _run_stage(work: Callable[[Part], None], part: Part) -> None:
+def run_stage(work: Callable[[Part], None], part: Part) -> None:
+    """Run a stage, and keep in `part` what fails."""
     part.waiting = ["all"]  # until the stage names its cases
     try:
         with part.limit.enforced():

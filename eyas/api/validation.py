@@ -46,10 +46,10 @@ _MAX_CONSTRAINT_LENGTH = {
 }
 # Draws are uniform long before; the reciprocals of larger numbers vanish in float32.
 MAX_TEMPERATURE = 1e6
-_WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
-_WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+INT_RANGES = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
+OPTIONAL_INT_RANGES = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
 # Lowest and highest value, and the range in words.
-_REAL = {
+REAL_RANGES = {
     "min_p": (0.0, 1.0, "lie in [0.0, 1.0]"),
     "repetition_penalty": (0.01, 100.0, "lie in [0.01, 100.0]"),
     "presence_penalty": (-2.0, 2.0, "lie in [-2.0, 2.0]"),
@@ -128,13 +128,13 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def _check_numbers(sampling: SamplingParams) -> None:
     """Raises InvalidRequest for a number out of its range."""
-    for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
+    for name, (low, high) in (INT_RANGES | OPTIONAL_INT_RANGES).items():
         value = getattr(sampling, name)
-        if value is None and name in _WHOLE_OR_NONE:
+        if value is None and name in OPTIONAL_INT_RANGES:
             continue
         if not _is_whole(value) or not low <= value <= high:
             raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}", name)
-    for name, (least, most, words) in _REAL.items():
+    for name, (least, most, words) in REAL_RANGES.items():
         values = [(name, getattr(sampling, name))]
         if name == "logit_bias":
             values = [(f"logit_bias of token {token}", bias) for token, bias in sampling.logit_bias]

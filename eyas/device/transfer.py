@@ -44,13 +44,13 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Te
     only once the device has read it.
     """
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
-    return (_pinned(host) if device.type == "cuda" else host).to(device, non_blocking=True)
+    return (pinned_copy(host) if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the tensor on a device in a dtype. The host does not wait for a copy to CUDA."""
     on_host = tensor.device.type == "cpu"
-    pinned = _pinned(tensor) if on_host and device.type == "cuda" else tensor
+    pinned = pinned_copy(tensor) if on_host and device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=on_host).to(dtype)
 
 
@@ -61,10 +61,10 @@ def to_host(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    return _pinned_like(tensor).copy_(tensor)
+    return pinned_like(tensor).copy_(tensor)
 
 
-def _pinned_like(tensor: Tensor) -> Tensor:
+def pinned_like(tensor: Tensor) -> Tensor:
     """Return an empty tensor of this shape and dtype in pinned memory, or in other memory where the system pins no more."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -73,7 +73,7 @@ def _pinned_like(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _pinned(host: Tensor) -> Tensor:
+def pinned_copy(host: Tensor) -> Tensor:
     """Return a copy in pinned memory, or the tensor itself where the system pins no more: CUDA reads that before a copy
     returns.
     """

@@ -116,12 +116,12 @@ class CombinedDrafter(LocalDrafter):
         self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig, prepares: bool = False
     ) -> None:
         """At most one of the drafters needs features. prepares: whether `draft_ahead` looks up what follows the trees."""
-        self._sides = (first, second)
+        self.sides = (first, second)
         self._side_needs = first.needs, second.needs
         self._tree = tree
         self._config = config
         self._sessions = SessionLedger(_CombinedSession)
-        self._looks = [k for k in range(2) if prepares and self._sides[k].continues_paths]  # sides that look ahead
+        self._looks = [k for k in range(2) if prepares and self.sides[k].continues_paths]  # sides that look ahead
         self._due: dict[str, None] = {}  # sessions whose trees are verified, and what follows these is not prepared
         self._changed: dict[str, None] = {}  # sessions with prepared trees that are not sent
 
@@ -136,14 +136,14 @@ class CombinedDrafter(LocalDrafter):
 
     @property
     def work(self) -> DraftWork:
-        return self._sides[0].work + self._sides[1].work
+        return self.sides[0].work + self.sides[1].work
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
-        for side in self._sides:
+        for side in self.sides:
             side.use_path_masks(path_masks)
 
     def warm_up(self) -> None:
-        for side in self._sides:
+        for side in self.sides:
             side.warm_up()
         if has_numba():
             from eyas.kernels.cpu.lookups import compile_kernels
@@ -158,7 +158,7 @@ class CombinedDrafter(LocalDrafter):
             if isinstance(session, _CombinedSession):
                 session.context = context
                 sessions.append(session)
-        for side in range(len(self._sides)):
+        for side in range(len(self.sides)):
             self._propose(side, sessions)
         for session in sessions:
             session.committed_length = min(session.lengths)
@@ -179,15 +179,15 @@ class CombinedDrafter(LocalDrafter):
             self._due.pop(name, None)
             self._changed.pop(name, None)
         self._sessions.release(sessions)
-        for side in self._sides:
+        for side in self.sides:
             side.release(sessions)
 
     @property
     def busy_s(self) -> float:
-        return max(side.busy_s for side in self._sides)
+        return max(side.busy_s for side in self.sides)
 
     def draft_ahead(self) -> bool:
-        more = [side.draft_ahead() for side in self._sides]
+        more = [side.draft_ahead() for side in self.sides]
         if self._due:
             name = next(iter(self._due))
             del self._due[name]
@@ -196,7 +196,7 @@ class CombinedDrafter(LocalDrafter):
 
     def take_prepared(self) -> list[PreparedTree]:
         """Trees of the sides, merged with what was looked up below the trees under verification."""
-        found = {tree.session: tree for side in self._sides for tree in side.take_prepared()}
+        found = {tree.session: tree for side in self.sides for tree in side.take_prepared()}
         names, self._changed = [*dict.fromkeys((*self._changed, *found))], {}
         for name in names:
             session, other = self._sessions.get(name), found.get(name)
@@ -206,7 +206,7 @@ class CombinedDrafter(LocalDrafter):
                 session.drafted_ahead = other.tree
             parts = [part for part in (session.looked_up, session.drafted_ahead) if part is not None]
             if parts:
-                session.prepared = _joined(parts) if session.looked_up else parts[0]
+                session.prepared = joined_arrays(parts) if session.looked_up else parts[0]
                 found[name] = PreparedTree(name, session.epoch, session.committed_length, session.prepared)
         return list(found.values())
 
@@ -221,7 +221,7 @@ class CombinedDrafter(LocalDrafter):
         size, steps = self._tree.num_draft_tokens + 1, self._tree.num_steps + 1  # with the token that the target draws there
         contexts = [changed(session.context, budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
         for k in self._looks:
-            for leaf, below in zip(leaves, self._sides[k].continue_paths(contexts, paths), strict=True):
+            for leaf, below in zip(leaves, self.sides[k].continue_paths(contexts, paths), strict=True):
                 if _claim_below_best(below) >= MIN_CLAIM:
                     parts.append((leaf, below))
         if parts:
@@ -232,7 +232,7 @@ class CombinedDrafter(LocalDrafter):
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
-        side = self._sides[k]
+        side = self.sides[k]
         behind = [session for session in sessions if session.lengths[k] < session.context.committed_length]
         contexts = [session.missing(k, self._side_needs[k], side.takes_prepared) for session in behind]
         drafts = side.propose(contexts) if behind else []
@@ -243,8 +243,8 @@ class CombinedDrafter(LocalDrafter):
     def _merge(self, sessions: Sequence[_CombinedSession]) -> None:
         """Merge the trees of each session."""
         budgets = [within(session.context.budget, self._tree) for session in sessions]
-        for k in range(len(self._sides)):
-            if self._sides[1 - k].continues_paths:
+        for k in range(len(self.sides)):
+            if self.sides[1 - k].continues_paths:
                 self._continue(k, sessions, budgets)
         roots = [session.context.tokens[-1] for session in sessions]
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
@@ -263,7 +263,7 @@ class CombinedDrafter(LocalDrafter):
             if tree is not None and session.tree_of(other) is not None:
                 asked.append((session, tree))
                 contexts.append(changed(session.context, budget=budget))
-        found = self._sides[other].continue_trees(contexts, [tree for _, tree in asked]) if asked else []
+        found = self.sides[other].continue_trees(contexts, [tree for _, tree in asked]) if asked else []
         for (session, tree), grown in zip(asked, found, strict=True):
             session.continued[k] = None if grown is tree else grown
 
@@ -274,7 +274,7 @@ class CombinedDrafter(LocalDrafter):
         if is_current and isinstance(draft, DraftTree):
             found = _places(draft, merged)
             session.drafts[k] = draft.pruned(list(found))
-            self._sides[k].prune(context.session, list(found))
+            self.sides[k].prune(context.session, list(found))
         session.places[k] = list(found.values())
 
     def _evict(self, busy: set[str]) -> None:
@@ -300,7 +300,7 @@ def _take_over(session: _CombinedSession) -> None:
         session.tree = without_banned(taken, context) if taken else None
 
 
-def _joined(parts: Sequence[TreeArrays]) -> TreeArrays:
+def joined_arrays(parts: Sequence[TreeArrays]) -> TreeArrays:
     """The best nodes of trees with the same root, as many as a prepared tree may have."""
     whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
     return TreeArrays.of(merge_trees([int(parts[0].tokens[0])], [[part.tree() for part in parts]], [whole], 0.0)[0])

@@ -223,9 +223,9 @@ class GrammarCompiler:
         self._vocabulary: Future[tuple[GrammarTrials, LLTokenizer]] | None = None
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the digest of the constraint
+        self.refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the digest of the constraint
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
-        self._num_running, self._num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
+        self.num_running, self.num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
 
     def load(self) -> Future[tuple[GrammarTrials, LLTokenizer]]:
         """Begin to load the model's tokenizer, unless it is loaded or being loaded: 262,144 tokens take seconds.
@@ -255,8 +255,8 @@ class GrammarCompiler:
         self.load()
         with self._lock:
             job = self._grammars.get(structured)
-            if job is None and (reason := self._refused.get(_digest(structured))) is not None:
-                self._refused.move_to_end(_digest(structured))
+            if job is None and (reason := self.refused.get(_digest(structured))) is not None:
+                self.refused.move_to_end(_digest(structured))
                 refused = Future[Grammar]()
                 refused.set_exception(CostlyGrammar(reason, "structured_outputs"))
                 return refused
@@ -327,10 +327,10 @@ class GrammarCompiler:
         except Exception as error:
             job.future.set_exception(error)
         with self._lock:
-            self._num_running[tenant] -= 1
-            self._num_running += Counter()  # only tenants with some are kept
+            self.num_running[tenant] -= 1
+            self.num_running += Counter()  # only tenants with some are kept
             if is_late:
-                self._num_late[tenant] += 1
+                self.num_late[tenant] += 1
         if is_late:
             call.add_done_callback(partial(self._late_ended, tenant))
         self._run_next_soon()  # this tenant may have been the only one that waits
@@ -347,19 +347,19 @@ class GrammarCompiler:
                 self._num_following += Counter()
             # else it was in the queue of another tenant too, or is not wanted any more
             if not job.future.running() and not job.future.done() and job.future.set_running_or_notify_cancel():
-                self._num_running[tenant] += 1
+                self.num_running[tenant] += 1
                 return tenant, job
         return None
 
     def _may_run(self, tenant: str) -> bool:
         is_loaded = self._vocabulary is not None and self._vocabulary.done()
-        has_thread = self._num_running[tenant] < self._num_threads - 1 and self._num_late[tenant] < MAX_LATE
+        has_thread = self.num_running[tenant] < self._num_threads - 1 and self.num_late[tenant] < MAX_LATE
         return is_loaded and has_thread
 
     def _late_ended(self, tenant: str, call: Call[object]) -> None:
         with self._lock:
-            self._num_late[tenant] -= 1
-            self._num_late += Counter()
+            self.num_late[tenant] -= 1
+            self.num_late += Counter()
         self._run_next_soon()
 
     def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
@@ -369,9 +369,9 @@ class GrammarCompiler:
             if error is not None and self._grammars.pop(structured, None) is not None:
                 self._cached_length -= _length(structured)
             if isinstance(error, CostlyGrammar):
-                self._refused[_digest(structured)] = str(error)
-                if len(self._refused) > MAX_REFUSED:
-                    self._refused.popitem(last=False)
+                self.refused[_digest(structured)] = str(error)
+                if len(self.refused) > MAX_REFUSED:
+                    self.refused.popitem(last=False)
             while len(self._grammars) > MAX_CACHED or self._cached_length > MAX_CACHED_LENGTH:
                 oldest = next((key for key, job in self._grammars.items() if job.future.done()), None)
                 if oldest is None:

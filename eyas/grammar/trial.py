@@ -37,7 +37,7 @@ TRIAL_STACK, COMPILE_STACK = 2**28, 2**28 + 2**26
 # Address space of a child. It needs some 400 MiB with its stack, and the largest schema 100 MiB more.
 TRIAL_MEMORY = 2**30
 # Wall time after which a child is given up. Its limit is one of processor time, so that only a busy machine is the cause.
-_WALL_SECONDS = 120.0
+WALL_SECONDS = 120.0
 # Signals that end a process for what it does itself.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
 # Limits of llguidance: work to build a lexer, and to compute one mask, about 15 ms each on one core; and a lexer's states:
@@ -55,7 +55,7 @@ class CostlyGrammar(InvalidRequest):
 
 
 @dataclass(frozen=True)
-class _Child:
+class TrialProcess:
     """A process that tries grammars, and the connection to it."""
 
     process: subprocess.Popen[bytes]
@@ -83,8 +83,8 @@ class GrammarTrials:
         self._token_id = token_id
         special = {token: text for token, text in special_tokens.items() if token < size}
         self._setup = json.dumps({"size": size, "eos": list(eos_ids), "special": special}).encode()
-        self._idle = deque[_Child]()
-        weakref.finalize(self, _close, self._idle)
+        self.idle = deque[TrialProcess]()
+        weakref.finalize(self, _close, self.idle)
 
     def translate(self, structured: StructuredOutputs, seconds: float) -> str:
         """Return a constraint in llguidance's form, after a child has compiled it and taken a first token.
@@ -99,36 +99,36 @@ class GrammarTrials:
             reason = f"structured_outputs names a token that cannot be read: {first_line(str(error))}"
             raise InvalidRequest(reason, "structured_outputs") from error
         asked = {"structured": vars(structured), "tokens": tokens, "seconds": seconds}
-        child = self._take()
+        child = self.take_child()
         try:
             child.connection.send_bytes(json.dumps(asked).encode())
-            if not child.connection.poll(_WALL_SECONDS):
+            if not child.connection.poll(WALL_SECONDS):
                 raise EOFError
             answer: dict[str, str] = json.loads(child.connection.recv_bytes())
         except (OSError, EOFError):
-            raise _ended(child, seconds) from None
-        self._idle.append(child)
+            raise error_of(child, seconds) from None
+        self.idle.append(child)
         if "error" in answer:
             raise InvalidRequest(answer["error"], "structured_outputs")
         return answer["text"]
 
-    def _take(self) -> _Child:
+    def take_child(self) -> TrialProcess:
         """Return a child that does nothing, a new one if there is none."""
-        while self._idle:
+        while self.idle:
             try:
-                child = self._idle.pop()
+                child = self.idle.pop()
             except IndexError:
                 break
             if child.process.poll() is None:
                 return child
             child.connection.close()
         try:
-            child = _started()
+            child = start_child()
         except OSError as error:
             raise Unavailable(f"cannot start a process that tries new grammars: {error}") from error
         try:
             child.connection.send_bytes(self._setup)
-            if not child.connection.poll(_WALL_SECONDS):
+            if not child.connection.poll(WALL_SECONDS):
                 raise EOFError
             child.connection.recv_bytes()
         except (OSError, EOFError):
@@ -138,7 +138,7 @@ class GrammarTrials:
         return child
 
 
-def _started() -> _Child:
+def start_child() -> TrialProcess:
     """Start a child. Raises OSError."""
     ours, theirs = Pipe()
     with theirs:
@@ -155,10 +155,10 @@ def _started() -> _Child:
         except OSError:
             ours.close()
             raise
-    return _Child(process, ours)
+    return TrialProcess(process, ours)
 
 
-def _ended(child: _Child, seconds: float) -> InvalidRequest | Unavailable:
+def error_of(child: TrialProcess, seconds: float) -> InvalidRequest | Unavailable:
     """Return the error for a child that gave no answer, and see it dead."""
     child.connection.close()
     is_hung = False
@@ -175,14 +175,14 @@ def _ended(child: _Child, seconds: float) -> InvalidRequest | Unavailable:
         )
     _log.warning("The trial of a new grammar ended: %s.", name)
     if is_hung:
-        return Unavailable(f"no answer for {_WALL_SECONDS:g} s from the process that tries new grammars; try again")
+        return Unavailable(f"no answer for {WALL_SECONDS:g} s from the process that tries new grammars; try again")
     if code >= 0 or -code in _FAULTS:  # of its own accord: all memory is taken, or llguidance panics
         reason = f"structured_outputs takes too much stack or memory to compile ({name})"
         return CostlyGrammar(f"{reason}; shorten its chains of references or rules", "structured_outputs")
     return Unavailable(f"the process that tries new grammars was ended ({name}); send the request again")
 
 
-def _close(children: Sequence[_Child] | deque[_Child]) -> None:
+def _close(children: Sequence[TrialProcess] | deque[TrialProcess]) -> None:
     """End children: they do so on their own when the connection closes."""
     for child in children:
         child.connection.close()

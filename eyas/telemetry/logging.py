@@ -74,7 +74,7 @@ class RateLimit:
         self._handler = handler
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._last: dict[tuple[str, str], logging.LogRecord] = {}
 
     def __call__(self, record: logging.LogRecord) -> bool:
@@ -83,22 +83,22 @@ class RateLimit:
             return True
         kind = (record.name, str(record.msg))
         with self._lock:
-            if kind in self._counts:
-                self._counts[kind] += 1
+            if kind in self.counts:
+                self.counts[kind] += 1
                 self._last[kind] = record
                 return False
             self._start_interval(kind)
         return True
 
     def _start_interval(self, kind: tuple[str, str]) -> None:
-        self._counts[kind] = 0
+        self.counts[kind] = 0
         timer = threading.Timer(self._interval_s, self._end_interval, [kind])
         timer.daemon = True
         timer.start()
 
     def _end_interval(self, kind: tuple[str, str]) -> None:
         with self._lock:
-            count, last = self._counts.pop(kind), self._last.pop(kind, None)
+            count, last = self.counts.pop(kind), self._last.pop(kind, None)
             if count:
                 self._start_interval(kind)
         if last is not None:

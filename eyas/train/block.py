@@ -68,7 +68,7 @@ class BlockTrainer(nn.Module):
         previous = batch.tokens.gather(1, at)
         final = states.final.gather(1, at[:, :, None].expand(-1, -1, states.final.shape[-1]))
         found = self._losses(rows.flatten(0, 1), previous.view(-1, c.num_drafted), final.flatten(0, 1), loss_type)
-        return self._metrics(found, valid.flatten(0, 1))
+        return self.metrics(found, valid.flatten(0, 1))
 
     @property
     def _needed(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class BlockTrainer(nn.Module):
         depths = c.num_drafted
         return in_chunks(chunk, (rows, previous, final.view(-1, depths, final.shape[-1])), self.config.chunk_rows // depths)
 
-    def _metrics(self, found: Tensor, valid: Tensor) -> Metrics:
+    def metrics(self, found: Tensor, valid: Tensor) -> Metrics:
         """Compute the loss and figures of `_losses`, where `valid` [K, G].
 
         tau_chain: tokens per verify step of greedy chains, bonus included, if all blocks are whole.

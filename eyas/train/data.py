@@ -285,7 +285,7 @@ class DocumentReader:
         self.num_refused = self.num_separate = self.num_unanswered = 0
         self._model, self._vocab_size, self._variables = model, vocab_size, dict(chat_template_kwargs or {})
         self.rejected: Counter[str] = Counter()
-        self._tokenizer: Tokenizer = load_tokenizer(model)
+        self.tokenizer: Tokenizer = load_tokenizer(model)
 
     def unused_token(self, occurs: NDArray[np.bool_]) -> int:
         """Choose a token that never occurs, see Prepared. occurs: bool [V].
@@ -293,7 +293,7 @@ class DocumentReader:
         The padding token comes first, then ids without a text, then special tokens, then others; of each kind the last,
         where vocabularies keep what they reserve. The ends of texts and turns are no choice: they occur while serving.
         """
-        tokenizer = self._tokenizer.tokenizer
+        tokenizer = self.tokenizer.tokenizer
         added = tokenizer.get_added_tokens_decoder()
         special = {token for token, entry in added.items() if entry.special}
         config = read_target_config(resolve(self._model))
@@ -392,9 +392,9 @@ class DocumentReader:
     def _encoded(self, entries: Sequence[tuple[Sequence[RenderedText | Document], bool]]) -> Iterator[Entry]:
         """Encode the texts of these rows, on all cores. With each row goes whether its documents stay together."""
         texts = [text for entry, _ in entries for text in entry if isinstance(text, RenderedText)]
-        plain = iter(self._tokenizer.encode_batch([text.text for text in texts if text.spans is None]))
+        plain = iter(self.tokenizer.encode_batch([text.text for text in texts if text.spans is None]))
         rendered = {
-            is_chat: iter(self._tokenizer.tokenizer.encode_batch(marked, add_special_tokens=not is_chat) if marked else ())
+            is_chat: iter(self.tokenizer.tokenizer.encode_batch(marked, add_special_tokens=not is_chat) if marked else ())
             for is_chat in (False, True)
             for marked in [[text.text for text in texts if text.spans is not None and text.is_chat == is_chat]]
         }

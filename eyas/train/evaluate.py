@@ -89,7 +89,7 @@ class Evaluator:
         self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto",
         target: TargetModel | None = None,
     ) -> None:  # fmt: skip
-        self._given = target
+        self.given = target
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
         # By temperature: tokens that the target writes for all prompts, as many as it did at the first measurement.
@@ -130,9 +130,9 @@ class Evaluator:
     def _decode(self, layers: tuple[int, ...], show: Show, limit_s: float) -> dict[float, list[KnownOutput]]:
         """Return the target's outputs for all prompts, by temperature. limit_s: see `measure`."""
         c = self._config
-        if not self._given:
+        if not self.given:
             show(f"evaluating: loading {self._model}")
-        target = self._given or load_target(self._model, self._dtype, self._device)
+        target = self.given or load_target(self._model, self._dtype, self._device)
         began = time.monotonic()
         num_slots = (max(map(len, self._prompts)) + c.max_tokens + 2) * len(self._prompts)
         engine_config = EngineConfig(max_kv_tokens=num_slots, prefix_cache=False)

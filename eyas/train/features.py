@@ -140,9 +140,9 @@ class OnlineTarget:
         sharded = _load_sharded(resolve(model), device, dtype) if is_sharded else None
         # Bytes of the target's weights that this process has read; None if it has read all of them.
         self.bytes_read = sharded[1] if sharded else None
-        self._model: Any = sharded[0] if sharded else _load_whole(model, dtype)
+        self.model: Any = sharded[0] if sharded else _load_whole(model, dtype)
         self._is_sharded = is_sharded
-        decoder: Any = self._model.get_decoder()
+        decoder: Any = self.model.get_decoder()
         self._layers = tuple(layers)
         self._kept: dict[int, Tensor] = {}
         num_layers = len(decoder.layers)
@@ -162,12 +162,12 @@ class OnlineTarget:
         On the CPU it packs weights of its own.
         """
         place = torch.empty(0, device=device).device
-        own = self._device == place and self._model.dtype == dtype
+        own = self._device == place and self.model.dtype == dtype
         return own and place.type != "cpu" and not self._is_sharded
 
     def serving_target(self) -> TargetModel:
         """Return the engine's target over the same weights; its modules, hooks and attention are its own."""
-        return target_of(self._model.to(self._device))
+        return target_of(self.model.to(self._device))
 
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:

@@ -92,7 +92,7 @@ class Trainer:
         self._out = Path(config.out)
         optimizers = build_optimizers(trainee, config.optimizer)
         schedule = learning_rates(config.optimizer)
-        self._schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+        self.schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
         self._model, *self._optimizers = accelerator.prepare(trainee, *optimizers)
 
     @property
@@ -110,7 +110,7 @@ class Trainer:
                 metrics = self._timed_step()
                 step = self.progress.step
                 if step % self.config.log_every == 0 or step in (1, max_steps):
-                    loss = self._log(metrics)["loss"]
+                    loss = self.log_step(metrics)["loss"]
                 if self._evaluates_now():
                     self.evaluate(shown.show)
                 if step % self.config.save_every == 0:
@@ -191,7 +191,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         if is_last:
-            for scheduler in self._schedulers:
+            for scheduler in self.schedulers:
                 scheduler.step()
         self.progress.num_tokens += batch.tokens.numel() * self.accelerator.num_processes
         return metrics
@@ -240,9 +240,9 @@ class Trainer:
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
-    def _log(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
+    def log_step(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
         figures = {name: float(value) for name, value in metrics.items()}
-        rate = self._schedulers[0].get_last_lr()[0]
+        rate = self.schedulers[0].get_last_lr()[0]
         speed = self.progress.num_tokens / max(1e-9, self.progress.seconds)
         record = {"step": self.progress.step, "num_tokens": self.progress.num_tokens, "learning_rate": rate, **figures}
         self._write_log(record | {"tokens_per_second": round(speed, 1), "seconds": round(self.progress.seconds, 1)})
@@ -267,7 +267,7 @@ class Trainer:
                 "progress": asdict(self.progress),
                 "parameters": {name: parameter.detach().cpu() for name, parameter in self.trained.items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+                "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             }
             with keeping_saved(self._out):
                 write_whole(folder / f"step-{self.progress.step:08d}.pt", partial(_save_state, state))
@@ -310,10 +310,10 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["parameters"][name])
-        for parts, key in ((self._optimizers, "optimizers"), (self._schedulers, "schedulers")):
+        for parts, key in ((self._optimizers, "optimizers"), (self.schedulers, "schedulers")):
             for part, saved in zip(parts, state[key], strict=True):
                 part.load_state_dict(saved)
-        for scheduler in self._schedulers:  # max_steps may be another one now, and with it the rate of the next step
+        for scheduler in self.schedulers:  # max_steps may be another one now, and with it the rate of the next step
             rates = [
                 base * share(scheduler.last_epoch)
                 for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

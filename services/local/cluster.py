@@ -212,7 +212,7 @@ class Child:
         lines = self._read(self._num_read).splitlines(keepends=True)
         lines = lines[: -1 if lines and not lines[-1].endswith(b"\n") else None]
         self._num_read += sum(map(len, lines))
-        return [_message(line.decode(errors="replace")) for line in lines]
+        return [message_of(line.decode(errors="replace")) for line in lines]
 
     def _read(self, start: int) -> bytes:
         """Return the log from a place, counted from its end if negative; nothing of a log that has been removed."""
@@ -230,7 +230,7 @@ class Child:
             self.process.wait()
 
 
-def _message(line: str) -> str:
+def message_of(line: str) -> str:
     """Return the message of a log line, in text or JSON."""
     if line.startswith("{"):
         with suppress(ValueError):

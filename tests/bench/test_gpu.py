@@ -159,7 +159,7 @@ def test_a_stage_that_looks_at_no_clock_is_interrupted() -> None:
             with contextlib.suppress(Exception):  # as measured code may do
                 never.wait()
 
-    gpu._run_stage(work, part)
+    gpu.run_stage(work, part)
     assert (part.error, part.waiting) == ("out of time", ["one"])
 
 

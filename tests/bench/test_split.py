@@ -171,6 +171,7 @@ def test_the_proxy_delays_both_ways_and_keeps_the_order() -> None:
         thread.join()
 
 
+@pytest.mark.nightly
 def test_a_split_runs_and_its_outputs_are_those_of_plain() -> None:
     own = settings(
         model="models/demo/target", draft_model="models/demo/eagle3", methods=(MethodSpec("", "models/demo/eagle3"),),

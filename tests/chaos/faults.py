@@ -51,12 +51,12 @@ class FaultLog:
 
     gaps: dict[str, list[float]] = field(default_factory=dict)
     longest_unexplained_gap_s: float = 0.0
-    _recent: list[Fault] = field(default_factory=list)
+    recent: list[Fault] = field(default_factory=list)
 
     def begin(self, kind: str) -> Fault:
         """Note that a fault begins."""
-        self._recent.append(Fault(kind, time.monotonic()))
-        return self._recent[-1]
+        self.recent.append(Fault(kind, time.monotonic()))
+        return self.recent[-1]
 
     def end(self, fault: Fault) -> None:
         """Note that a fault is over."""
@@ -69,7 +69,7 @@ class FaultLog:
         """
         if ended - began < MIN_GAP_S:
             return
-        causes = [fault for fault in self._recent if fault.overlaps(began, ended, AFTERMATH_S)]
+        causes = [fault for fault in self.recent if fault.overlaps(began, ended, AFTERMATH_S)]
         if not causes:
             self.longest_unexplained_gap_s = max(self.longest_unexplained_gap_s, ended - began)
             return
@@ -83,9 +83,9 @@ class FaultLog:
     def settle(self, horizon_s: float = 60.0) -> None:
         """Sum up the faults that can no longer be the cause of a wait."""
         old = time.monotonic() - horizon_s
-        for fault in [fault for fault in self._recent if fault.ended is not None and fault.ended < old]:
+        for fault in [fault for fault in self.recent if fault.ended is not None and fault.ended < old]:
             self.gaps.setdefault(fault.kind, []).append(fault.longest_gap_s)
-            self._recent.remove(fault)
+            self.recent.remove(fault)
 
 
 @dataclass

@@ -71,9 +71,9 @@ def test_a_wrong_answer_under_overload_breaks_a_promise() -> None:
 
 def test_a_wait_is_blamed_on_the_fault_during_it() -> None:
     earlier, during = Fault("verifier delay", 1.0, ended=2.0), Fault("verifier kill -9", 2.5, ended=2.5)
-    log = FaultLog(_recent=[Fault("redis down", 0.0), earlier, during])
+    log = FaultLog(recent=[Fault("redis down", 0.0), earlier, during])
     log.blame(2.2, 3.0)
-    assert [fault.longest_gap_s for fault in log._recent] == [0.0, 0.0, pytest.approx(0.8)]
+    assert [fault.longest_gap_s for fault in log.recent] == [0.0, 0.0, pytest.approx(0.8)]
     log.blame(2.1, 2.4)
     assert earlier.longest_gap_s == pytest.approx(0.3), "nothing else explains this one"
     log.blame(1.5, 3.5)

@@ -82,7 +82,7 @@ def drafter(shared: tuple[Drafter, LocalDrafter]) -> Iterator[Drafter]:
 def ledgers_of(drafter: LocalDrafter) -> list[SessionLedger[Any]]:
     """Its own, and those of the drafters that it combines."""
     own = [value for value in vars(drafter).values() if isinstance(value, SessionLedger)]
-    return own + [ledger for side in vars(drafter).get("_sides", ()) for ledger in ledgers_of(side)]
+    return own + [ledger for side in vars(drafter).get("sides", ()) for ledger in ledgers_of(side)]
 
 
 def commit(

@@ -67,6 +67,7 @@ def until_closed(ports: list[int]) -> None:
     assert not any(map(is_open, ports))
 
 
+@pytest.mark.nightly
 def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
     options = ("--num-prompts", "2", "--max-tokens", "24", *(word for setting in settings for word in ("--set", setting)))
@@ -79,6 +80,7 @@ def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> No
     assert not list(tmp_path.glob("eyas-*"))
 
 
+@pytest.mark.nightly
 def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> None:
     (tmp_path / "headless").mkdir()
     with local(tmp_path, "--set", f"draft.draft_model={tmp_path}/headless") as process:
@@ -112,6 +114,7 @@ def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: 
     assert not list(tmp_path.glob("eyas-*"))
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
     with local(tmp_path, "serve", "--demo", *LIGHT) as process:
         ports = ports_of(process)

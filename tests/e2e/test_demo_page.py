@@ -21,6 +21,7 @@ SETTINGS = (
 LOADS = 250.0  # seconds in which a new drafter loads on a busy machine
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
 def test_a_stream_survives_the_death_of_its_drafter(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port = free_port()

@@ -140,6 +140,7 @@ def eyas(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv / "bin" / "eyas"
 
 
+@pytest.mark.nightly
 def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None:
     env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     where = [str(eyas.parent / "python"), "-c", WHERE]
@@ -172,6 +173,7 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     assert not list(tmp_path.glob("eyas-*"))
 
 
+@pytest.mark.nightly
 def test_an_sdist_holds_the_services(wheel: Path) -> None:
     archive = build("sdist", wheel.parent / "sources")
     shutil.unpack_archive(archive, wheel.parent / "unpacked", filter="data")
@@ -214,6 +216,7 @@ def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> Non
     assert not any(map(is_open, server.ports.values()))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
 def test_a_batch_goes_on_when_its_drafter_dies(tmp_path: Path) -> None:
     file, command = tmp_path / "batch.jsonl", [sys.executable, "-m", "eyas.cli", "run-batch"]

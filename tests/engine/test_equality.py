@@ -34,7 +34,7 @@ PARAMS = {
 }
 DRAFTERS = (*CASES, "random", "dying", "none")
 # Greedy requests alone take other paths through these; among others they are in every mixed batch.
-GREEDY_ALONE = ("dspark", "eagle1", "eagle3", "medusa", "hydra", "sps", "prompt_lookup", "random", "none")
+GREEDY_ALONE = ("dspark", "eagle3", "sps", "prompt_lookup", "none")
 # Requests of a batch take these in turn.
 BATCHES = {"greedy": (GREEDY,), "mixed": tuple(PARAMS.values())}
 
@@ -144,7 +144,7 @@ def test_adaptive_trees_drafted_ahead_change_no_token(tiny_target: str, tiny_hea
     name = "eagle3-ahead"
     ahead = case_of(name, tiny_target, tiny_head).drafter(TREE)
     assert isinstance(ahead, DraftAheadDrafter)
-    drafter = WorkingDrafter(DraftAheadDrafter(ahead._drafter, DraftAheadConfig(6, 16, 7), Trial()))
+    drafter = WorkingDrafter(DraftAheadDrafter(ahead.drafter, DraftAheadConfig(6, 16, 7), Trial()))
     engine = make_engine(drafter, tiny_target, tiny_head, name, UnevenClock(4), draft_budget="adaptive")
     requests = [
         Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))

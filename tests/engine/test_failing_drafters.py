@@ -12,7 +12,7 @@ from eyas.drafters.base import Draft, LocalDrafter
 from eyas.protocol.commit import Commit
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 from tests.support import reference
-from tests.support.methods import CASES
+from tests.support.methods import CLASSES_OF_DRAFTERS
 
 FAILS_AT = 3  # calls
 
@@ -42,7 +42,12 @@ def failing(drafter: LocalDrafter, place: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [*((name, "propose") for name in CASES), ("eagle3", "request"), ("suffix", "answers"), ("eagle3", "release")],
+    [
+        *((name, "propose") for name in CLASSES_OF_DRAFTERS),
+        ("eagle3", "request"),
+        ("suffix", "answers"),
+        ("eagle3", "release"),
+    ],
 )
 def test_a_drafter_that_raises_costs_drafts_only(
     name: str,

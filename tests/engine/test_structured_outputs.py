@@ -70,6 +70,12 @@ CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
     ),
 }
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+# Kinds of drafts; nightly also the methods that draft as one of these does.
+DAILY = ("eagle3", "eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead", "eagle3+lookahead")
+METHODS = (
+    *(pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in KINDS_OF_DRAFTS),
+    "random",
+)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +104,12 @@ def case_engine(name: str, target: str, head: str, **limits: Any) -> Engine:
     return make_engine(target, case.drafter(TREE), case, **limits)
 
 
+@lru_cache
+def shared_engine(name: str, target: str, head: str = "") -> Engine:
+    """An engine for requests of several tests: each starts processes that try new grammars."""
+    return make_engine(target) if name == "none" else case_engine(name, target, head)
+
+
 def requests_at(temperature: float, **changes: Any) -> list[Request]:
     sampling = replace(SamplingParams(max_tokens=20, temperature=temperature), **changes)
     return [
@@ -124,14 +136,14 @@ def tokens_of(chunks: Mapping[str, list[Chunk]]) -> dict[str, tuple[int, ...]]:
 
 @lru_cache
 def plain_outputs(target: str, temperature: float, max_tokens: int = 20) -> dict[str, tuple[int, ...]]:
-    return tokens_of(run(make_engine(target), requests_at(temperature, max_tokens=max_tokens)))
+    return tokens_of(run(shared_engine("none", target), requests_at(temperature, max_tokens=max_tokens)))
 
 
 def text_of(target: str, tokens: tuple[int, ...]) -> str:
     return load_tokenizer(target).decode(tokens)
 
 
-@pytest.mark.parametrize("name", [*KINDS_OF_DRAFTS, "random"])
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_equals_plain_constrained_decoding(name: str, target: str, tiny_head: str) -> None:
     """Greedy and sampled requests in turn, more than run at once."""
     kinds = list(TEMPERATURES.values())
@@ -221,7 +233,7 @@ def test_a_request_moves_to_another_engine_at_any_token(num_emitted: int, target
         for request in requests_at(1.0)
         if request.id in outputs
     ]
-    found = tokens_of(run(case_engine("eagle3", target, tiny_head), moved))
+    found = tokens_of(run(shared_engine("eagle3", target, tiny_head), moved))
     assert found == {name: tokens[num_emitted:] for name, tokens in outputs.items()}
 
 
@@ -246,8 +258,8 @@ STEERED = {
 @pytest.mark.parametrize("kind", STEERED)
 def test_other_parameters_hold_within_a_grammar(kind: str, target: str, tiny_head: str) -> None:
     requests = requests_at(1.0, **STEERED[kind])
-    plain = run(make_engine(target), requests)
-    speculative = run(case_engine("eagle3", target, tiny_head), requests)
+    plain = run(shared_engine("none", target), requests)
+    speculative = run(shared_engine("eagle3", target, tiny_head), requests)
     ends = {name: (own[-1].finish_reason, own[-1].message) for name, own in plain.items()}
     assert ends == {name: (own[-1].finish_reason, own[-1].message) for name, own in speculative.items()}
     failed = {name for name, (reason, _) in ends.items() if reason == "error"}
@@ -264,7 +276,7 @@ def test_nothing_left_to_draw_ends_the_request_with_a_reason(target: str) -> Non
     tokenizer = load_tokenizer(target).tokenizer
     banned = tuple((tokenizer.token_to_id(text),) for text in ("a", "ab", "k"))
     for temperature in (0.0, 1.0):
-        chunks = run(make_engine(target), requests_at(temperature, bad_token_ids=banned))
+        chunks = run(shared_engine("none", target), requests_at(temperature, bad_token_ids=banned))
         (last,) = chunks["choice"]
         assert (last.finish_reason, last.token_ids, last.is_invalid) == ("error", (), True)
         assert "leaves no token to draw" in last.message
@@ -273,7 +285,10 @@ def test_nothing_left_to_draw_ends_the_request_with_a_reason(target: str) -> Non
 
 def test_log_probabilities_are_those_of_the_masked_logits(target: str, tiny_head: str) -> None:
     requests = requests_at(1.0, logprobs=5, prompt_logprobs=1)
-    plain, speculative = run(make_engine(target), requests), run(case_engine("eagle3", target, tiny_head), requests)
+    plain, speculative = (
+        run(shared_engine("none", target), requests),
+        run(shared_engine("eagle3", target, tiny_head), requests),
+    )
     for name in CONSTRAINTS:
         one, other = ([entry for chunk in chunks[name] for entry in chunk.logprobs] for chunks in (plain, speculative))
         assert [(entry.token, entry.top_ids) for entry in one] == [(entry.token, entry.top_ids) for entry in other]
@@ -288,7 +303,7 @@ def test_forced_text_is_drafted(target: str) -> None:
     """A drafter without any tree at all; what the grammar forces is drafted all the same, and accepted."""
     forced = StructuredOutputs(regex="([a-c]dddddddd){3}")
     request = Request("r", (5, 6), SamplingParams(max_tokens=60, temperature=1.0, seed=3, structured_outputs=forced))
-    plain = run(make_engine(target), [request])
+    plain = run(shared_engine("none", target), [request])
     chunks = run(make_engine(target, RandomDrafter(48)), [request])
     assert tokens_of(chunks) == tokens_of(plain)
     assert len(chunks["r"]) < len(plain["r"]) / 3
@@ -301,7 +316,7 @@ def test_sampled_trees_stay_within_the_grammar(name: str, target: str, tiny_head
     outputs = tokens_of(run(engine, requests))
     assert text_of(target, outputs["choice"]) in ("abc", "abd", "abd-1", "k")
     assert re.fullmatch("[a-f]{2,5}-[0-9]{3}(,|:)true", text_of(target, outputs["regex"]))
-    assert outputs == tokens_of(run(case_engine(name, target, tiny_head, acceptance="rejection"), requests))
+    assert outputs == tokens_of(run(engine, requests))
 
 
 def ambiguous(number: int) -> StructuredOutputs:

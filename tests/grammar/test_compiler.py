@@ -214,7 +214,7 @@ def loading(compiler: GrammarCompiler) -> Iterator[None]:
 def test_a_tenant_with_many_grammars_delays_no_other() -> None:
     compiler, done = GrammarCompiler(TARGET, 4096, frozenset({1})), list[str]()
     trials, _ = compiler.load().result()
-    trials._idle.extend([trials._take() for _ in range(2)])  # one takes as long to start as many grammars to compile
+    trials.idle.extend([trials.take_child() for _ in range(2)])  # one takes as long to start as many grammars to compile
     futures = []
 
     def fill() -> None:
@@ -281,7 +281,7 @@ def test_costly_grammars_and_good_ones_evict_no_others(monkeypatch: pytest.Monke
         compiler.submit(costly).exception()
     assert compiler.submit(StructuredOutputs(regex="first")) is first
     assert compiler.submit(costly).done()
-    assert len(compiler._refused) == 2
+    assert len(compiler.refused) == 2
 
 
 def refuse(_: StructuredOutputs) -> None:
@@ -292,10 +292,10 @@ def test_tenants_without_grammars_are_forgotten(compiler: GrammarCompiler) -> No
     for number in range(3):
         compiler.submit(StructuredOutputs(regex=f"of a tenant {number}"), f"tenant {number}").result()
     deadline = time.monotonic() + 10
-    while compiler._num_running and time.monotonic() < deadline:
+    while compiler.num_running and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not compiler._num_running
-    assert not compiler._num_late
+    assert not compiler.num_running
+    assert not compiler.num_late
 
 
 def test_threads_for_calls_start_at_once() -> None:

@@ -173,8 +173,8 @@ def test_a_trial_that_cannot_start_is_unavailable(monkeypatch: pytest.MonkeyPatc
 def test_a_trial_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = subprocess.Popen(["sleep", "60"])
     ours, theirs = Pipe()
-    monkeypatch.setattr(grammar_trial, "_WALL_SECONDS", 0.1)
-    monkeypatch.setattr(grammar_trial, "_started", lambda: grammar_trial._Child(asleep, ours))
+    monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.1)
+    monkeypatch.setattr(grammar_trial, "start_child", lambda: grammar_trial.TrialProcess(asleep, ours))
     with theirs, pytest.raises(Unavailable, match="does not start"):
         new_compiler().compile(StructuredOutputs(regex="first"))
     assert asleep.returncode == -signal.SIGKILL
@@ -185,7 +185,7 @@ def test_a_grammar_is_blamed_for_a_trial_that_ends(command: str, kind: type[Eyas
     """One that uses no processor time waits for a busy machine, and not for its grammar."""
     ours, theirs = Pipe()
     with theirs:
-        error = grammar_trial._ended(grammar_trial._Child(subprocess.Popen(command.split()), ours), 1.0)
+        error = grammar_trial.error_of(grammar_trial.TrialProcess(subprocess.Popen(command.split()), ours), 1.0)
     assert type(error) is kind
 
 

@@ -7,7 +7,7 @@ import pytest
 from eyas.config.drafting import split_method
 from eyas.config.router import RouterConfig, ServedModel
 from eyas.services.local.batch import read_requests
-from eyas.services.local.cluster import _message
+from eyas.services.local.cluster import message_of
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -38,7 +38,7 @@ READERS = (
     ),
     Reader(
         "eyas.services.local.cluster._message",
-        _message,
+        message_of,
         {"colons": lambda n: ": " * n, "braces": lambda n: "{" * n, "text": lambda n: "{" + '"a":1,' * n},
         limit=2**17,
     ),

@@ -86,7 +86,7 @@ def test_quantised_layers_are_fused_around_their_products(quantised: str, runs_i
     target = load_target(quantised, aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
     layer = target.model.model.layers[1]
     fused = layer.forward.__self__
-    (gate_up,) = fused._gate_up
+    (gate_up,) = fused.gate_up_products
     merged, parts = gate_up.weight.data, [layer.mlp.gate_proj.weight.data, layer.mlp.up_proj.weight.data]
     assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert merged.qdata.data_ptr() == parts[0].qdata.data_ptr()
@@ -111,7 +111,7 @@ def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monke
     monkeypatch.setattr("eyas.models.loading.optimize_for_cpu", make_opaque)
     target = load_target(tiny_target, aux_hidden_state_layers=(0, 1, FINAL_NORM_OUTPUT))
     fused = target.model.model.layers[0].forward.__self__
-    assert [type(product) for product in fused._gate_up] == [OpaqueLinear] * 2
+    assert [type(product) for product in fused.gate_up_products] == [OpaqueLinear] * 2
     assert not fused.is_plain
     use_torch(target)
     assert_equal_to_unfused(target)

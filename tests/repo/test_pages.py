@@ -90,7 +90,7 @@ def test_ranges_on_the_page_of_sampling_are_the_codes() -> None:
     text = (ROOT / "docs" / "sampling.md").read_text().partition("## Ranges")[2]
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
     found = {name: (low, float(high)) for names, low, high in rows for name in re.findall("`(.*?)`", names)}
-    code = {**validation._WHOLE, **validation._WHOLE_OR_NONE, **validation._REAL}
+    code = {**validation.INT_RANGES, **validation.OPTIONAL_INT_RANGES, **validation.REAL_RANGES}
     lows = {name: "above 0" if 0 < low < 1e-9 else f"{low:g}" for name, (low, *_) in code.items()}
     assert found == {name: (lows[name], float(high)) for name, (_, high, *_) in code.items()}
 

@@ -26,7 +26,13 @@ PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
 METHODS = ("eagle1", "eagle3", "peagle", "dspark", "dflash", "dflash2", "medusa", "hydra", "sps")
-DRAFTERS = ("chain", "siblings", "siblings-replaced", *METHODS)
+ALL_DRAFTERS = (
+    *("chain", "siblings-replaced", "eagle3", "dspark", "sps"),
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("siblings", "eagle1", "peagle", "dflash", "dflash2", "medusa", "hydra")
+    ),
+)
 # Whole and filtered probabilities for some; for the others one of them, as the code that filters is the same for all.
 DAILY_LAWS = (("eagle3", "whole"), ("siblings", "filtered"), ("siblings-replaced", "whole"), ("dspark", "whole"))
 # Daily the contract's tests compare what each of these drafters draws with the probabilities that it states.
@@ -195,7 +201,7 @@ def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ALL_DRAFTERS)
 def test_a_batch_gives_greedy_tokens_and_those_of_each_alone(name: str, tiny_target: str, tiny_head: str) -> None:
     greedy = requests(3, replace(PARAMS, temperature=0.0))
     hot = [replace(request, id=f"hot {request.id}") for request in requests(2, replace(PARAMS, max_tokens=10))]

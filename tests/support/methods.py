@@ -32,6 +32,11 @@ CASES = (
 )  # fmt: skip
 # Those of them whose drafts go another way outside of the drafter: one for each method, and drafts ahead.
 KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "normed", "prefix"))
+# One of each class of drafters, and what wraps them.
+CLASSES_OF_DRAFTERS = (
+    "dspark", "eagle1", "eagle3", "eagle3-ahead", "medusa", "hydra", "sps", "prompt_lookup", "suffix", "rest", "lookahead",
+    "dspark+prompt_lookup",
+)  # fmt: skip
 # EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
 EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))
 BLOCK_METHODS = ("dspark", "dflash", "dflash2")

@@ -131,4 +131,4 @@ def test_the_count_of_a_librarys_events_is_no_event_of_its_own(timers: list[thre
     [timer] = timers
     timer.function(*timer.args)
     assert "1 more" in handler.stream.getvalue()
-    assert set(limit._counts) == {("uvicorn.error", "invalid request")}
+    assert set(limit.counts) == {("uvicorn.error", "invalid request")}

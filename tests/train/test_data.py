@@ -54,7 +54,7 @@ def supervised(file: Path) -> str:
     reader = DocumentReader(TARGET, 4096)
     (((document,), _),) = reader.read([file])
     ids = [token for token, counts in zip(*document, strict=True) if counts]
-    return reader._tokenizer.decode(ids)
+    return reader.tokenizer.decode(ids)
 
 
 def test_only_the_assistants_words_count_in_both_layouts(tmp_path: Path) -> None:
@@ -264,8 +264,8 @@ def test_a_turn_that_a_template_changes_later_is_kept(thinks: bool, tmp_path: Pa
     for number, (ids, mask) in zip((2, 0, 1), documents, strict=True):
         first = int(mask.argmax())
         assert mask[first:].all()
-        prompt = reader._tokenizer.decode(ids[:first].tolist(), skip_special_tokens=False)
-        answer = reader._tokenizer.decode(ids[first:].tolist(), skip_special_tokens=False)
+        prompt = reader.tokenizer.decode(ids[:first].tolist(), skip_special_tokens=False)
+        answer = reader.tokenizer.decode(ids[first:].tolist(), skip_special_tokens=False)
         assert prompt == template.render(messages[: 2 * number + 1], variables)
         assert answer == f"{'<think></think>' if thinks else ''}{number + 1}\n"
 
@@ -287,7 +287,7 @@ def test_all_turns_of_a_conversation_are_in_one_split(tmp_path: Path) -> None:
     texts = {}
     for split in (TRAIN, HELDOUT):
         own = [
-            DocumentReader(target, 4096)._tokenizer.decode(ids.tolist())
+            DocumentReader(target, 4096).tokenizer.decode(ids.tolist())
             for ids, _ in Windows(tmp_path / "data", 64, split).documents
         ]
         texts[split] = {name for name in names for text in own if f"{name} one" in text}

@@ -455,7 +455,7 @@ def test_the_confidence_head_learns_its_rules_acceptance(target_of: str, column:
     assert isinstance(trainee, BlockTrainer)
     generator = torch.Generator().manual_seed(0)
     found = torch.rand(3, trainee.head.config.num_drafted, 6, generator=generator)
-    loss = trainee._metrics(found, torch.ones(found.shape[:2], dtype=torch.bool))["confidence_loss"]
+    loss = trainee.metrics(found, torch.ones(found.shape[:2], dtype=torch.bool))["confidence_loss"]
     expected = F.binary_cross_entropy_with_logits(found[..., -1], found[..., column])
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     logits, teacher = torch.randn(2, 5, 8, generator=generator)

@@ -235,6 +235,7 @@ def test_bfloat16_passes_have_the_float32_loss(method: str, folder: Path, tmp_pa
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("other_precision")
 def test_the_demos_script_trains_a_head(tmp_path: Path) -> None:
     """Its rehearsal for one head and a short text. Its commands run here, because each process imports torch."""

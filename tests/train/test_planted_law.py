@@ -5,6 +5,7 @@ lm_head holds the law. From each token the next one in a ring has the probabilit
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
-from eyas.train.trainer import Trainer
 from tests.support.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import read_by, settings
 
@@ -68,20 +68,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def trainers(target: str) -> dict[str, Trainer]:
-    """Of each method that drafts DEPTHS tokens, after its last step; those of blocks have learned blocks ahead too."""
-    return {method: trained(target, method) for method in ("dspark", "dflash", "peagle")}
-
-
-@pytest.fixture(scope="module")
-def heads(target: str, trainers: dict[str, Trainer]) -> dict[str, str]:
-    for method, trainer in trainers.items():
-        trainer.trainee.write(Path(target).parent / method / "head")  # type: ignore[operator]
-    return {method: str(Path(target).parent / method / "head") for method in trainers}
-
-
-def trained(target: str, method: str) -> Trainer:
+@cache
+def trained(target: str, method: str) -> str:
+    """Train a head that drafts DEPTHS tokens. Returns its folder."""
     folder, block_size = Path(target).parent, {"dspark": DEPTHS, "dflash": DEPTHS + 1}.get(method, 2)
     config = settings(
         folder, target, method, out=str(folder / method), optimizer__max_steps=STEPS[method], optimizer__batch_size=4,
@@ -93,7 +82,8 @@ def trained(target: str, method: str) -> Trainer:
     trainer = build_trainer(config)
     for _ in range(STEPS[method]):
         trainer.step()
-    return trainer
+    trainer.trainee.write(folder / method / "head")  # type: ignore[operator]
+    return str(folder / method / "head")
 
 
 def tau(target: str, method: str, head: str, temperature: float, **options: object) -> float:
@@ -124,31 +114,33 @@ def sampled_chain(conditional: bool) -> float:
     return found
 
 
+METHODS = ("dspark", *(pytest.param(method, marks=pytest.mark.nightly) for method in ("dflash", "peagle")))
 GREEDY = DEPTHS + 1.0
 SAMPLED = sum(SURE**depth for depth in range(DEPTHS + 1))
 
 
-@pytest.mark.parametrize("method", ["dspark", "dflash", "peagle"])
-def test_greedy_chains_of_a_learned_law_are_accepted(method: str, target: str, heads: dict[str, str]) -> None:
-    assert tau(target, method, heads[method], 0.0) == pytest.approx(GREEDY, abs=0.1)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_chains_of_a_learned_law_are_accepted(method: str, target: str) -> None:
+    assert tau(target, method, trained(target, method), 0.0) == pytest.approx(GREEDY, abs=0.1)
 
 
-@pytest.mark.parametrize("method", ["dspark", "dflash", "peagle"])
-def test_likeliest_chains_accept_powers_of_the_law(method: str, target: str, heads: dict[str, str]) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_likeliest_chains_accept_powers_of_the_law(method: str, target: str) -> None:
     """Each proposed token is the target's draw with the probability SURE, at any depth."""
-    assert tau(target, method, heads[method], 1.0) == pytest.approx(SAMPLED, abs=0.12)
+    assert tau(target, method, trained(target, method), 1.0) == pytest.approx(SAMPLED, abs=0.12)
 
 
-def test_a_conditional_head_with_the_noise_foresees_draws(target: str, heads: dict[str, str]) -> None:
-    assert tau(target, "dspark", heads["dspark"], 1.0, shared_noise=True) > GREEDY - 0.25
+def test_a_conditional_head_with_the_noise_foresees_draws(target: str) -> None:
+    assert tau(target, "dspark", trained(target, "dspark"), 1.0, shared_noise=True) > GREEDY - 0.25
 
 
-def test_sampled_chains_accept_the_overlap_of_the_laws(target: str, heads: dict[str, str]) -> None:
+@pytest.mark.nightly
+def test_sampled_chains_accept_the_overlap_of_the_laws(target: str) -> None:
     """A head that knows the token before it loses nothing under p/q; independent depths lose what the closed form says."""
-    whole = tau(target, "dspark", heads["dspark"], 1.0, acceptance="rejection")
+    whole = tau(target, "dspark", trained(target, "dspark"), 1.0, acceptance="rejection")
     assert sampled_chain(conditional=True) == pytest.approx(GREEDY)
     assert whole > GREEDY - 0.25
     for method in ("dflash", "peagle"):
-        independent = tau(target, method, heads[method], 1.0, acceptance="rejection")
+        independent = tau(target, method, trained(target, method), 1.0, acceptance="rejection")
         assert independent == pytest.approx(sampled_chain(conditional=False), abs=0.2), method
     assert sampled_chain(conditional=False) < GREEDY - 0.8

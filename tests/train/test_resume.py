@@ -66,7 +66,7 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", RUNS)
+@pytest.mark.parametrize("method", ["dspark", pytest.param("eagle1", marks=pytest.mark.nightly)])
 def test_a_killed_run_continues_bit_for_bit(method: str, folder: Path, tmp_path: Path) -> None:
     """It is killed at any moment after its first checkpoint; how long both runs are follows from that."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -106,7 +106,7 @@ def test_other_settings_do_not_continue_a_run(folder: Path, tmp_path: Path) -> N
 def test_a_run_stopped_before_a_checkpoint_begins_its_log_again(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, str(folder / "target"), out=str(tmp_path / "run"))
     stopped, other = build_trainer(config), build_trainer(config)
-    stopped._log(stopped.step())
+    stopped.log_step(stopped.step())
     other.resume()
     assert records(tmp_path / "run") == []
 
@@ -132,7 +132,7 @@ def test_a_run_made_longer_goes_on_at_the_new_rate(folder: Path, tmp_path: Path)
         made[0].step()
     made[0].save()
     made[1].resume()
-    (ended,), (goes_on,) = ([own.optimizer.param_groups[0]["lr"] for own in trainer._schedulers] for trainer in made)
+    (ended,), (goes_on,) = ([own.optimizer.param_groups[0]["lr"] for own in trainer.schedulers] for trainer in made)
     assert (ended, goes_on, made[1].progress.step) == (0.0, 1e-3, 2)
     assert float(made[1].step()["loss"]) > 0
 
@@ -171,6 +171,7 @@ def test_another_number_of_processes_does_not_continue_a_run(folder: Path, tmp_p
         trainer.resume()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_two_processes_train_the_head_of_one(method: str, folder: Path, tmp_path: Path) -> None:

@@ -173,12 +173,12 @@ def test_evaluation_on_the_weights_of_training_finds_the_same(
     config = settings(folder, target, out=str(tmp_path))
     online, batch = build_online_target(config, (1, 4)), Windows(folder / "data", 32).batch([0])
     before = online.states(batch)
-    assert build_evaluator(config, online, "cpu")._given is None, "on the CPU the engine packs weights of its own"
+    assert build_evaluator(config, online, "cpu").given is None, "on the CPU the engine packs weights of its own"
     monkeypatch.setattr(OnlineTarget, "can_serve", lambda self, device, dtype: True)
     shared = build_evaluator(config, online, "cpu")
-    assert shared._given is not None
-    own = {parameter.data_ptr() for parameter in online._model.parameters()}
-    assert own == {parameter.data_ptr() for parameter in shared._given.model.parameters()}
+    assert shared.given is not None
+    own = {parameter.data_ptr() for parameter in online.model.parameters()}
+    assert own == {parameter.data_ptr() for parameter in shared.given.model.parameters()}
     c = EvalConfig(num_prompts=2, prompt_tokens=6, max_tokens=6, num_draft_tokens=6)
     alone = Evaluator(target, "dspark", heldout_prompts(folder / "data", c), c, "cpu")
     assert shared.measure(head) == alone.measure(head)

@@ -67,22 +67,22 @@ class DraftAheadDrafter(LocalDrafter):
                     f"{len(drafter.draft_ids)} tokens; set at most these"
                 )
             config = replace(config, num_candidates=len(drafter.draft_ids))
-        self._drafter = drafter
-        self._ahead = AheadTrees(drafter, config)
-        self._sessions: dict[str, _AheadSession] = {}
+        self.drafter = drafter
+        self.ahead = AheadTrees(drafter, config)
+        self.sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
         self._trial = trial
 
     @property
     def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
+        return self.drafter.needs
 
     @property
     def can_sample(self) -> bool:
-        return self._drafter.can_sample
+        return self.drafter.can_sample
 
     def warm_up(self) -> None:
-        self._drafter.warm_up()
+        self.drafter.warm_up()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         began = self._now()
@@ -91,7 +91,7 @@ class DraftAheadDrafter(LocalDrafter):
             return self._propose_ahead(contexts, began)
         whole = [self._with_backlog(context) for context in contexts]
         whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
-        drafts = self._drafter.propose(whole)
+        drafts = self.drafter.propose(whole)
         self._drop_evicted()
         self._note(contexts, drafts, began)
         return drafts
@@ -103,18 +103,18 @@ class DraftAheadDrafter(LocalDrafter):
     def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
         """Take in what sessions have committed since their last answers."""
         for context in contexts:
-            session = self._sessions.get(context.session)
+            session = self.sessions.get(context.session)
             if not session or session.asked is None or not session.continues_with(context):
                 continue
-            seconds, load = now - session.asked, len(self._sessions)
+            seconds, load = now - session.asked, len(self.sessions)
             if self._trial and self._trial.observe(session.block, len(context.tokens), seconds, load):
-                self._stop()
+                self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Forget what is prepared."""
         self._due = {}
-        self._ahead.release(list(self._sessions))
-        for session in self._sessions.values():
+        self.ahead.release(list(self.sessions))
+        for session in self.sessions.values():
             session.path, session.is_prepared = (), False
 
     def _propose_ahead(self, contexts: Sequence[DraftContext], began: float) -> list[Draft]:
@@ -125,8 +125,8 @@ class DraftAheadDrafter(LocalDrafter):
         whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
         sampled = [i for i in missing if contexts[i].proposal == "sampled"]
         others = [i for i in missing if contexts[i].proposal != "sampled"]
-        made = self._ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
-        made += self._drafter.propose([whole[i] for i in sampled]) if sampled else []
+        made = self.ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
+        made += self.drafter.propose([whole[i] for i in sampled]) if sampled else []
         for i, draft in zip((*others, *sampled), made, strict=True):
             drafts[i] = draft
         if missing:
@@ -141,19 +141,19 @@ class DraftAheadDrafter(LocalDrafter):
             if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
                 continue
             if draft.num_drafted or context.has_tree:
-                session = self._sessions[context.session]
+                session = self.sessions[context.session]
                 session.asked, session.block = began, self._trial.stamp(context.session) if self._trial else 0
                 noted.append(context.session)
         return noted
 
     def release(self, sessions: Sequence[str]) -> None:
         for key in sessions:
-            self._sessions.pop(key, None)
+            self.sessions.pop(key, None)
             self._due.pop(key, None)
         if self._trial:
             self._trial.release(sessions)
-        self._ahead.release(sessions)
-        self._drafter.release(sessions)
+        self.ahead.release(sessions)
+        self.drafter.release(sessions)
 
     @torch.inference_mode()
     def draft_ahead(self) -> bool:
@@ -168,14 +168,14 @@ class DraftAheadDrafter(LocalDrafter):
 
     def _go_on(self) -> bool:
         """Prepare more; see `draft_ahead`."""
-        device = self._drafter.device
+        device = self.drafter.device
         with device.labelled("grow") if device else nullcontext():
-            self._ahead.collect()  # the pass of the call before, which the device has done by now
+            self.ahead.collect()  # the pass of the call before, which the device has done by now
             if self._due:
                 self._begin()
-            more = self._ahead.step()
+            more = self.ahead.step()
             if not self.busy_s:
-                self._ahead.collect()
+                self.ahead.collect()
             return more
 
     @property
@@ -183,21 +183,21 @@ class DraftAheadDrafter(LocalDrafter):
         return True
 
     def take_prepared(self) -> list[PreparedTree]:
-        return self._ahead.take_prepared()
+        return self.ahead.take_prepared()
 
     @property
     def busy_s(self) -> float:
-        return self._drafter.busy_s
+        return self.drafter.busy_s
 
     def _now(self) -> float:
-        return self._drafter.device.clock() if self._drafter.device else time.perf_counter()
+        return self.drafter.device.clock() if self.drafter.device else time.perf_counter()
 
     def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
         """The trees that are ready for the contexts' last tokens."""
         found: list[DraftTree | None] = [None] * len(contexts)
         places = []
         for i, context in enumerate(contexts):
-            session, wants_tree = self._sessions.get(context.session), context.budget.wants_tree
+            session, wants_tree = self.sessions.get(context.session), context.budget.wants_tree
             if session is None or not session.is_prepared or not session.continues_with(context):
                 continue
             if wants_tree and context.proposal == "deterministic":
@@ -208,10 +208,10 @@ class DraftAheadDrafter(LocalDrafter):
                 session.backlog.append(context)
         if not places:
             return found
-        sessions, own = [self._sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
+        sessions, own = [self.sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
         paths = [(*session.path, *context.tokens) for session, context in zip(sessions, own, strict=True)]
-        within_tree = [replace(context, budget=within(context.budget, self._drafter.tree)) for context in own]
-        for i, session, path, tree in zip(places, sessions, paths, self._ahead.trees(within_tree, paths), strict=True):
+        within_tree = [replace(context, budget=within(context.budget, self.drafter.tree)) for context in own]
+        for i, session, path, tree in zip(places, sessions, paths, self.ahead.trees(within_tree, paths), strict=True):
             found[i] = tree
             if tree is not None:
                 session.path, session.last, session.asked = path, contexts[i], None
@@ -220,44 +220,44 @@ class DraftAheadDrafter(LocalDrafter):
 
     def _path(self, context: DraftContext) -> Path:
         """The tokens since the session's trees were prepared; empty if none were, or the context does not go on there."""
-        session = self._sessions.get(context.session)
+        session = self.sessions.get(context.session)
         is_known = session and session.is_prepared and session.continues_with(context)
         return (*session.path, *context.tokens) if session and is_known else ()
 
     def _with_backlog(self, context: DraftContext) -> DraftContext:
         """The session's backlog and `context` as one commit for the drafter."""
-        session = self._sessions.get(context.session)
+        session = self.sessions.get(context.session)
         whole = _joined([*session.backlog, context]) if session and session.continues_with(context) else context
-        self._sessions[context.session] = _AheadSession(context)
+        self.sessions[context.session] = _AheadSession(context)
         return whole
 
     def _drop_evicted(self) -> None:
         """Forget what is prepared for sessions whose cached tokens the drafter has dropped: their trees cannot grow on."""
-        evicted = [k for k, session in self._sessions.items() if session.is_prepared and not self._drafter.is_cached(k)]
-        self._ahead.release(evicted)
+        evicted = [k for k, session in self.sessions.items() if session.is_prepared and not self.drafter.is_cached(k)]
+        self.ahead.release(evicted)
         for key in evicted:
             self._due.pop(key, None)
-            self._sessions[key].path, self._sessions[key].is_prepared = (), False
+            self.sessions[key].path, self.sessions[key].is_prepared = (), False
 
     def _begin(self) -> None:
         """Commit all backlogs to the drafter, and prepare from where all due sessions are now."""
-        keys, self._due = [key for key in self._due if key in self._sessions], {}
-        behind = [key for key in keys if self._sessions[key].backlog]
+        keys, self._due = [key for key in self._due if key in self.sessions], {}
+        behind = [key for key in keys if self.sessions[key].backlog]
         if behind:
-            commits = [replace(_joined(self._sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
-            answers = self._ahead.commit(commits, [self._sessions[key].path for key in behind])
+            commits = [replace(_joined(self.sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
+            answers = self.ahead.commit(commits, [self.sessions[key].path for key in behind])
             for key, answer in zip(behind, answers, strict=True):
                 if isinstance(answer, DraftTree):
-                    self._sessions[key].backlog.clear()
+                    self.sessions[key].backlog.clear()
                 else:
-                    del self._sessions[key]
-                    self._ahead.release([key])
+                    del self.sessions[key]
+                    self.ahead.release([key])
             self._drop_evicted()
-        keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        keys = [key for key in keys if key in self.sessions and self.drafter.can_grow(key)]
         if not keys:
             return
-        sessions = [self._sessions[key] for key in keys]
-        self._ahead.begin([session.last for session in sessions])
+        sessions = [self.sessions[key] for key in keys]
+        self.ahead.begin([session.last for session in sessions])
         for session in sessions:
             session.path, session.is_prepared = (), True
 

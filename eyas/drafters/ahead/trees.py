@@ -65,7 +65,7 @@ class GrownTree:
         self.tokens, self.parents, self.depths = np.array([token]), np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.states, self.slots, self.is_exact = state[None], np.zeros(0, np.int64), np.ones(1, np.bool_)
         self.candidates, self.scores = candidates[None], scores[None]
-        self._free = free
+        self.pool = free
         self._rank()
 
     def _rank(self) -> None:
@@ -160,11 +160,11 @@ class GrownTree:
 
     def release(self) -> None:
         """Give the slots back: the tree is no longer used."""
-        self._free.free(self.slots)
+        self.pool.free(self.slots)
 
     def give_up(self, rows: GrownRows) -> None:
         """Give back what rows took whose results are not wanted."""
-        self._free.free(rows.slots[rows.nodes >= len(self.tokens)])
+        self.pool.free(rows.slots[rows.nodes >= len(self.tokens)])
 
     def next_rows(self, count: int, max_depth: int, max_nodes: int) -> GrownRows | None:
         """The most useful rows of a pass, `count` at most; None if there is nothing to do."""
@@ -195,7 +195,7 @@ class GrownTree:
         """Rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
         width, exact = self.candidates.shape[1], self.is_exact
         nodes = self.expanded[chosen]
-        kept = (nodes > 0) | (np.cumsum(nodes == 0) <= self._free.num_free)
+        kept = (nodes > 0) | (np.cumsum(nodes == 0) <= self.pool.num_free)
         chosen, nodes = chosen[kept], nodes[kept]
         if not len(chosen):
             return None
@@ -204,7 +204,7 @@ class GrownTree:
         nodes[is_added] = len(self.tokens) + np.arange(num_added)
         features = self.states[upload(parents, self.states.device)]  # before slots are taken: it may find no memory
         slots = np.empty(len(nodes), np.int64)
-        slots[is_added], slots[~is_added] = self._free.take(num_added), self.slots[nodes[~is_added] - 1]
+        slots[is_added], slots[~is_added] = self.pool.take(num_added), self.slots[nodes[~is_added] - 1]
         seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
         if kernels := _kernels():
             kernels.mark_above(parents, self.parents, seen)
@@ -250,7 +250,7 @@ class GrownTree:
             return
         nodes, numbers = np.flatnonzero(kept), np.zeros(len(self.tokens), np.int64)
         numbers[nodes] = np.arange(len(nodes))
-        self._free.free(self.slots[~kept[1:]] if kept[0] else np.append(self.slots[~kept[1:]], self.slots[nodes[0] - 1]))
+        self.pool.free(self.slots[~kept[1:]] if kept[0] else np.append(self.slots[~kept[1:]], self.slots[nodes[0] - 1]))
         self.slots = self.slots[nodes[1:] - 1]
         self.tokens, self.parents, self.depths = self.tokens[nodes], numbers[self.parents[nodes]], self.depths[nodes]
         self.parents[0] = 0
@@ -277,9 +277,9 @@ class AheadTrees:
     def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
         self._drafter, self._config = drafter, config
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
-        self._trees: dict[str, GrownTree] = {}
+        self.grown: dict[str, GrownTree] = {}
         assert drafter.num_grown_slots, "its trees have no slots to grow in"
-        self._free = SlotAllocator(drafter.num_grown_slots)
+        self.pool = SlotAllocator(drafter.num_grown_slots)
         self._contexts: dict[str, DraftContext] = {}
         self._num_passes: dict[str, int] = {}  # by session, since its last commit
         self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
@@ -303,14 +303,14 @@ class AheadTrees:
         def rows_of(ready: Sequence[DraftContext]) -> list[GrownRows | None]:
             names = list[str]()
             for name in [context.session for context in ready]:
-                tree = self._trees.get(name)
+                tree = self.grown.get(name)
                 root = tree.find(path_of[name]) if tree else None
                 if tree and root:
                     tree.move_root(root)
                     names.append(name)
                 else:  # given up since it was the answer
                     self.release([name])
-            planned = self._plan(names, sum(map(num_features, ready)))
+            planned = self.plan(names, sum(map(num_features, ready)))
             return [planned.get(context.session) for context in ready]
 
         drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
@@ -327,31 +327,31 @@ class AheadTrees:
         ids, scores = download(best.ids, best.scores)
         candidates = self._draft_ids[ids.astype(np.int64)]
         for row, context in enumerate(contexts):
-            tree, found = self._trees.get(context.session), (states[row], candidates[row], scores[row])
+            tree, found = self.grown.get(context.session), (states[row], candidates[row], scores[row])
             if tree:
                 tree.set_root(*found)
             else:
-                self._trees[context.session] = GrownTree(context.tokens[-1], *found, self._free)
+                self.grown[context.session] = GrownTree(context.tokens[-1], *found, self.pool)
             self._contexts[context.session] = context
             self._num_passes[context.session] = 0
             self._ended.discard(context.session)
 
     def step(self) -> bool:
         """Launch a pass over all trees that can grow. Returns whether there was one."""
-        self._run([name for name in self._trees if name not in self._ended and self._drafter.can_grow(name)])
+        self._run([name for name in self.grown if name not in self._ended and self._drafter.can_grow(name)])
         return bool(self._running)
 
     def _run(self, names: Sequence[str]) -> None:
         """Launch a pass over trees of sessions."""
         self._running = []
-        if planned := self._plan(names):
+        if planned := self.plan(names):
             contexts = [self._contexts[name] for name in planned]
             device = self._drafter.device
             repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
             with device.labelled("repair") if device and device.label and repairs else nullcontext():
                 self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
 
-    def _plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
+    def plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
         """The rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
 
         Trees without useful rows have ended growing.
@@ -360,7 +360,7 @@ class AheadTrees:
             return {}
         count = min(self._config.top_k, max(MAX_USEFUL // len(names), MIN_USEFUL))
         limits, planned = (count, self._config.num_steps, self._max_nodes), dict[str, GrownRows]()
-        useful = {name: self._trees[name].useful(*limits) for name in names}
+        useful = {name: self.grown[name].useful(*limits) for name in names}
         counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
         worth = np.concatenate([worth for _, worth in useful.values()])
         order = np.argsort(-worth, kind="stable")
@@ -370,7 +370,7 @@ class AheadTrees:
             ends = np.cumsum(list(counts.values()))
             counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
         for name, (chosen, _) in useful.items():
-            tree = self._trees[name]
+            tree = self.grown[name]
             if rows := tree.take_rows(chosen[: counts[name]]):
                 planned[name] = rows
                 self._running.append((name, tree, rows))
@@ -384,7 +384,7 @@ class AheadTrees:
     @property
     def _max_nodes(self) -> int:
         """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
-        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self._trees) - self._config.top_k, MIN_USEFUL))
+        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self.grown) - self._config.top_k, MIN_USEFUL))
 
     def collect(self) -> None:
         """Take in what the last pass computed. Waits for the device."""
@@ -399,7 +399,7 @@ class AheadTrees:
         while self._running:
             name, tree, rows = self._running.pop(0)
             own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
-            if self._trees.get(name) is tree:
+            if self.grown.get(name) is tree:
                 tree.apply(rows, found.states[own], candidates[own], scores[own], self._max_nodes)
                 self._changed[name] = None
             else:
@@ -409,12 +409,12 @@ class AheadTrees:
         """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
         names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
         self._changed = {name: None for name in self._changed if name not in names}
-        count = MAX_PREPARED_NODES // max(len(self._trees), 1)
+        count = MAX_PREPARED_NODES // max(len(self.grown), 1)
         if count < MIN_PREPARED_NODES:
             return []
         budget, found = TreeBudget(min(count, PreparedTree.MAX_NODES), self._config.num_steps), list[PreparedTree]()
         for name in names:
-            context, tree = self._contexts[name], self._trees[name].below((), budget)
+            context, tree = self._contexts[name], self.grown[name].below((), budget)
             if tree:
                 found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
         return found
@@ -423,7 +423,7 @@ class AheadTrees:
         """Cut trees below paths of target tokens since `begin`, within the contexts' budgets; None where none has grown."""
         found = list[DraftTree | None]()
         for context, path in zip(contexts, paths, strict=True):
-            tree = self._trees.get(context.session)
+            tree = self.grown.get(context.session)
             below = tree.below(path, context.budget) if tree else None
             found.append(without_banned(below.tree(), context) if below else None)
         return found
@@ -435,7 +435,7 @@ class AheadTrees:
         """
         self.collect()
         for context, path in zip(contexts, paths, strict=True):
-            tree, root = self._trees.get(context.session), None
+            tree, root = self.grown.get(context.session), None
             if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
                 tree.move_root(root)
             else:
@@ -463,13 +463,13 @@ class AheadTrees:
         return [self._cut(context, within(context.budget, self._drafter.tree)) for context in contexts]
 
     def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        found = self._trees[context.session].below((), budget)
+        found = self.grown[context.session].below((), budget)
         return found.tree() if found else DraftTree.root_only(context.tokens[-1])
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         for name in sessions:
-            if tree := self._trees.pop(name, None):
+            if tree := self.grown.pop(name, None):
                 tree.release()
             for known in (self._contexts, self._num_passes, self._changed):
                 known.pop(name, None)

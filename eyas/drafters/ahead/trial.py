@@ -56,22 +56,22 @@ class Trial:
         self.is_on = False
         self.block = 1
         self._rates = {False: Rate(), True: Rate()}
-        self._seen: set[str] = set()  # sessions with a commit in this block, but not those that have ended
-        self._count = self._num_blocks = self._pause = self._load = 0
+        self.seen: set[str] = set()  # sessions with a commit in this block, but not those that have ended
+        self._count = self._num_blocks = self.pause = self.load = 0
         self._next_pause = self.FIRST_PAUSE
         self._decided: bool | None = None
 
     def stamp(self, session: str) -> int:
         """The number of the block, for a session whose commit is answered; 0 for its first: it was prepared before."""
-        if self._pause:
+        if self.pause:
             return 0
-        is_first = session not in self._seen
-        self._seen.add(session)
+        is_first = session not in self.seen
+        self.seen.add(session)
         return 0 if is_first else self.block
 
     def release(self, sessions: Iterable[str]) -> None:
         """Go on without sessions that have ended; unknown ones are ignored. A block waits for no commits of theirs."""
-        self._seen.difference_update(sessions)
+        self.seen.difference_update(sessions)
 
     def fail(self) -> None:
         """Note that drafting ahead has raised an error: it is off for a pause, as it would lose all sessions each time."""
@@ -83,24 +83,24 @@ class Trial:
 
         load: sessions now.
         """
-        if self._pause and not 0.5 < load / max(self._load, 1) < 2:
-            self._pause, self._next_pause = 0, self.FIRST_PAUSE
+        if self.pause and not 0.5 < load / max(self.load, 1) < 2:
+            self.pause, self._next_pause = 0, self.FIRST_PAUSE
             self._rates = {False: Rate(), True: Rate()}
-        if self._pause:
-            self._pause -= 1
+        if self.pause:
+            self.pause -= 1
             return False
         if block == self.block:
             self._rates[self.is_on].add(num_tokens, seconds)
             self._count += 1
-        return self._count >= max(self.BLOCK, self.MIN_ROUNDS * len(self._seen)) and self._end_block(load)
+        return self._count >= max(self.BLOCK, self.MIN_ROUNDS * len(self.seen)) and self._end_block(load)
 
     def _begin_block(self) -> None:
-        self._count, self._seen, self.block = 0, set(), self.block + 1
+        self._count, self.seen, self.block = 0, set(), self.block + 1
 
     def _end_block(self, load: int) -> bool:
         """Go on with the other mode, or decide."""
         self._begin_block()
-        self._load, self._num_blocks = load, self._num_blocks + 1
+        self.load, self._num_blocks = load, self._num_blocks + 1
         before = self.is_on
         gain = self._rates[True].value / max(self._rates[False].value, 1e-9)
         margin = math.log(gain / self.MIN_GAIN) if gain else 0.0
@@ -114,7 +114,7 @@ class Trial:
     def _decide(self, is_on: bool, reason: str) -> None:
         is_same = is_on == self._decided
         self._next_pause = min(2 * self._next_pause, self.MAX_PAUSE) if is_same else self.FIRST_PAUSE
-        self.is_on, self._decided, self._pause, self._num_blocks = is_on, is_on, self._next_pause, 0
+        self.is_on, self._decided, self.pause, self._num_blocks = is_on, is_on, self._next_pause, 0
         for rate in self._rates.values():
             rate.fade(self.KEPT)
         log.info("drafting ahead is %s: %s", "on" if is_on else "off", reason, extra={"rate_limited": True})

@@ -243,17 +243,17 @@ class HitRates:
 
     def __init__(self, lengths: range) -> None:
         self._lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
-        self._trials = np.zeros(len(lengths))
-        self._hits = np.zeros(len(lengths))
+        self.trials = np.zeros(len(lengths))
+        self.hits = np.zeros(len(lengths))
 
     def count(self, length: int, is_right: bool) -> None:
         """Count the guess of a match of `length` tokens."""
-        self._trials[length - self._lengths.start] += 1
-        self._hits[length - self._lengths.start] += is_right
+        self.trials[length - self._lengths.start] += 1
+        self.hits[length - self._lengths.start] += is_right
 
     def logs(self) -> Reals:
         """Log of the hit rate of each length."""
-        return np.log((self._hits + self._prior) / (self._trials + PRIOR_TRIALS))
+        return np.log((self.hits + self._prior) / (self.trials + PRIOR_TRIALS))
 
 
 def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:

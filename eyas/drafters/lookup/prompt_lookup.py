@@ -35,8 +35,8 @@ class NgramIndex:
         self._lengths = range(min_ngram, max_ngram + 1)
         # For each length: the place behind the latest occurrence of an n-gram; and for each place, the place behind the
         # previous occurrence of the n-gram that ends there, 0 if there is none.
-        self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
-        self._previous = [array("q") for _ in self._lengths]
+        self.latest: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
+        self.previous_places = [array("q") for _ in self._lengths]
         self.rates = HitRates(self._lengths)
 
     @property
@@ -50,7 +50,7 @@ class NgramIndex:
             self.tokens.append(token)
             place = len(self.tokens)
             last = tuple(self.tokens[-self._lengths[-1] :])
-            for n, latest, previous in zip(self._lengths, self._latest, self._previous, strict=True):
+            for n, latest, previous in zip(self._lengths, self.latest, self.previous_places, strict=True):
                 if n > place:
                     previous.append(0)
                     continue
@@ -65,7 +65,7 @@ class NgramIndex:
         """
         ending = (*self.tokens[-self._lengths[-1] :], *path)
         found: dict[int, int] = {}
-        for n, latest, previous in zip(*map(reversed, (self._lengths, self._latest, self._previous)), strict=True):
+        for n, latest, previous in zip(*map(reversed, (self._lengths, self.latest, self.previous_places)), strict=True):
             place = latest.get(ending[-n:], 0) if len(ending) >= n else 0
             while place and len(found) < max_matches:
                 if place < len(self.tokens):
@@ -81,8 +81,8 @@ class NgramIndex:
         return tokens, np.minimum(len(text) - places, depth)
 
     def _count_hit(self, token: int) -> None:
-        for i in range(len(self._previous) - 1, -1, -1):
-            previous = self._previous[i]
+        for i in range(len(self.previous_places) - 1, -1, -1):
+            previous = self.previous_places[i]
             if previous and previous[-1]:
                 self.rates.count(self._lengths[i], self.tokens[previous[-1]] == token)
                 return

@@ -151,7 +151,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
     def __init__(self, tree: TreeConfig, config: SuffixConfig) -> None:
         super().__init__(MemoryLedger(partial(SuffixSession, config), config.max_cached_tokens, self._keep_output))
         self._tree, self._config = tree, config
-        self._outputs = TenantOutputs(config.min_ngram, config.max_output_tokens)
+        self.outputs = TenantOutputs(config.min_ngram, config.max_output_tokens)
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession], paths: Sequence[Path]
@@ -180,14 +180,14 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         """Keep a session's output for those that come later. One that begins again is sent all of its tokens; those that it
         has had by then count as its prompt."""
         if memory.output is not None:
-            self._outputs.add(memory.tenant, memory.text.tokens[memory.output :])
+            self.outputs.add(memory.tenant, memory.text.tokens[memory.output :])
 
     def _matches(self, memory: SuffixSession, path: Path, depth: int) -> list[tuple[int, int, list[int]]]:
         """The longest matches of a session: how many tokens match, how many lengths are longer, and what follows."""
         most = self._config.max_matches
         ending = [*memory.text.tokens[-self._config.max_ngram :], *path][-self._config.max_ngram :]
         found: list[tuple[int, list[int]]] = []
-        for index in (memory.text, *self._outputs.of(memory.tenant)):
+        for index in (memory.text, *self.outputs.of(memory.tenant)):
             for place in islice(index.places(ending), SCANNED_PLACES * most):
                 following = index.continuation(place, depth)
                 if following:

@@ -115,7 +115,7 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     words: the output of `noise_words` on the device. probs: applies temperature and filters to logits, for "filtered".
     """
     if draft_ids.device.type != "cpu" and find_spec("triton") is not None:
-        return _kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
+        return kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
     seed, committed_length = words[:2]
     temperature, scale = words[4:6].contiguous().view(torch.float64).float()
     if kind == "plain":
@@ -135,7 +135,8 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     return scores
 
 
-def _kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
+def kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
+    """Return a scorer that draws its noise in a kernel of CUDA."""
     from eyas.kernels.cuda.drafting import shared_noise
 
     noise = None if kind == "plain" else shared_noise(words, draft_ids, levels)

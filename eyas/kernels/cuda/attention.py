@@ -51,7 +51,7 @@ def attend(
     (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
     block_d = _block_width(width)
     if shape.fixed_part:
-        return _attend_by_position(query, keys, values, packed, scaling, window, softcap)
+        return attend_by_position(query, keys, values, packed, scaling, window, softcap)
     is_whole = shape.num_results == 1  # then the only part is the result
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     partials = sums = out
@@ -64,7 +64,7 @@ def attend(
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
-        BLOCK_N=_keys_per_block(query) // (2 if _would_spill(query, keys) else 1),
+        BLOCK_N=keys_per_block(query) // (2 if _would_spill(query, keys) else 1),
         **constants,
     )
     if is_whole:
@@ -77,7 +77,7 @@ def attend(
     return out
 
 
-def _attend_by_position(
+def attend_by_position(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -99,7 +99,7 @@ def _attend_by_position(
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions),
         float(scaling),
-        BLOCK_N=max(16, _keys_per_block(query) // 2),  # with more, sm_100 spills
+        BLOCK_N=max(16, keys_per_block(query) // 2),  # with more, sm_100 spills
         enable_fp_fusion=False,
         **constants,
     )
@@ -156,7 +156,7 @@ def _row_bytes(query: Tensor) -> int:
     return _block_width(query.shape[2]) * query.element_size()
 
 
-def _keys_per_block(query: Tensor) -> int:
+def keys_per_block(query: Tensor) -> int:
     """Return the keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
     return 64 if _row_bytes(query) <= 256 else 32 if _row_bytes(query) <= 512 else 16
 

@@ -55,8 +55,8 @@ class CpuDecoder:
         types = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
         has_types = isinstance(getattr(decoder.rotary_emb, "rope_type", None), dict)
         found = [kind if has_types else None for kind in types]
-        self._rotary_kinds = list(dict.fromkeys(found))
-        self._layer_kinds = [self._rotary_kinds.index(kind) for kind in found]
+        self.rotary_kinds = list(dict.fromkeys(found))
+        self._layer_kinds = [self.rotary_kinds.index(kind) for kind in found]
 
     def forward(
         self, *, input_ids: Tensor, position_ids: Tensor, packed: PackedInputs, kv_cache: KVCache, **others: Any
@@ -82,7 +82,7 @@ class CpuDecoder:
         ]
         keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
-        rotary = [self._rotary(embedded, keys.positions, kind) for kind in self._rotary_kinds]
+        rotary = [self.rotary_tables(embedded, keys.positions, kind) for kind in self.rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
         if prompts or self.stack is None:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
@@ -143,7 +143,7 @@ class CpuDecoder:
         logits = self._head(hidden[:, logits_to_keep])
         return SimpleNamespace(logits=torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits)
 
-    def _rotary(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
+    def rotary_tables(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
         """Return cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
         length, tables = int(positions.max()) + 1, self._tables.get(kind)
         if tables is None or len(tables[0]) < length:

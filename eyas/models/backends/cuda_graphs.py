@@ -89,9 +89,9 @@ class GraphBackend:
         self._buckets = row_buckets(min(limits.rows, MAX_GRAPH_ROWS))
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
         num_words = max(map(max_words, self._shapes.values())) + (0 if launched.memory else limits.prefix)
-        self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
-        self._output: TargetOutput | None = None  # of the largest graph; the others write to its first rows
-        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in self._buckets[::-1]}
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
+        self.output: TargetOutput | None = None  # of the largest graph; the others write to its first rows
+        self.replays = {self._shapes[rows]: self._capture(rows, capture) for rows in self._buckets[::-1]}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Return segments padded to a bucket if one holds them, and if they share no long prefix."""
@@ -109,23 +109,23 @@ class GraphBackend:
         """Run TargetModel.forward, but the next pass overwrites the output, and hidden states may end with padding rows."""
         assert packed.metadata is not None, "packed by another backend"
         assert kv_cache is self._kv_cache, "captured over another KV cache"
-        words, replay = packed.metadata.masks, self._replays.get(packed.metadata.shape)
+        words, replay = packed.metadata.masks, self.replays.get(packed.metadata.shape)
         has_prefixes = self._launched.memory is None or packed.metadata.words is self._launched.memory.words
-        if replay is None or not has_prefixes or len(words) > len(self._words):
+        if replay is None or not has_prefixes or len(words) > len(self.words):
             return self._launched.forward(packed, kv_cache)
-        self._words[: len(words)].copy_(words)
+        self.words[: len(words)].copy_(words)
         out = replay()
         return TargetOutput(out.logits[: packed.num_logits], out.aux_hidden_states)
 
     def release(self) -> None:
         """Free the graphs; no pass may follow. NCCL cannot end a group while a graph holds one of its sums."""
-        self._replays.clear()
-        self._output = None
+        self.replays.clear()
+        self.output = None
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
         target = self._launched.target
         padding = build_words((), self._shapes[rows], self._launched.scratch)  # a pass without tiles leaves rows unwritten
-        self._words[: len(padding)].copy_(upload(padding, target.device))
+        self.words[: len(padding)].copy_(upload(padding, target.device))
         try:
             with explain_out_of_memory(f"no memory for a CUDA graph of {rows} rows", target.device, FOR_GRAPHS):
                 replay = capture(lambda: self._run(rows))
@@ -143,16 +143,16 @@ class GraphBackend:
         """
         shape = self._shapes[rows]
         memory = self._launched.memory
-        packed = view(self._words, shape, shape.logits, memory.words if memory else None)
+        packed = view(self.words, shape, shape.logits, memory.words if memory else None)
         if rows == self._buckets[-1]:
-            self._output = out = self._launched.forward(packed, self._kv_cache)
+            self.output = out = self._launched.forward(packed, self._kv_cache)
             return out
-        assert self._output is not None, "the largest graph is captured first"
-        with logits_into(self._launched.target.model, self._output.logits):
+        assert self.output is not None, "the largest graph is captured first"
+        with logits_into(self._launched.target.model, self.output.logits):
             out = self._launched.forward(packed, self._kv_cache)
-        states, shared = out.aux_hidden_states, self._output.aux_hidden_states
+        states, shared = out.aux_hidden_states, self.output.aux_hidden_states
         both = None if states is None or shared is None else shared[: len(states)].copy_(states)
-        logits = self._output.logits[: len(out.logits)]
+        logits = self.output.logits[: len(out.logits)]
         is_there = logits.untyped_storage()._cdata == out.logits.untyped_storage()._cdata
         return TargetOutput(logits if is_there else logits.copy_(out.logits), both)
 

@@ -344,7 +344,7 @@ class PackedProduct:
         self.scale, self._unscale = self.weight.scale, 1.0 / self.weight.scale
         self.bias = None if bias is None else bias.detach().float() * self.scale
         if not self.weight.in_blocks:
-            self._by_library  # noqa: B018 (packed now, not at the first product)
+            self.by_library  # noqa: B018 (packed now, not at the first product)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Map rows [..., K] to [..., N]."""
@@ -354,7 +354,7 @@ class PackedProduct:
         """Map rows [..., K] to the output [..., N] times `scale`."""
         layout, is_half = self.weight.layout, self.weight.is_half
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
-            return self._by_library(rows)
+            return self.by_library(rows)
         from eyas.kernels.cpu.products import PHASE_SIZE, multiply_together, multiply_weight
 
         out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
@@ -368,7 +368,7 @@ class PackedProduct:
         return out if self.bias is None else out.add_(self.bias)
 
     @cached_property
-    def _by_library(self) -> Product:
+    def by_library(self) -> Product:
         """The product by FBGEMM, MKL or oneDNN: for several threads, and where there are no kernels."""
         weight, bias = self.weight, self.bias
         if not weight.is_half:

@@ -181,7 +181,7 @@ class FusedLayer:
         self.has_cpu_kernels = kind.has_cpu_kernels and self.experts is None
         self.is_plain = _is_plain(attention, *QKV) and (self.experts is not None or _is_plain(mlp, *GATE_UP))
         if self.experts is None:
-            self._gate_up, self._down = _products_of(mlp, *GATE_UP), mlp.down_proj
+            self.gate_up_products, self._down = _products_of(mlp, *GATE_UP), mlp.down_proj
             self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
         self._heads = _head_layout(attention, norm_of)
         window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
@@ -261,19 +261,19 @@ class FusedLayer:
         if self.experts is not None:
             return routed.run(normed, normed) if routed else self.experts(normed)
         if self._mixture is not None and routed:
-            return routed.run(inputs[0], inputs[1], DenseMLP(normed, self._gate_up, self._down))
+            return routed.run(inputs[0], inputs[1], DenseMLP(normed, self.gate_up_products, self._down))
         dense: Tensor = self._down(self._gated(normed, gated))
         return dense if self._mixture is None else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Return the activated gates times values [1, R, I]; both are freed before the next product."""
-        gates, *ups = (product(normed) for product in self._gate_up)
+        gates, *ups = (product(normed) for product in self.gate_up_products)
         return gated(gates, self._activation, *ups)
 
     @cached_property
     def cpu_layer(self) -> CpuLayer:
         """The same layer for the kernels of the CPU."""
-        gate_up = self._gate_up[0] if len(self._gate_up) == 1 else joined_product(self._gate_up)
+        gate_up = self.gate_up_products[0] if len(self.gate_up_products) == 1 else joined_product(self.gate_up_products)
         parts = (
             part.product if isinstance(part, PackedLinear) and not _has_hooks(part) else part
             for part in (self._qkv, self._out, gate_up, self._down)

@@ -248,41 +248,41 @@ class Exchanges:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._known: list[tuple[bool, int, torch.dtype]] = []  # of a pass: gathers or sums, numbers of a row, type
-        self._own: list[tuple[bool, int, torch.dtype]] = []  # of the current pass so far
-        self._num_rows = 0
+        self.known: list[tuple[bool, int, torch.dtype]] = []  # of a pass: gathers or sums, numbers of a row, type
+        self.own: list[tuple[bool, int, torch.dtype]] = []  # of the current pass so far
+        self.num_rows = 0
         self.is_running = False  # whether a pass has begun and not ended
 
     def start(self, tokens: Tensor) -> None:
         """Begin a pass of these rows."""
-        self._num_rows, self._own, self.is_running = len(tokens), [], True
+        self.num_rows, self.own, self.is_running = len(tokens), [], True
 
     def end(self) -> None:
         """End a pass. All passes of a model exchange the same for each row."""
-        self._known, self.is_running = self._own, False
+        self.known, self.is_running = self.own, False
 
     def sum(self, output: Tensor) -> Tensor:
         """Return the sum over ranks, in place."""
         dist.all_reduce(output)
-        self._own.append((False, output.numel() // self._num_rows, output.dtype))
+        self.own.append((False, output.numel() // self.num_rows, output.dtype))
         return output
 
     def gather(self, output: Tensor) -> Tensor:
         """Return the outputs of all ranks, side by side."""
         parts = [torch.empty_like(output) for _ in range(self.shard.size)]
         dist.all_gather(parts, output.contiguous())
-        self._own.append((True, output.numel() // self._num_rows, output.dtype))
+        self.own.append((True, output.numel() // self.num_rows, output.dtype))
         return torch.cat(parts, -1)
 
     @property
     def can_finish(self) -> bool:
         """Return whether it is known what is left: a pass has begun and not ended, and another one was whole."""
-        return self.is_running and bool(self._known)
+        return self.is_running and bool(self.known)
 
     def finish(self, device: torch.device) -> None:
         """Take part in what is left of a pass."""
-        for gathers, width, dtype in self._known[len(self._own) :]:
-            zeros = torch.zeros(self._num_rows * width, dtype=dtype, device=device)
+        for gathers, width, dtype in self.known[len(self.own) :]:
+            zeros = torch.zeros(self.num_rows * width, dtype=dtype, device=device)
             if gathers:
                 dist.all_gather([torch.empty_like(zeros) for _ in range(self.shard.size)], zeros)
             else:

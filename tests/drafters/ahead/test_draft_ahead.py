@@ -198,7 +198,7 @@ def test_grown_trees_become_those_of_true_features(
         if number != 3:
             work(drafter)
             for context, tree in zip(first, expected, strict=True):
-                assert_equal_trees(drafter._ahead.trees([context], [()])[0], tree)
+                assert_equal_trees(drafter.ahead.trees([context], [()])[0], tree)
         first = [going_on(last, likeliest(tree)) for last, tree in zip(first, expected, strict=True)]
         if number == 2:  # a commit that was not foreseen
             first[1] = replace(first[1], tokens=(47,))
@@ -242,7 +242,7 @@ def test_commits_with_prepared_trees_keep_the_session_in_step(tiny_target: str, 
             first = replace(first, tokens=(unknown,))
         last_of(drafter, [replace(first, has_tree=True)])
         trees = [trees[0], *last_of(plain, [first])]
-    assert not drafter._sessions["a"].backlog
+    assert not drafter.sessions["a"].backlog
     first = going_on(first, [unknown])
     assert_equal_trees(last_of(drafter, [first])[0], last_of(plain, [first])[0])
 

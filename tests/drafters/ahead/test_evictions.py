@@ -31,13 +31,13 @@ def test_evicted_sessions_keep_no_slots_of_trees_ahead(tiny_target: str, tiny_he
     """Nor a share of those of other sessions. The next commit is answered with a ResyncRequired."""
     config = DraftingConfig(48, ranking_temperature=1)
     drafter = DraftAheadDrafter(EagleDrafter(load_head(tiny_head, tiny_target), SHAPE, config, num_grown_slots=256), AHEAD)
-    held = drafter._ahead._trees
+    held = drafter.ahead.grown
     (tree,) = last_of(drafter, [first := session("a", 15)])
     work(drafter)
     assert list(held) == ["a"]
     last_of(drafter, [session("b", 40)])
     assert "a" not in held, "b's commit has evicted a"
-    assert drafter._ahead._free.num_free == 256 - len(held["b"].slots)
+    assert drafter.ahead.pool.num_free == 256 - len(held["b"].slots)
     work(drafter)
     assert list(held) == ["b"]
     (answer,) = drafter.propose([going_on(first, likeliest(tree))])

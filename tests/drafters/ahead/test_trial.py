@@ -123,7 +123,7 @@ def test_another_load_is_another_question() -> None:
 
 def test_sessions_of_few_commits_decide_too(trial: Trial, tiny_target: str, tiny_head: str) -> None:
     """Each has fewer commits than a block waits for."""
-    drafter, trial._pause = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), 0
+    drafter, trial.pause = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), 0
     modes = []
     for number in range(600):
         name, stamp = f"{number}", 0
@@ -132,7 +132,7 @@ def test_sessions_of_few_commits_decide_too(trial: Trial, tiny_target: str, tiny
             modes.append(trial.is_on)
             stamp = trial.stamp(name)
         drafter.release([name])
-        assert len(trial._seen) <= 1
+        assert len(trial.seen) <= 1
     assert all(modes[-1000:])
 
 
@@ -140,8 +140,8 @@ def test_sessions_of_few_commits_decide_too(trial: Trial, tiny_target: str, tiny
 def trial() -> Trial:
     """One that a test sets by hand."""
     found = Trial()
-    found._pause = 10**9
-    found._load = 1
+    found.pause = 10**9
+    found.load = 1
     return found
 
 
@@ -166,7 +166,7 @@ def test_a_drafter_that_changes_its_way_drafts_valid_trees(
                 store.put(prepared)
         trial.is_on, before = number % 4 in (1, 2), trial.is_on
         if before and not trial.is_on:
-            drafter._stop()
+            drafter.stop()
         first = going_on(first, likeliest(expected))
 
 
@@ -175,17 +175,17 @@ def test_drafting_ahead_that_fails_is_not_tried_again_soon(
 ) -> None:
     """The service forgets all sessions after an error, so that none would ever be measured."""
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial)
-    trial.is_on, trial._pause = True, 0
+    trial.is_on, trial.pause = True, 0
     last_of(drafter, [session("a", 9)])
     with monkeypatch.context() as broken:
-        broken.delattr(drafter._ahead.__class__, "step")
+        broken.delattr(drafter.ahead.__class__, "step")
         with pytest.raises(AttributeError):
             drafter.draft_ahead()
     drafter.release(["a"])
     (tree,) = last_of(drafter, [session("a", 9)])
     assert tree.num_drafted > 0
     assert not drafter.draft_ahead()
-    assert trial._pause >= Trial.FIRST_PAUSE
+    assert trial.pause >= Trial.FIRST_PAUSE
 
 
 def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_pass_ahead_that_fails_keeps_no_slots(
     place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
-    ahead, first = drafter._ahead, session("a", 9)
+    ahead, first = drafter.ahead, session("a", 9)
     last_of(drafter, [first, session("b", 20)])
     assert drafter.draft_ahead()
     with monkeypatch.context() as patch:
@@ -218,10 +218,10 @@ def test_a_pass_ahead_that_fails_keeps_no_slots(
             drafter.draft_ahead()
     drafter.release(["a", "b"])
     assert not drafter.draft_ahead()
-    ahead._free.check_owners([])
+    ahead.pool.check_owners([])
     last_of(drafter, [first])
     work(drafter)
-    ahead._free.check_owners([tree.slots for tree in ahead._trees.values()])
+    ahead.pool.check_owners([tree.slots for tree in ahead.grown.values()])
 
 
 def test_drafting_ahead_gains_tokens_per_virtual_second() -> None:
@@ -283,10 +283,10 @@ def test_sessions_share_the_rows_of_a_pass_by_worth(
 ) -> None:
     """The chosen rows are worth more than those left out, whichever tree has them."""
     drafter, names = growing(tiny_target, tiny_head), ["a", "b", "c"]
-    ahead = drafter._ahead
+    ahead = drafter.ahead
     monkeypatch.setattr(trees_ahead, "MAX_ROWS", 20)
-    worth = {name: np.sort(ahead._trees[name].useful(24, 7, 99)[1])[::-1] for name in names}
-    planned = ahead._plan(names)
+    worth = {name: np.sort(ahead.grown[name].useful(24, 7, 99)[1])[::-1] for name in names}
+    planned = ahead.plan(names)
     counts = {name: len(planned[name].tokens) if name in planned else 0 for name in names}
     assert sum(counts.values()) == 20
     least = min(worth[name][counts[name] - 1] for name in names if counts[name])
@@ -298,13 +298,13 @@ def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
 ) -> None:
     drafter, first = growing(tiny_target, tiny_head), session("a", 9)
     missed = going_on(first, [47])
-    monkeypatch.setattr(drafter._drafter, "_admit_all", None)
+    monkeypatch.setattr(drafter.drafter, "_admit_all", None)
     (answer,) = drafter.propose([replace(missed, has_tree=True, budget=TreeBudget(1, 0))])
     monkeypatch.undo()
     assert answer == DraftTree.root_only(47), "without a pass"
     work(drafter)
-    assert not drafter._sessions["a"].backlog
-    (tree,) = drafter._ahead.trees([missed], [()])
+    assert not drafter.sessions["a"].backlog
+    (tree,) = drafter.ahead.trees([missed], [()])
     plain = make(tiny_target, tiny_head)
     plain.propose([first])
     assert_equal_trees(tree, plain.propose([missed])[0])  # type: ignore[arg-type]

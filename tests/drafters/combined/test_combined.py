@@ -229,7 +229,7 @@ def test_lookups_are_as_deep_as_trees_have_nodes(tiny_target: str, tiny_head: st
             "eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=512)
         )
         assert isinstance(union, CombinedDrafter)
-        head, lookup = union._sides
+        head, lookup = union.sides
         assert isinstance(head, EagleDrafter)
         (tree_found,) = lookup.propose([commit("a", [*range(20)] * 2, budget=TreeBudget(16, 15))])
         assert isinstance(tree_found, DraftTree)

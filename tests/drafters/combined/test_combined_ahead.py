@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from eyas.config import CombinedConfig, PromptLookupConfig, SuffixConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext
-from eyas.drafters.combined import CombinedDrafter, _joined
+from eyas.drafters.combined import CombinedDrafter, joined_arrays
 from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.protocol.commit import ResyncRequired, TreeBudget
@@ -128,4 +128,4 @@ def test_prepared_trees_hold_no_path_twice_and_are_bounded() -> None:
     pairs = list(zip(found.tree.parents.tolist()[1:], found.tree.tokens.tolist()[1:], strict=True))
     assert len(set(pairs)) == len(pairs) > 10
     long = TreeArrays.of(DraftTree.chain(range(PreparedTree.MAX_NODES + 9)))
-    assert len(_joined([long])) == PreparedTree.MAX_NODES
+    assert len(joined_arrays([long])) == PreparedTree.MAX_NODES

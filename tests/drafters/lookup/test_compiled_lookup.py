@@ -73,14 +73,14 @@ def test_a_long_text_keeps_all_of_its_matches() -> None:
         part = commit("a", tokens[: start + 97], base=start)
         index.extend(part)
         plain.extend(part)
-    size, count = index.size, len(plain._previous)
+    size, count = index.size, len(plain.previous_places)
     assert size == len(tokens)
-    assert index.ngrams.previous[:size].T.tolist() == [previous.tolist() for previous in plain._previous]
-    assert (index.ngrams.trials - PRIOR_TRIALS).tolist() == plain.rates._trials.tolist()
-    assert index.ngrams.hits.tolist() == plain.rates._hits.tolist()
+    assert index.ngrams.previous[:size].T.tolist() == [previous.tolist() for previous in plain.previous_places]
+    assert (index.ngrams.trials - PRIOR_TRIALS).tolist() == plain.rates.trials.tolist()
+    assert index.ngrams.hits.tolist() == plain.rates.hits.tolist()
     entries = index.ngrams.table[index.ngrams.table > 0]
     assert sorted(entries.tolist()) == sorted(
-        place * count + number for number, latest in enumerate(plain._latest) for place in latest.values()
+        place * count + number for number, latest in enumerate(plain.latest) for place in latest.values()
     )
 
 

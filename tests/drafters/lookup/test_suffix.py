@@ -67,7 +67,7 @@ def test_an_output_is_kept_once_if_its_session_begins_again() -> None:
     drafter.propose([restarted])
     drafter.propose([replace(commit("again", OUTPUT[4:], 5), epoch=1)])
     drafter.release(["again"])
-    (index,) = drafter._outputs.of("a")
+    (index,) = drafter.outputs.of("a")
     assert index.tokens.tolist() == [5, 6, 7, 8, SEPARATOR, 8, 9, 10, 11, SEPARATOR]
 
 

@@ -243,7 +243,7 @@ def test_trees_of_the_kernels_are_the_plain_ones(
     pytest.importorskip("triton", reason="triton is not installed")
 
     def with_kernels(words: torch.Tensor, levels: int, ids: torch.Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
-        return scoring._kernel_scorer(words.contiguous(), levels, ids, kind, probs)
+        return scoring.kernel_scorer(words.contiguous(), levels, ids, kind, probs)
 
     drafter, plain = (make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (lambda run: run, None))
     monkeypatch.setattr(cuda_graphs, "perturbed_scorer", with_kernels)

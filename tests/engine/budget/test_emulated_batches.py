@@ -50,7 +50,7 @@ def emulated_seconds(target: str, head: str, batch: int, policy: DraftBudgetPoli
     return clock() - began, outputs
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 8, pytest.param(64, marks=pytest.mark.nightly)])
 def test_a_poor_drafter_costs_two_percent_at_most(tiny_target: str, tiny_head: str, batch: int) -> None:
     plain_s, plain = emulated_seconds(tiny_target, tiny_head, batch, None)
     adaptive_s, adaptive = emulated_seconds(tiny_target, tiny_head, batch, "adaptive")
@@ -83,6 +83,7 @@ def ramp(target: str, head: str, policy: DraftBudgetPolicy | None) -> tuple[list
     return [(b - a) / (m - n) for (a, n), (b, m) in pairwise(marks)], longest, outputs
 
 
+@pytest.mark.nightly
 def test_load_that_jumps_up_and_down_costs_two_percent_at_most(tiny_target: str, tiny_head: str) -> None:
     plain, plain_longest, expected = ramp(tiny_target, tiny_head, None)
     adaptive, longest, outputs = ramp(tiny_target, tiny_head, "adaptive")

@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,8 +113,7 @@ def test_retries_take_a_bounded_share_of_all_time(draft: float) -> None:
     assert simulation.seconds_per_token(budget, 8000) < (1 + 3 * SHARE) * simulation.fixed
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("row", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize(("row", "batch"), [(0.02, 1), (0.1, 4), (0.02, 16), (0.3, 1), (0.3, 16)])
 def test_what_is_verified_is_about_the_best(row: float, batch: int) -> None:
     simulation = Simulation(row=row, draft=0.2, batch=batch)
     budget = simulation.budget()
@@ -305,15 +306,25 @@ def test_the_least_of_the_first_times_between_steps_counts() -> None:
     assert budget._step_s(1) == pytest.approx(1.0 + 0.5 + 0.25)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.8, 0.97])
-def test_trees_are_never_slower_than_plain_decoding(batch: int, right: float) -> None:
-    """By more than their credit of a few first steps and of 2 % of the time, whatever rows, drafts and catching up cost."""
-    for row, draft, behind in itertools.product((0.0, 0.05, 0.3), (0.05, 1.0, 4.0), (0.0, 0.02)):
-        simulation = Simulation(row=row, draft=draft, right=right, batch=batch, behind=behind)
-        budget, plain = simulation.budget(), simulation.expected_seconds_per_token(1)
-        simulation.sizes(budget, 40)
-        assert simulation.seconds_per_token(budget, 600, seed=1) <= plain / 0.965, (row, draft, behind)
+def all_costs() -> Iterator[Any]:
+    """Chances, costs and batches: all of them nightly, and daily each two values of different factors together."""
+    factors = (0.0, 0.3, 0.8, 0.97), (0.0, 0.05, 0.3), (0.05, 1.0, 4.0), (0.0, 0.02), (1, 8)
+    for places in itertools.product(*(range(len(values)) for values in factors)):
+        right, row, draft, behind, batch = places
+        is_daily = (draft, behind, batch) == ((right + row) % 3, (right + row) % 2, (right // 2 + row) % 2)
+        values = [own[place] for own, place in zip(factors, places, strict=True)]
+        yield pytest.param(*values, marks=() if is_daily else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("right", "row", "draft", "behind", "batch"), [*all_costs()])
+def test_trees_are_never_slower_than_plain_decoding(
+    right: float, row: float, draft: float, behind: float, batch: int
+) -> None:
+    """By more than their credit of a few first steps and of 2 % of the time."""
+    simulation = Simulation(row=row, draft=draft, right=right, batch=batch, behind=behind)
+    budget, plain = simulation.budget(), simulation.expected_seconds_per_token(1)
+    simulation.sizes(budget, 40)
+    assert simulation.seconds_per_token(budget, 600, seed=1) <= plain / 0.965
 
 
 def test_a_useless_drafter_stops_within_few_steps() -> None:

@@ -41,7 +41,7 @@ def target_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetMod
     folder = write_target(tmp_path_factory.mktemp("shallow"), layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "optimize_for_cpu", lambda *_: None)  # products are those of torch
-        patch.setattr(kernel, "_keys_per_block", lambda row_bytes: 16)
+        patch.setattr(kernel, "keys_per_block", lambda row_bytes: 16)
         patch.setattr("eyas.models.backends.cuda.CHECKED_PROMPT", 20)
         fixed_products(patch)
         yield loading.load_target(str(folder))
@@ -100,8 +100,8 @@ def test_the_kernels_are_checked_against_plain_operations(launched: KernelBacken
 
 
 def test_kernels_that_depend_on_the_batch_are_refused(launched: KernelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernel._attend_by_position
-    monkeypatch.setattr(kernel, "_attend_by_position", lambda q, *rest: right(q, *rest) * (1 + 1e-6 * (len(q) == 4)))
+    right = kernel.attend_by_position
+    monkeypatch.setattr(kernel, "attend_by_position", lambda q, *rest: right(q, *rest) * (1 + 1e-6 * (len(q) == 4)))
     with pytest.raises(ConfigError, match=r"differ in their bits .* engine\.deterministic to false"):
         check_batch_invariance(launched)
 

@@ -115,8 +115,8 @@ def test_graphs_write_their_logits_to_one_buffer(folder: str, monkeypatch: pytes
     kv_cache = target.new_kv_cache(NUM_SLOTS)
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
     backend = GraphBackend(KernelBackend(target, TILING, kv_cache.scratch), kv_cache, LIMITS, capture)
-    assert backend._output is not None
-    largest = backend._output.logits
+    assert backend.output is not None
+    largest = backend.output.logits
     assert [x.shape[-2] for x in written if x.data_ptr() == largest.data_ptr()][1:] == [24, 16, 8, 4, 2, 1]
     segments = make_pass([(True, 5, 9)])
     got = backend.forward(backend.pack(segments), kv_cache).logits
@@ -227,9 +227,9 @@ def test_no_garbage_is_collected_during_a_capture() -> None:
 def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend) -> None:
     """One buffer of logits, as large as the largest graph's."""
     outputs = []
-    for shape, replay in list(backend._replays.items())[::2]:
+    for shape, replay in list(backend.replays.items())[::2]:
         padding = build_words((), shape, NUM_SLOTS)  # what earlier passes left is laid out for other buckets
-        backend._words[: len(padding)].copy_(torch.from_numpy(padding))
+        backend.words[: len(padding)].copy_(torch.from_numpy(padding))
         outputs.append(replay())
     kept = {o.logits.untyped_storage().data_ptr() for o in outputs}
     assert len(outputs) > 3

@@ -165,7 +165,7 @@ def test_kernels_multiply_as_libraries_do(sizes: tuple[int, int], layout: str) -
     with torch.inference_mode():
         for count in (1, 9, 23):
             rows = torch.randn(count, sizes[0])
-            torch.testing.assert_close(product.scaled(rows), product._by_library(rows), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(product.scaled(rows), product.by_library(rows), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])

@@ -91,11 +91,11 @@ def test_ranks_with_kernels_equal_the_whole_model(
     monkeypatch.setattr(kernels, "route", lambda *args: (routed.append(args[0]), route(*args))[1])
     found = logits_over_ranks(targets)
     assert len(routed) == NUM_RANKS * NUM_LAYERS
-    exchanges = targets[0].model.exchanges._known
+    exchanges = targets[0].model.exchanges.known
     for target in targets:
         unfuse_layers(target.model)
     torch.testing.assert_close(found, logits_over_ranks(targets), rtol=1e-4, atol=1e-4)
-    assert targets[0].model.exchanges._known == exchanges
+    assert targets[0].model.exchanges.known == exchanges
     assert len(exchanges) == NUM_LAYERS * (3 if name == "gemma-4" else 2)
     whole = load_target(folder)
     unfuse_layers(whole.model)

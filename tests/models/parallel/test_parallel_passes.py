@@ -132,7 +132,7 @@ _sum = Exchanges.sum
 
 def sum_if_it_fits(exchanges: Exchanges, output: torch.Tensor) -> torch.Tensor:
     """Run out of memory in the middle of a pass of more than FITTING_ROWS rows, when other ranks wait for the sum."""
-    if exchanges._num_rows > FITTING_ROWS and len(exchanges._own) == 1:
+    if exchanges.num_rows > FITTING_ROWS and len(exchanges.own) == 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
     return _sum(exchanges, output)
 
@@ -173,7 +173,7 @@ def test_ranks_that_cannot_end_a_pass_fail_at_once(is_known: bool, monkeypatch: 
     runner, exchanges = ModelRunner.__new__(ModelRunner), Exchanges(Shard(1, 2))
     model, device = SimpleNamespace(exchanges=exchanges), torch.device("cpu")
     runner.target = SimpleNamespace(model=model, device=device, shared_vocabulary=None)  # type: ignore[assignment]
-    exchanges._known = [(False, 3, torch.float32)] if is_known else []
+    exchanges.known = [(False, 3, torch.float32)] if is_known else []
     exchanges.start(torch.zeros(4))
     monkeypatch.setattr(torch, "zeros", no_memory)
     with pytest.raises(Unavailable, match="no memory to end a pass" if is_known else "no memory beside its layers"):

@@ -67,8 +67,8 @@ def test_copies_go_on_where_no_memory_is_pinned(monkeypatch: pytest.MonkeyPatch,
     empty, values = torch.empty, torch.randn(3, 5)
     monkeypatch.setattr(Tensor, "pin_memory", refuse)
     monkeypatch.setattr(torch, "empty", unpinned)
-    assert tensors._pinned(values) is values
-    found = tensors._pinned_like(values)
+    assert tensors.pinned_copy(values) is values
+    found = tensors.pinned_like(values)
     assert (found.shape, found.dtype, found.is_pinned()) == (values.shape, values.dtype, False)
     warning = "copies to and from the GPU are slower, as no memory is pinned: CUDA error: out of memory"
     assert caplog.messages == [warning] * 2

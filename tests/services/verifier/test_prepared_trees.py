@@ -215,7 +215,7 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
     built = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting)
     assert isinstance(built, DraftAheadDrafter)
-    inner = built._drafter
+    inner = built.drafter
     drafter, fuser = (
         WatchedDrafter(DraftAheadDrafter(inner, AHEAD)),
         build_fuser(method, head, tiny_target, "float32", "cpu"),

@@ -143,7 +143,7 @@ class ResponseWriter:
         """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         async with aclosing(chunks):
-            self._reserve()
+            self.reserve()
             async for chunk in chunks:
                 delta = await self._add(chunk)
                 self._hold(delta)
@@ -165,7 +165,7 @@ class ResponseWriter:
         Raises RequestFailed if a completion failed, and what `hold` raises.
         """
         async with aclosing(chunks):
-            self._reserve()
+            self.reserve()
             async for chunk in chunks:
                 delta = await self._add(chunk)
                 if chunk.chunk.prompt_logprobs:
@@ -193,7 +193,7 @@ class ResponseWriter:
             yield self.frame(error_body(error))
         yield [b"data: [DONE]"]
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Count the log-probabilities of the prompts before a verifier computes them."""
         if (num_top := self.body.num_prompt_logprobs) is not None:
             self._num_reserved_bytes = (_BYTES_PER_LOGPROB + _BYTES_PER_TOP_LOGPROB * num_top) * sum(map(len, self.prompts))

@@ -221,7 +221,7 @@ def test_the_log_probabilities_of_a_long_prompt_fit(asked: dict[str, Any]) -> No
     writer = ResponseWriter(body, "id", "m", TOKENIZER, [range(30_000)])
     with MemoryBudget(LimitsConfig()).reservation("a key") as take:
         writer.hold = take
-        writer._reserve()
+        writer.reserve()
 
 
 class LongestStep:
