@@ -25,8 +25,8 @@ LONGEST = (
     "tests/services/test_start_failures.py", "tests/fuzz/",
 )  # fmt: skip
 
-# Names of folders whose files share processes: clusters, and the servers that services and ranks are forks of.
-SHARING = ("cluster", "e2e", "parallel")
+# Names of folders whose files share processes: clusters, servers that services and ranks are forks of, and parsed files.
+SHARING = ("cluster", "e2e", "parallel", "repo")
 # Files that share a server of forks, which takes as long to start as a service; those of tests/e2e/ have another.
 FORKING = (
     "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",

@@ -119,6 +119,7 @@ def touched(before: bytes, after: bytes, descriptor: Descriptor) -> Iterator[str
                     yield from touched(old[0].data if old else b"", inner.data, kind)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("message", [generate_request(text="a"), *speculate_requests(TARGET, 4)[:1]])
 def test_every_field_of_a_message_is_changed(message: generation_pb2.GenerateRequest) -> None:
     rng, example, wanted = random.Random(0), message.SerializeToString(), fields_of(message.DESCRIPTOR)

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
+
 from tests.support.repository import ROOT, name, python_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -72,6 +74,7 @@ def test_policy_modules_import_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.nightly
 def test_the_core_generates_with_nothing_but_its_dependencies() -> None:
     """Only the kernels need triton, and only where they are launched."""
     packages = ("eyas.engine", "eyas.drafters", "eyas.models", "eyas.cache", "eyas.bench", "eyas.check", "eyas.llm")

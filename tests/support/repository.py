@@ -23,6 +23,7 @@ def python_files(*folders: str) -> list[Path]:
     return [p for p in files() if p.suffix == ".py" and GENERATED not in p.parents and any(top in p.parents for top in tops)]
 
 
+@cache
 def syntax(path: Path) -> ast.Module:
     """The parsed file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))

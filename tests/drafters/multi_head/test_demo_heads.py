@@ -12,6 +12,7 @@ from tests.support.tiny import DEMO, build_engine, fixed_config
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "least"), [("medusa", 1.5), ("hydra", 1.75)])
 def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> None:
     target, head = str(DEMO / "target"), str(DEMO / name)
