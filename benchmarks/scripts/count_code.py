@@ -14,6 +14,7 @@ from benchmarks.scripts.journeys import generate_journey, step_journey
 
 PACKAGES = ("eyas", "services")
 GENERATED = Path("eyas/v1")
+NAMED_TUPLES = ("_replace", "_asdict", "_fields")  # public names of theirs
 
 
 def sources(package: str, root: Path = Path()) -> list[Path]:
@@ -65,6 +66,23 @@ def unrelated_assignments(tree: ast.Module) -> list[int]:
                 if not (changed - {"self"}) & used and not all(is_parallel(first, other) for other in others):
                     found.append(node.lineno)
     return found
+
+
+def private_uses(tree: ast.Module) -> list[str]:
+    """Return the private names that a test reads, imports from the product or replaces; an object's own ones are fine."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                continue
+            case ast.Attribute(attr=name):
+                found.append(name)
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in (*PACKAGES, "benchmarks"):
+                found += [alias.name for alias in node.names]
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr")):
+                texts = [own.value for own in node.args if isinstance(own, ast.Constant) and isinstance(own.value, str)]
+                found += [text.rpartition(".")[2] for text in texts]
+    return [name for name in found if name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLES]
 
 
 def package_lines(root: Path = Path()) -> dict[str, int]:

@@ -143,6 +143,7 @@ def text_of(target: str, tokens: tuple[int, ...]) -> str:
     return load_tokenizer(target).decode(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_equals_plain_constrained_decoding(name: str, target: str, tiny_head: str) -> None:
     """Greedy and sampled requests in turn, more than run at once."""

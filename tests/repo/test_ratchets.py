@@ -1,11 +1,11 @@
-"""Counts that may only fall: lines of packages, tuple assignments of unrelated things, and what two journeys cross."""
+"""Counts that may only fall: lines of packages, unrelated assignments, private names in tests, and what journeys cross."""
 
 import tomllib
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks.scripts.count_code import package_lines, sources, unrelated_assignments
+from benchmarks.scripts.count_code import package_lines, private_uses, sources, unrelated_assignments
 from benchmarks.scripts.journeys import Journey, generate_journey, step_journey
 from tests.support.repository import ROOT, syntax
 
@@ -29,6 +29,12 @@ def test_tuple_assignments_of_unrelated_things_only_fall() -> None:
         for top in WRITTEN["unrelated_assignments"]
     }
     assert all(is_kept(count, WRITTEN["unrelated_assignments"][top], 20) for top, count in counts.items()), counts
+
+
+def test_private_names_in_tests_only_fall() -> None:
+    """Tests show behaviour; what is worth a look from outside deserves a public name."""
+    found = [name for path in sources("tests", ROOT) for name in private_uses(syntax(path))]
+    assert is_kept(len(found), WRITTEN["private_names"]["tests"], 10), len(found)
 
 
 @pytest.mark.parametrize(("name", "follow"), [("generate", generate_journey), ("step", step_journey)])

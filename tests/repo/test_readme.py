@@ -111,9 +111,7 @@ def output(code: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=pytest.mark.nightly if i else ()) for i in range(len(snippets()))]
-)
+@pytest.mark.parametrize("number", [pytest.param(i, marks=pytest.mark.nightly if i else ()) for i in range(len(snippets()))])
 def test_python_of_the_pages_runs_and_prints_what_they_show(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first with a check of the head, which takes longer than all else."""
     if number:

@@ -295,6 +295,7 @@ def test_all_turns_of_a_conversation_are_in_one_split(tmp_path: Path) -> None:
     assert texts[TRAIN] | texts[HELDOUT] == set(names)
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while they are prepared nor while they are read: a token more takes less than a byte more at the peak.
 

@@ -57,7 +57,7 @@ def test_a_small_vocabulary_stays_whole(folder: Path, tmp_path: Path) -> None:
     assert trainer.trainee.head.config.draft_vocab_size == 48  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle1", "dspark", "peagle"])
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
 def test_a_head_that_learnt_nothing_is_served_with_a_warning(
     method: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

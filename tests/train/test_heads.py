@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_dspark_overfits_20_sequences_at_all_depths(tmp_path: Path) -> None:
     """The target's greedy answers to 20 prompts are learned, so that the engine's chains for these prompts are accepted."""
     target, depths = tiny_target(tmp_path), 4

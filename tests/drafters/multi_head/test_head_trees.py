@@ -10,7 +10,7 @@ from eyas.config import DraftingConfig, MedusaConfig, MethodsConfig, TreeConfig
 from eyas.drafters.multi_head import MultiHeadDrafter, likely_paths
 from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
-from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.multi_head.naive_heads import NaiveHeads
 from tests.drafters.trees.test_eagle_trees import commit, session
@@ -121,27 +121,6 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
             stated = tree.sampled.draft_probs[node]
             assert stated.ids == tuple(scores.topk(len(stated.ids)).indices.tolist())
             assert stated.probs == pytest.approx([float(scores[token]) for token in stated.ids], rel=1e-4)
-
-
-def test_prefix_states_are_evicted_and_refilled(tiny_target: str, tiny_head: str) -> None:
-    drafter, (tokens, features) = make("hydra-prefix", tiny_target, tiny_head, max_kv_tokens=30), session(1, 40)
-    for name in ("old", "new"):
-        drafter.propose([commit(name, tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])
-    assert drafter.sessions.num_free == 8
-    drafter.propose([commit("third", tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])
-    assert drafter.propose([commit("old", tokens, features, 12, 13, GREEDY, TreeBudget(14, 4))]) == [
-        ResyncRequired("old", 0, 0)
-    ]
-    huge = drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, TreeBudget(14, 4))])
-    assert huge == [DraftTree.root_only(tokens[39])]
-    drafter.sessions.check()
-    drafter.release(["new", "third"])
-    more = commit("huge", tokens, features, 40, 40, GREEDY, TreeBudget(14, 4))
-    assert drafter.propose([replace(more, tokens=(5,), features=features[:1])]) == [DraftTree.root_only(5)], (
-        "too large for all"
-    )
-    drafter.release(["old", "huge"])
-    assert drafter.sessions.num_free == 30
 
 
 def test_generated_paths_form_a_tree_of_the_requested_size() -> None:

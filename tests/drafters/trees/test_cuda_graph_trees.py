@@ -53,6 +53,7 @@ def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[C
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str, tiny_head: str) -> None:
     drafter = make(method, tiny_target, tiny_head, SHAPE, CONFIG, capturing())

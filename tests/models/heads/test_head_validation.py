@@ -69,10 +69,10 @@ WRONG: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     "wrong",
     [
-        "layers one too late",
         "the residual flipped and layers shifted",
-        "the output without its norm",
         "the normed state read by the next step",
+        pytest.param("layers one too late", marks=pytest.mark.nightly),  # a verifier meets it below
+        pytest.param("the output without its norm", marks=pytest.mark.nightly),
     ],
 )
 def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
@@ -95,7 +95,9 @@ OFF_BY_ONE: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", OFF_BY_ONE)
+@pytest.mark.parametrize(
+    "dialect", [pytest.param(name, marks=pytest.mark.nightly if place else ()) for place, name in enumerate(OFF_BY_ONE)]
+)
 def test_layer_ids_of_a_peagle_head_are_not_guessed(dialect: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     """The ids of eagle_config are read as they are meant; validation corrects the others."""
     head = with_config(tmp_path / "head", DEMO / "peagle", **OFF_BY_ONE[dialect])
