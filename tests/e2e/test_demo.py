@@ -125,7 +125,9 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
         until_closed(ports)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 0, marks=pytest.mark.nightly), (signal.SIGKILL, -9)]
+)
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")

@@ -25,7 +25,7 @@ MAX_EXPONENT = 1.6
 # Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
 MAX_ROUNDS = 6
 # Shapes of each reader that are tried daily.
-DAILY_SHAPES = 2
+DAILY_SHAPES = 1
 # Below this a time is as much noise as work, and does no harm.
 NOISE_SECONDS = 0.01
 
@@ -62,7 +62,7 @@ class Growth:
 
 
 def pairs(readers: Sequence[Reader]) -> list[Any]:
-    """Every reader with each of its shapes, for `parametrize`. About two shapes of a reader are tried daily, others nightly.
+    """Every reader with each of its shapes, for `parametrize`. About one shape of a reader is tried daily, others nightly.
 
     Readers that share shapes take different ones, so that daily each shape meets a reader.
     """

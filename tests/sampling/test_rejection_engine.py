@@ -175,7 +175,7 @@ def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["siblings", "eagle3"])
+@pytest.mark.parametrize("name", [pytest.param("siblings", marks=pytest.mark.nightly), "eagle3"])
 def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
     """`siblings` drafts tokens that the grammar rejects, a head none below the root."""
     engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 200

@@ -41,7 +41,7 @@ def test_a_model_without_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("service", "key"),
-    [("router", "server.port"), ("router", "http.port"), ("draft", "server.port"), ("verifier", "server.port")],
+    [("router", "server.port"), ("router", "http.port"), ("draft", "server.port")],
 )
 def test_a_port_in_use(service: str, key: str, tmp_path: Path) -> None:
     own = ["server.port=0", "http.port=0"] if service == "router" else []

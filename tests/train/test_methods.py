@@ -43,7 +43,12 @@ def loss(trainer: Trainer) -> float:
         return float(trainer.trainee(batch, trainer.source.states(batch), 0, "kl")["loss"])
 
 
-@pytest.mark.parametrize("method", TRAINEES)
+DAILY = ("dspark", "peagle", "eagle3", "medusa", "draft_model")  # a class of trainees each
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=() if method in DAILY else pytest.mark.nightly) for method in TRAINEES]
+)
 def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: Path, tmp_path: Path) -> None:
     config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=8)
     trainer = build_trainer(config)
@@ -161,7 +166,7 @@ def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monke
     assert all(name in events for name in (b"learning_rate", b"loss", b"tau_t0", b"tau_t1"))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark", "medusa", "draft_model"])  # a class of trainees each
+@pytest.mark.parametrize("method", DAILY)
 def test_a_written_head_starts_another_run_where_it_was(method: str, folder: Path, tmp_path: Path) -> None:
     config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"))
     trainer = build_trainer(config)

@@ -38,7 +38,10 @@ ROUTED = ("mixtral", "qwen-3-moe")  # no kernel of the CPU runs their layers
 ROWS = 20  # more than the sliding windows
 
 
-@pytest.fixture(params=FUSED)
+DAILY = ("llama-3", "qwen-3", "phi-3", "gemma-3")  # the others' parts are in these too
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FUSED])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> TargetModel:
     kind, settings = FAMILIES[request.param]
     return load_target(

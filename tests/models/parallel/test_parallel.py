@@ -130,7 +130,9 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     return assemble_engine(parts.model, parts.fuser, config, TREE, drafters[drafter](), parts.ranks)
 
 
-@pytest.mark.parametrize(("size", "drafters"), [(2, ("eagle3", "random", "none")), (4, ("eagle3",))])
+@pytest.mark.parametrize(
+    ("size", "drafters"), [(2, ("eagle3", "random", "none")), pytest.param(4, ("eagle3",), marks=pytest.mark.nightly)]
+)
 def test_sharded_targets_equal_the_plain_loop(size: int, drafters: tuple[str, ...], target: str, head: str) -> None:
     expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:

@@ -81,7 +81,9 @@ def logits_over_ranks(targets: Sequence[TargetModel], run: Callable[[TargetModel
     return torch.cat(RankThreads(NUM_RANKS).run(lambda rank: run(targets[rank])), -1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gemma-4" else pytest.mark.nightly) for name in MODELS]
+)
 def test_ranks_with_kernels_equal_the_whole_model(
     name: str, tmp_path: Path, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_killed_rank_ends_streams_and_the_process(target: str) -> None:
         assert first.wait(SECONDS) != 0
 
 
+@pytest.mark.nightly
 def test_processes_of_a_group_find_one_another_and_stop_together(target: str) -> None:
     ports, expected = (free_port(), free_port()), reference.generate(target, [*PROMPT], call_of(12).request.sampling)
     with verifiers(target, *ports) as processes, ExitStack() as stack:
