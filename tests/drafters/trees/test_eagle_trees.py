@@ -156,11 +156,11 @@ def test_logits_that_are_no_numbers_are_not_drafted(noise: NoiseKey, tiny_target
     """One token of the draft vocabulary is broken; the others are drafted as if it were not there."""
     trees, (tokens, features) = [], session(1, 12)
     for broken in (torch.nan, torch.inf, -torch.inf):
-        drafter = make(tiny_target, tiny_head)
-        intact = drafter._head.logits
+        head = load_head(tiny_head, tiny_target)
+        intact, drafter = head.logits, EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0))
         best = int(intact(torch.ones(1, 32)).argmax())
         fill = torch.zeros(24, dtype=torch.bool).index_fill_(0, torch.tensor(best), True)
-        drafter._head.logits = lambda states, x=broken, f=intact, m=fill: f(states).masked_fill(m, x)  # type: ignore[method-assign]
+        head.logits = lambda states, x=broken, f=intact, m=fill: f(states).masked_fill(m, x)  # type: ignore[method-assign]
         trees += drafter.propose([commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4))])
     assert trees[0] == trees[1] == trees[2]
     assert isinstance(trees[0], DraftTree)
