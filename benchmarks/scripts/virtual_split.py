@@ -344,7 +344,7 @@ class VirtualSplit:
         config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
         args = self.method, s.model, self.head, "float32", "cpu", self.tree(cell.tree), config
         drafter = build_drafter(*args, has_idle_time=True)
-        inner = drafter._drafter if isinstance(drafter, DraftAheadDrafter) else drafter
+        inner = drafter.drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
         inner.emulate(device)
         return VirtualDraftService(drafter, clock, own, cell.delay)
