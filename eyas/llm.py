@@ -25,10 +25,9 @@ from eyas.config import (
     TreeConfig,
 )
 from eyas.config.checks import one_of
-from eyas.config.drafting import NO_DRAFTS
 from eyas.config.vllm_arguments import Speculation, engine_config, speculation
 from eyas.device.placement import use_threads
-from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
@@ -132,9 +131,9 @@ class LLM:
         use_threads(threads, (device, dtype))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
-        name, head = drafts.method, drafts.draft_model
+        head = DraftHead(drafts.draft_model, drafts.method)
         shape = drafts.tree or TreeConfig()
-        fuser = build_fuser(name, head, model, dtype, device)
+        fuser = head.build_fuser(model, dtype, device)
         with progress(waits=True) as shown, ExitStack() as undo:
             shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
@@ -142,10 +141,10 @@ class LLM:
             target = load_model(model, fuser, dtype, device, engine, ranks)
             wiring, drafter = None, None
             if fuser is not None and validate_head == "auto" and ranks.size == 1:
-                wiring = resolve_wiring(name, target, fuser, head, model, dtype, device)
-            if name != NO_DRAFTS:
-                drafter = build_drafter(name, model, head, dtype, device, shape, drafting, drafts.methods, wiring)
-            levels = resolve_tree(shape, name, head)
+                wiring = head.resolve_wiring(target, fuser, model, dtype, device)
+            if head.drafts:
+                drafter = head.build_drafter(model, dtype, device, shape, drafting, drafts.methods, wiring)
+            levels = head.resolve_tree(shape)
             self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
             undo.pop_all()
         self._ranks = ranks
@@ -483,7 +482,7 @@ def _speculation(
         if draft_model or method:
             raise ConfigError("speculative_config and draft_model or method say both how to draft; give one of them")
         drafts = speculation(config, methods)
-    return replace(drafts, method=default_method(drafts.method, drafts.draft_model), tree=tree or drafts.tree)
+    return replace(drafts, tree=tree or drafts.tree)
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -28,8 +28,8 @@ from eyas.bench.results import Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.block import BlockDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.emulation.costs import DeviceCosts
 from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
@@ -193,14 +193,14 @@ class Bench:
     def __init__(self, settings: Settings, file: Path, modules: Path) -> None:
         """Raises ConfigError, CheckpointError."""
         self._settings, self._modules = settings, modules
-        self._method = method = default_method("", settings.draft_model)
+        self._method = method = DraftHead(settings.draft_model).method
         tasks = MethodsSettings(model=settings.model, methods=(MethodSpec(method),), prompts=file, num_prompts=10**6)
         self._prompts = [task.token_ids for task in load_tasks(tasks)]
-        fuser = build_fuser(method, settings.draft_model, settings.model, "float32", "cpu")
+        fuser = DraftHead(settings.draft_model, method).build_fuser(settings.model, "float32", "cpu")
         assert fuser is not None
         self._fuser: FeatureFuser = fuser
         self._target: TargetModel = load_target(settings.model, "float32", "cpu", fuser.aux_hidden_state_layers)
-        self._tree = resolve_tree(TreeConfig(), method, settings.draft_model)
+        self._tree = DraftHead(settings.draft_model, method).resolve_tree(TreeConfig())
         self._is_block = isinstance(self._drafter(), BlockDrafter)
 
     def rates(self, progress: Progress) -> list[Rate]:
@@ -274,8 +274,8 @@ class Bench:
         return assemble_engine(own, self._fuser, config, self._tree, drafter, clock=clock), clock
 
     def _drafter(self) -> NeuralDrafter[Any]:
-        args = self._settings.model, self._settings.draft_model, "float32", "cpu", self._tree, DraftingConfig()
-        drafter = build_drafter(self._method, *args)
+        head = DraftHead(self._settings.draft_model, self._method)
+        drafter = head.build_drafter(self._settings.model, "float32", "cpu", self._tree, DraftingConfig())
         assert isinstance(drafter, NeuralDrafter)
         return drafter
 

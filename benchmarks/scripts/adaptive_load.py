@@ -23,7 +23,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
+from eyas.drafters.draft_head import DraftHead
 from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -122,9 +122,9 @@ class Side:
         )
         if spec:
             place = f"{target.dtype}".removeprefix("torch."), "cpu"
-            tree = resolve_tree(tree, spec.name, spec.draft_model)
-            fuser = build_fuser(spec.name, spec.draft_model, settings.model, *place)
-            drafter = build_drafter(spec.name, settings.model, spec.draft_model, *place, tree, DraftingConfig())
+            tree = DraftHead(spec.draft_model, spec.name).resolve_tree(tree)
+            fuser = DraftHead(spec.draft_model, spec.name).build_fuser(settings.model, *place)
+            drafter = DraftHead(spec.draft_model, spec.name).build_drafter(settings.model, *place, tree, DraftingConfig())
             if fuser:
                 target = load_target(settings.model, *place, fuser.aux_hidden_state_layers)
         self._engine: Engine = assemble_engine(target, fuser, config, tree, drafter, clock=self.clock)

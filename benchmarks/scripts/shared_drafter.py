@@ -23,7 +23,7 @@ from eyas.bench.report import Report, Table, number
 from eyas.bench.settings import MethodSpec, Prompt, load_tasks
 from eyas.cli.bench import RESULTS
 from eyas.config import DraftAheadConfig, TreeConfig
-from eyas.drafters.registry import default_method, resolve_tree
+from eyas.drafters.draft_head import DraftHead
 from eyas.emulation.costs import DeviceCosts
 from eyas.errors import EyasError
 from eyas.progress import Progress, progress
@@ -95,11 +95,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = RESULTS,
 ) -> None:
     """Measure waits beside a burst of another verifier, and sessions that move to another drafter."""
-    method = default_method("", draft_model)
+    head = DraftHead(draft_model)
+    method = head.method
     settings = SplitSettings(
         model=model, methods=(MethodSpec(method),), prompts=prompts, num_prompts=num_prompts, draft_model=draft_model,
         verifier=verifier, drafter=drafter, scale=scale, batches=(max(1, *others),), modes=(FIRST, SECOND), verifiers=(2,),
-        ahead=DraftAheadConfig(mode="never"), max_tokens=max_tokens, tree=resolve_tree(TreeConfig(), method, draft_model),
+        ahead=DraftAheadConfig(mode="never"), max_tokens=max_tokens, tree=head.resolve_tree(TreeConfig()),
         dtype="float32", device="cpu", threads=1,
     )  # fmt: skip
     try:

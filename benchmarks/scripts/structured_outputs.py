@@ -22,7 +22,7 @@ import typer
 from eyas.api.request import GenerationStats, Request, SamplingParams, StructuredOutputs
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
 from eyas.engine.grammar_manager import GrammarManager
@@ -126,9 +126,10 @@ class _Stopwatch:
 def build(method: str) -> Engine:
     """An engine with the method's demo model; "plain" has none."""
     target, head = str(MODELS / "target"), str(MODELS / METHODS[method]) if METHODS.get(method) else ""
-    fuser = build_fuser(method, head, target, "float32", "cpu") if method != "plain" else None
+    opened = DraftHead(head, method) if method != "plain" else None
+    fuser = opened.build_fuser(target, "float32", "cpu") if opened else None
     config = EngineConfig(max_kv_tokens=16384, draft_budget="fixed")
-    drafter = build_drafter(method, target, head, "float32", "cpu", TREE, DraftingConfig()) if method != "plain" else None
+    drafter = opened.build_drafter(target, "float32", "cpu", TREE, DraftingConfig()) if opened else None
     return assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
 
 

@@ -23,7 +23,7 @@ from eyas.api.outputs import TextChunk
 from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, EngineConfig, TelemetryConfig, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import StepReport
 from eyas.rpc.messages import GenerateCall
@@ -100,8 +100,8 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
 def decode(batch: int, num_tokens: int) -> Steps:
     """Run this number of requests at once until they finish."""
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
-    fuser = build_fuser("eagle3", head, target, "float32", "cpu")
+    drafter = DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, DraftingConfig())
+    fuser = DraftHead(head, "eagle3").build_fuser(target, "float32", "cpu")
     config = EngineConfig(max_kv_tokens=16384, draft_budget="fixed")
     engine = assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)

@@ -41,8 +41,8 @@ from eyas.bench.settings import MethodSpec, MethodsSettings, Prompt, load_tasks
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
 from eyas.emulation.costs import DeviceCosts, PassKind
 from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
@@ -268,18 +268,18 @@ class VirtualSplit:
 
     def __init__(self, settings: Settings, head: str, prompts: Sequence[Prompt]) -> None:
         self.settings, self.head, self.name, self._prompts = settings, head, Path(head).name, prompts
-        self.method = default_method("", head)
-        fuser = build_fuser(self.method, head, settings.model, "float32", "cpu")
+        self.method = DraftHead(head).method
+        fuser = DraftHead(head, self.method).build_fuser(settings.model, "float32", "cpu")
         assert fuser is not None
         self._fuser: FeatureFuser = fuser
-        self._tree = resolve_tree(TreeConfig(), self.method, head)
+        self._tree = DraftHead(head, self.method).resolve_tree(TreeConfig())
 
     def tree(self, name: str) -> TreeConfig:
         """The tree of a name such as 24:5, most nodes and levels."""
         if not name:
             return self._tree
         num_nodes, _, num_levels = name.partition(":")
-        tree = resolve_tree(TreeConfig(int(num_nodes), int(num_levels or 0)), self.method, self.head)
+        tree = DraftHead(self.head, self.method).resolve_tree(TreeConfig(int(num_nodes), int(num_levels or 0)))
         return replace(tree, num_steps=min(tree.num_steps, self._tree.num_steps)) if self.method in LAYERS else tree
 
     def trees(self, names: Sequence[str]) -> dict[str, TreeConfig]:
@@ -289,7 +289,7 @@ class VirtualSplit:
     def record(self, temperature: float, count: int) -> list[Recording]:
         """`count` requests, plainly decoded."""
         s, config = self.settings, DraftingConfig()
-        drafter = build_drafter(self.method, s.model, self.head, "float32", "cpu", self._tree, config)
+        drafter = DraftHead(self.head, self.method).build_drafter(s.model, "float32", "cpu", self._tree, config)
         recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + s.max_levels + self._tree.num_steps + 4
         prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
         num_slots = sum(map(len, prompts)) + count * num_tokens
@@ -342,8 +342,8 @@ class VirtualSplit:
         assert isinstance(own, VirtualClock)
         mode: DraftAheadMode = "never" if cell.mode == "serial" else "auto" if cell.mode == "auto" else "always"
         config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
-        args = self.method, s.model, self.head, "float32", "cpu", self.tree(cell.tree), config
-        drafter = build_drafter(*args, has_idle_time=True)
+        head, tree = DraftHead(self.head, self.method), self.tree(cell.tree)
+        drafter = head.build_drafter(s.model, "float32", "cpu", tree, config, has_idle_time=True)
         inner = drafter.drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
         inner.emulate(device)

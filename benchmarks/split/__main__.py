@@ -34,7 +34,7 @@ from eyas.bench.settings import MethodSpec, Prompt, groups, load_tasks
 from eyas.bench.timing import rotated
 from eyas.cli.bench import RESULTS
 from eyas.config import DraftAheadConfig, TreeConfig
-from eyas.drafters.registry import default_method, resolve_tree
+from eyas.drafters.draft_head import DraftHead
 from eyas.emulation.costs import DeviceCosts
 from eyas.errors import EyasError
 from eyas.progress import Progress, progress
@@ -42,7 +42,7 @@ from eyas.progress import Progress, progress
 
 def measure(settings: SplitSettings, progress: Progress) -> tuple[SplitResults, list[Timeline]]:
     """Measure every temperature, batch, delay and number of verifiers. Raises EyasError."""
-    method = default_method(settings.methods[0].name, settings.draft_model)
+    method = DraftHead(settings.draft_model, settings.methods[0].name).method
     costs = {name: DeviceCosts.read(getattr(settings, name)).scaled(settings.scale) for name in ("verifier", "drafter")}
     prompts = [task.token_ids for task in load_tasks(settings)]
     results: list[SplitResult] = []
@@ -165,8 +165,8 @@ def split(
         device="cpu",
         threads=threads,
     )
-    name = default_method(method, draft_model)
-    settings = replace(settings, methods=(MethodSpec(name),), tree=resolve_tree(settings.tree, name, draft_model))
+    name = DraftHead(draft_model, method).method
+    settings = replace(settings, methods=(MethodSpec(name),), tree=DraftHead(draft_model, name).resolve_tree(settings.tree))
     with progress() as shown:
         results, timelines = measure(settings, shown)
     page = Report.here("split", "eyas", "cpu", settings, results, results.tables()).publish(out)

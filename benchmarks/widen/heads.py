@@ -28,7 +28,7 @@ from benchmarks.widen.target import (
 )
 from eyas.bench.report import number
 from eyas.config.file_values import get_setting
-from eyas.drafters.registry import default_method
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_config, read_target_config, read_tensors, resolve
 from eyas.models.heads.block_config import (
@@ -106,7 +106,7 @@ def widen_head(path_or_id: str, target: TargetSizes) -> WideModel:
 
     Raises CheckpointError for a head that cannot be widened exactly, ConfigError for a shape that is too small.
     """
-    folder, method = resolve(path_or_id), default_method("", path_or_id)
+    folder, method = resolve(path_or_id), DraftHead(path_or_id).method
     if method in EAGLE_KINDS:
         return _widen_eagle(folder, EAGLE_KINDS[method], target)
     if method in BLOCK_KINDS:

@@ -19,7 +19,7 @@ from eyas.bench.results import PLAIN, SPECULATIVE, first_difference
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.registry import default_method
+from eyas.drafters.draft_head import DraftHead
 from eyas.kernels.noise import exponential_noise
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
@@ -96,7 +96,7 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
     Raises EyasError for models and prompts that cannot be used.
     """
     progress.show("loading models")
-    method = default_method(settings.method, settings.draft_model)
+    method = DraftHead(settings.draft_model, settings.method).method
     settings = replace(settings, method=method, draft_budget="fixed")  # whole trees, whatever they cost
     parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)

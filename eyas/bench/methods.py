@@ -16,7 +16,8 @@ from eyas.bench.timing import Contender, EngineContender, GenerateContender, run
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
-from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
+from eyas.drafters.draft_head import DraftHead
+from eyas.drafters.registry import find_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import resolve_placement
@@ -185,10 +186,11 @@ def _contender(
     model, dtype, device, tree = settings.model, settings.dtype, settings.device, settings.tree
     fuser, drafter = None, None
     if spec is not None:
-        fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
+        head = DraftHead(spec.draft_model, spec.name)
+        fuser = head.build_fuser(model, dtype, device)
         one = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
-        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, one)
-        tree = resolve_tree(tree, spec.name, spec.draft_model)
+        drafter = head.build_drafter(model, dtype, device, tree, one)
+        tree = head.resolve_tree(tree)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget="fixed")
     return EngineContender(assemble_engine(own_target, fuser, config, tree, drafter), target.device, drafter)

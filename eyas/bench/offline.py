@@ -39,7 +39,7 @@ from eyas.config import DraftingConfig, EngineConfig
 from eyas.config.drafting import NO_DRAFTS
 from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import build_drafter, build_fuser, default_method, resolve_tree
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
@@ -70,7 +70,7 @@ def measure(
     found: called with each comparison as soon as it is there, as what follows may be interrupted.
     """
     progress.show("loading models")
-    settings = replace(settings, method=default_method(settings.method, settings.draft_model))
+    settings = replace(settings, method=DraftHead(settings.draft_model, settings.method).method)
     parts, settings = load(settings), with_levels(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
@@ -94,7 +94,7 @@ def measure(
 
 def with_levels(settings: OfflineSettings) -> OfflineSettings:
     """Return the settings with the levels of the method's trees, if they leave them open."""
-    return replace(settings, tree=resolve_tree(settings.tree, settings.method, settings.draft_model))
+    return replace(settings, tree=DraftHead(settings.draft_model, settings.method).resolve_tree(settings.tree))
 
 
 def load(settings: OfflineSettings) -> BenchParts:
@@ -108,10 +108,11 @@ def load(settings: OfflineSettings) -> BenchParts:
     name = settings.method
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)
-    fuser = build_fuser(name, draft, target, dtype, device)
+    head = DraftHead(draft, name)
+    fuser = head.build_fuser(target, dtype, device)
     # graphs take seconds to capture: none for noise that no draw has, nor for more sessions than there will be
     drafting = DraftingConfig(shared_noise=any(settings.temperatures), cuda_graph_max_batch=max(settings.batches))
-    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, drafting)
+    drafter = head.build_drafter(target, dtype, device, settings.tree, drafting)
     return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
 
 

@@ -46,14 +46,15 @@ def head(
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
     from eyas.device.placement import use_threads
-    from eyas.drafters.registry import default_method, validate_draft_head
+    from eyas.drafters.draft_head import DraftHead
     from eyas.models.checkpoint import resolve_placement
     from eyas.models.loading import load_target
 
     device, dtype = resolve_placement(device, dtype, model)
     use_threads(threads, (device, dtype))
-    method = default_method(method, draft_model)
-    report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
+    head = DraftHead(draft_model, method)
+    method = head.method
+    report = head.validate(load_target(model, dtype, device), model, dtype, device)
     if report is None:
         raise ConfigError(f"method {method!r} has no head to check; take an EAGLE or block method")
     Console().print(_wiring_table(report))

@@ -354,12 +354,12 @@ def evaluate(
     with progress() as shown:
         shown.show("importing torch")
         from eyas.device.placement import use_threads
-        from eyas.drafters.registry import default_method
+        from eyas.drafters.draft_head import DraftHead
         from eyas.models.checkpoint import resolve_placement
         from eyas.train.evaluate import Evaluator, heldout_prompts
 
         use_threads(threads, resolve_placement(device, "auto", model))
-        served = default_method(SERVED_BY.get(method, method), str(head))
+        served = DraftHead(str(head), SERVED_BY.get(method, method)).method
         found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head, shown.show)
     for temperature_, tau in found.tau.items():
         depths = " ".join(f"{share:.2f}" for share in found.acceptance_by_depth[temperature_])

@@ -5,9 +5,7 @@ A new method is one module and one entry in `_METHODS`; its name and its head's 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -15,10 +13,8 @@ from typing import Literal
 import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_HEADS, NO_DRAFTS, check_method, check_quantization, split_method
+from eyas.config.drafting import METHOD_HEADS, split_method
 from eyas.config.file_values import get_setting
-from eyas.device.host import report_phase
-from eyas.device.memory import explain_out_of_memory
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS
 from eyas.drafters.ahead.trial import Trial
@@ -27,49 +23,38 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.lookup.lookahead import LookaheadDrafter
 from eyas.drafters.lookup.prompt_lookup import prompt_lookup
 from eyas.drafters.lookup.rest import load_rest
 from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.trees.growth import StaticTree
-from eyas.errors import CheckpointError
 from eyas.models.backends.cuda_graphs import Capture, CudaCapture
 from eyas.models.checkpoint import (
-    EMBEDDING_NAMES,
-    WIRING_KEY,
     check_vocabulary,
-    explained,
     head_fingerprint,
     read_config,
     read_target_config,
     resolve,
-    weight_map,
 )
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
-from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
+from eyas.models.heads.block_config import BlockKind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
-from eyas.models.heads.eagle_config import HeadWiring, Kind, find_eagle_kind, trained_depth
-from eyas.models.heads.fusers import FeatureFuser, LinearFuser
+from eyas.models.heads.eagle_config import HeadWiring, Kind, trained_depth
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 
-log = logging.getLogger(__name__)
-
 # features: the target's, of committed positions. samples: the target's, at every node of the last tree.
 # prompt: one that resembles what follows it.
 Need = Literal["features", "samples", "prompt"]
 
 BLOCK_KINDS: tuple[BlockKind, ...] = ("dspark", "dflash", "dflash2")
-# Features fingerprint of methods without features.
-NO_FEATURES = "none"
 # Levels of a tree whose drafter runs one pass for each.
 DEFAULT_NUM_STEPS = 5
-FOR_DRAFTER = "lower drafting.max_kv_tokens or drafting.cuda_graph_max_batch, or set drafting.cuda_graphs to false"
 
 
 @dataclass(frozen=True)
@@ -289,179 +274,13 @@ def _combine(sides: Sequence[Method]) -> Method:
 
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
-    first, second = (side.build(_resolved(side, parts if side.head else replace(parts, head=""))) for side in sides)
+    first, second = (side.build(with_levels(side, parts if side.head else replace(parts, head=""))) for side in sides)
     deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
-    tree = _resolved(deepest, parts).tree
+    tree = with_levels(deepest, parts).tree
     return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)
 
 
-def _resolved(method: Method, parts: DrafterParts) -> DrafterParts:
-    """The parts with as many levels as a method drafts well, if the tree leaves them open."""
+def with_levels(method: Method, parts: DrafterParts) -> DrafterParts:
+    """Return the parts with as many levels as a method drafts well, if the tree leaves them open."""
     num_steps = parts.tree.num_steps or method.num_steps(parts.head, parts.tree)
     return replace(parts, tree=replace(parts.tree, num_steps=num_steps))
-
-
-def default_method(name: str, head: str) -> str:
-    """The method to use if `name` is empty: the one that the head is for; plain decoding without a head.
-
-    Raises CheckpointError for a checkpoint whose method cannot be seen.
-    """
-    if name or not head:
-        return name or NO_DRAFTS
-    found = detect_method(head)
-    if found is None:
-        raise CheckpointError(
-            f"{head} does not show which drafting method it is for; name the method, one of {', '.join(METHODS)}"
-        )
-    return found
-
-
-def detect_method(head: str) -> str | None:
-    """The method that a checkpoint is for, from its config and the names of its tensors; None if they do not show it.
-
-    EAGLE-1's heads give eagle2: its dynamic trees are the better ones. Raises CheckpointError for an unreadable one.
-    """
-    folder = resolve(head)
-    if (folder / DATASTORE_HEADER).exists():
-        return "rest"
-    raw = read_config(folder)
-    called = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("model_type")))).lower()
-    heads = next((kind for kind in ("medusa", "hydra") if kind in called or f"{kind}_num_heads" in raw), None)
-    if found := heads or find_kind(raw):
-        return found
-    if eagle := find_eagle_kind(folder):
-        return "eagle2" if eagle == "eagle" else eagle
-    is_model = bool(set(EMBEDDING_NAMES) & weight_map(folder).keys())  # a head of an unknown kind may be called a model too
-    return "sps" if is_model and "causallm" in called and "eagle" not in called else None
-
-
-def resolve_tree(tree: TreeConfig, name: str, head: str) -> TreeConfig:
-    """The tree with as many levels as the method drafts well, if it leaves them open. Raises as `build_drafter`."""
-    if tree.num_steps:
-        return tree
-    if name == NO_DRAFTS:
-        return replace(tree, num_steps=DEFAULT_NUM_STEPS)
-    with _loading(name, head):
-        return replace(tree, num_steps=find_method(name).num_steps(head, tree))
-
-
-def build_drafter(  # noqa: PLR0913  # the parts of DrafterParts
-    name: str,
-    target: str,
-    head: str,
-    dtype: str,
-    device: str,
-    tree: TreeConfig,
-    drafting: DraftingConfig,
-    methods: MethodsConfig | None = None,
-    wiring: HeadWiring | None = None,
-    has_idle_time: bool = False,
-) -> LocalDrafter:
-    """Build and warm up a drafter, see DrafterParts.
-
-    Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target, and
-    OutOfMemory when the device has too little.
-    """
-    parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time)
-    report_phase("loading")
-    with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
-        with _loading(name, head):
-            method = find_method(name)
-            check_quantization(name, drafting.quantization)
-            drafter = method.build(parts if "+" in name else _resolved(method, parts))
-        report_phase("compiling")
-        drafter.warm_up()
-    return drafter
-
-
-def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
-    """What makes a method's features beside the target; None for a method without features. Raises as `build_drafter`."""
-    features = None if name == NO_DRAFTS else find_method(name).features
-    if features is None:
-        return None
-    with _loading(name, head):
-        fuser = features.load_fuser(head, target, dtype, device)
-    if isinstance(fuser, LinearFuser):
-        fuser.serve()
-    return fuser
-
-
-def features_fingerprint(name: str, head: str) -> str:
-    """Digest that verifier and drafter must agree on besides the target; empty for NO_DRAFTS. Raises as `build_drafter`."""
-    if name == NO_DRAFTS:
-        return ""
-    features = find_method(name).features
-    if features is None:
-        return NO_FEATURES
-    with _loading(name, head):
-        return features.fingerprint(head)
-
-
-def validate_draft_head(
-    name: str, model: TargetModel, head: str, target: str, dtype: str, device: str
-) -> WiringReport | None:
-    """How well a method's head works beside the loaded target `model`, in each plausible wiring; None for a method without
-    such a head. Raises as `build_drafter`."""
-    validate = None if name == NO_DRAFTS else find_method(name).validate
-    if validate is None:
-        return None
-    with _loading(name, head):
-        return validate(model, head, target, dtype, device)
-
-
-def resolve_wiring(
-    name: str, model: TargetModel, fuser: FeatureFuser, head: str, target: str, dtype: str, device: str
-) -> HeadWiring | None:
-    """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
-
-    A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so far.
-    Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works in none.
-    """
-    report_phase("checking")
-    report = validate_draft_head(name, model, head, target, dtype, device)
-    if report is None:
-        return None
-    if WIRING_KEY in read_config(resolve(head)):
-        report = replace(report, scores=report.scores[:1])
-    else:
-        report.require(head)
-    if report.failed:
-        log.warning(
-            "%s: no more than chance, so that drafts cost time and save none. The head is served, for its config records "
-            "its wiring; --validate-head never leaves this check out", report,
-        )  # fmt: skip
-    elif report.config_is_right:
-        log.info("%s", report)
-    else:
-        log.warning("%s; `eyas check head --write` records it in the head's config, for draft services too", report)
-    fuser.aux_hidden_state_layers = report.best.wiring.aux_hidden_state_layers
-    model.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers)
-    return report.best.wiring
-
-
-@contextmanager
-def _loading(name: str, head: str) -> Iterator[None]:
-    """Raises ConfigError for an unknown method, and for a head that is missing. Adds to the load errors of a head what the
-    method needs: the head may be fine, and the method's name the mistake."""
-    check_method(name, head)
-    needed = find_method(name).head
-    try:
-        with explained(f"cannot load {head or name!r}"):
-            if needed:
-                _check_method(name, head)
-            yield
-    except CheckpointError as error:
-        if not needed or head not in str(error):
-            raise
-        raise CheckpointError(f"{error} (method {name} needs {needed})") from error
-
-
-def _check_method(name: str, head: str) -> None:
-    """Raises CheckpointError for a head of another method than the one that was named."""
-    found = detect_method(head)
-    asked = next(side for side in name.split("+") if METHODS[side].head)
-    if found is not None and asked != found and {asked, found} != {"eagle1", "eagle2"}:
-        raise CheckpointError(
-            f"{head} is for the method {found} ({METHODS[found].head or METHODS[found].optional_head}), not for {asked}, "
-            f"which needs {METHODS[asked].head}; set the method to {found}, or leave it out"
-        )

@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import build_drafter, build_fuser, resolve_tree
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
@@ -110,18 +110,17 @@ class Evaluator:
         have the lengths of `written`, if it holds some.
         """
         c = self._config
-        tree = resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k), self._method, str(head))
+        opened = DraftHead(str(head), self._method)
+        tree = opened.resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k))
         rng = torch.random.get_rng_state()
-        fuser = build_fuser(self._method, str(head), self._model, self._dtype, self._device)
+        fuser = opened.build_fuser(self._model, self._dtype, self._device)
         layers = fuser.aux_hidden_state_layers if fuser else ()
         if layers not in self._outputs:
             self._outputs[layers] = self._decode(layers, show, limit_s)
         tau, depths = {}, {}
         for temperature, outputs in self._outputs[layers].items():
             show(f"evaluating: drafting for {len(outputs)} prompts at temperature {temperature:g}")
-            drafter = build_drafter(
-                self._method, self._model, str(head), self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False)
-            )
+            drafter = opened.build_drafter(self._model, self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False))
             stats = _draft_along(drafter, fuser, outputs, TreeBudget(c.num_draft_tokens, tree.num_steps))
             tau[temperature], depths[temperature] = stats.acceptance_length, tuple(stats.acceptance_by_depth)
         torch.random.set_rng_state(rng)

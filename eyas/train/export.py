@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.config.file_values import get_setting
-from eyas.drafters.registry import detect_method
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.models.checkpoint import (
     DEPTH_KEY,
@@ -55,7 +55,7 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
         _export_block(head, model, out, layout)
         return
     # Medusa's authors name the file of weights in their own way
-    names = set() if detect_method(head) in ("medusa", "hydra") else set(read_tensors(folder))
+    names = set() if DraftHead(head).detected in ("medusa", "hydra") else set(read_tensors(folder))
     if "fc.weight" not in names:
         _export_other(head, model, out, layout)
         return
@@ -83,7 +83,7 @@ def _export_other(head: str, model: str, out: Path, layout: str) -> None:
 
     Raises CheckpointError for what is no head, and for Hydra heads.
     """
-    method = detect_method(head)
+    method = DraftHead(head).detected
     if method == "medusa" and layout in ("vllm", "eyas"):
         tensors = read_tensors(resolve(head), MEDUSA_FILES)
         dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
-from eyas.config import DraftConfig, DraftedModel
+from eyas.config import DraftConfig
 from eyas.config.file_values import get_setting
 from eyas.device.placement import use_threads
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import build_drafter, default_method, features_fingerprint
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
@@ -43,33 +43,18 @@ DescribedDrafter = tuple[LocalDrafter, DrafterInfo]
 async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     """Load the drafters and serve them until the runner stops the service."""
     drafters: list[DescribedDrafter] = []
-    read_once, models = cache(read_target), list(map(with_method, config.models))
-    placements = [resolve_placement(model.device, model.dtype, model.model) for model in models]
+    read_once = cache(read_target)
+    heads = [DraftHead(model.draft_model, model.method) for model in config.models]
+    placements = [resolve_placement(model.device, model.dtype, model.model) for model in config.models]
     use_threads(config.threads, *placements)
-    for model, (device, dtype) in zip(models, placements, strict=True):
-        drafter = build_drafter(
-            model.method,
-            model.model,
-            model.draft_model,
-            dtype,
-            device,
-            model.tree,
-            model.drafting,
-            model.methods,
-            has_idle_time=True,
+    for model, head, (device, dtype) in zip(config.models, heads, placements, strict=True):
+        drafter = head.build_drafter(
+            model.model, dtype, device, model.tree, model.drafting, model.methods, has_idle_time=True
         )
-        drafters.append((drafter, describe(model, drafter, read_once(model.model))))
+        drafters.append((drafter, describe(model.served_model_name, head, drafter, read_once(model.model))))
     with telemetry(config.telemetry, "draft") as own:
         runner = runner or ProcessRunner(config.stuck_step_exit_timeout_s)
         await serve_drafters(config, drafters, DraftTelemetry(own), runner)
-
-
-def with_method(model: DraftedModel) -> DraftedModel:
-    """Return the model with the drafting method that its draft_model is for, if it names none.
-
-    Raises CheckpointError for a draft_model that does not show it.
-    """
-    return replace(model, method=default_method(model.method, model.draft_model))
 
 
 def read_target(path_or_id: str) -> ModelInfo:
@@ -80,12 +65,11 @@ def read_target(path_or_id: str) -> ModelInfo:
     return ModelInfo("", fingerprint, vocab_size, longest)
 
 
-def describe(model: DraftedModel, drafter: LocalDrafter, target: ModelInfo) -> DrafterInfo:
+def describe(name: str, head: DraftHead, drafter: LocalDrafter, target: ModelInfo) -> DrafterInfo:
     """Return the answer to a verifier's Describe. Raises CheckpointError."""
-    digest = features_fingerprint(model.method, model.draft_model)
     return DrafterInfo(
-        model=replace(target, name=model.served_model_name, features_fingerprint=digest),
-        method=model.method,
+        model=replace(target, name=name, features_fingerprint=head.features_fingerprint()),
+        method=head.method,
         needs_features=drafter.needs.features,
         needs_samples=drafter.needs.samples,
         feature_size=drafter.needs.feature_size,

@@ -20,17 +20,9 @@ import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
-from eyas.config.drafting import NO_DRAFTS
 from eyas.device.placement import runs_compiled, use_threads
 from eyas.drafters.base import Drafter, DrafterNeeds
-from eyas.drafters.registry import (
-    build_drafter,
-    build_fuser,
-    default_method,
-    features_fingerprint,
-    resolve_tree,
-    resolve_wiring,
-)
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
@@ -89,10 +81,10 @@ async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> No
 async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner) -> None:
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
-    method = default_method(config.method, config.draft_model)
-    services_draft = NO_DRAFTS if config.drafts_itself else method
-    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(services_draft, config.draft_model))
-    engine, pool = load_engine(config, method, target_info, workers, peers)
+    head = DraftHead(config.draft_model, config.method)
+    features = "" if config.drafts_itself else head.features_fingerprint()
+    target_info = TargetInfo(target_fingerprint(config.model), features)
+    engine, pool = load_engine(config, head, target_info, workers, peers)
     model = ModelInfo(
         config.served_model_name,
         target_info.target_fingerprint,
@@ -105,7 +97,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = worker_server(config.server, peers)
     with closing(pool) if pool else nullcontext():
-        observer = VerifierTelemetry(telemetry, model.name, pool, own_method=method if config.drafts_itself else "")
+        observer = VerifierTelemetry(telemetry, model.name, pool, own_method=head.method if config.drafts_itself else "")
         async with AsyncEngine(engine, observer.on_step, config.max_pending_bytes) as async_engine:
             workers.register_failure_callback(async_engine.fail)
             observer.watch(lambda: async_engine.load)
@@ -157,22 +149,22 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
 
 
 def load_engine(
-    config: VerifierConfig, method: str, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
+    config: VerifierConfig, head: DraftHead, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
 ) -> tuple[Engine, DraftPool | None]:
     """The engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    fuser = build_fuser(method, config.draft_model, config.model, config.dtype, config.device)
+    fuser = head.build_fuser(config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    takes_drafts = method != NO_DRAFTS and not config.drafts_itself
+    takes_drafts = head.drafts and not config.drafts_itself
     pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if takes_drafts else None
     drafter: Drafter | None = pool
     target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
     if config.drafts_itself:
-        where, drafting = (config.dtype, config.device), DraftingConfig()
-        drafter = build_drafter(method, config.model, "", *where, config.tree, drafting, config.methods)
+        own = DraftHead("", head.method)
+        drafter = own.build_drafter(config.model, config.dtype, config.device, config.tree, DraftingConfig(), config.methods)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
-        resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
-    tree = resolve_tree(config.tree, method, config.draft_model)
+        head.resolve_wiring(target, fuser, config.model, config.dtype, config.device)
+    tree = head.resolve_tree(config.tree)
     assembled = assemble_engine(target, fuser, config.engine, tree, drafter, workers)
     log.info("loading the tokenizer for structured outputs")
     assembled.load_grammars()

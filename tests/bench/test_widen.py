@@ -25,7 +25,7 @@ from eyas import LLM
 from eyas.api.request import SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.placement import DTYPES
-from eyas.drafters.registry import build_drafter, build_fuser, default_method
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
@@ -144,12 +144,12 @@ def states_of(target: str, layers: tuple[int, ...]) -> torch.Tensor:
 @lru_cache
 def draft(head: Path, target: Path) -> DraftTree:
     """The tree behind TOKENS, with the target's features and the noise of its draws."""
-    method, dtype = default_method("", str(head)), "float64"
-    fuser = build_fuser(method, str(head), str(target), dtype, "cpu")
+    method, dtype = DraftHead(str(head)).method, "float64"
+    fuser = DraftHead(str(head), method).build_fuser(str(target), dtype, "cpu")
     features = None
     if fuser is not None:
         features = fuser(states_of(str(target), fuser.aux_hidden_state_layers))
-    drafter = build_drafter(method, str(target), str(head), dtype, "cpu", TREE, DraftingConfig(max_kv_tokens=512))
+    drafter = DraftHead(str(head), method).build_drafter(str(target), dtype, "cpu", TREE, DraftingConfig(max_kv_tokens=512))
     budget = TreeBudget(TREE.num_draft_tokens, TREE.num_steps)
     (tree,) = drafter.propose([Commit("s", 0, 0, TOKENS, features, NoiseKey(5, 0.9), budget)])
     assert isinstance(tree, DraftTree)

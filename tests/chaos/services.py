@@ -24,6 +24,7 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401 - else each service would import it
 
 from eyas.config import DraftConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.services.draft import __main__ as draft
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.lifecycle import service_app
@@ -77,7 +78,8 @@ async def run_hostile(config: DraftConfig) -> None:
     """A draft service whose trees are random or invalid, and whose replies are damaged on the way out."""
     target = draft.read_target(config.model)
     drafter = RandomDrafter(target.vocab_size, os.getpid())
-    info = draft.describe(config.models[0], drafter, target)
+    served = config.models[0]
+    info = draft.describe(served.served_model_name, DraftHead(served.draft_model, served.method), drafter, target)
     DraftServicer.Speculate = _hostile_speculate  # type: ignore[method-assign,assignment]
     await draft.serve_drafters(config, [(drafter, info)])
 

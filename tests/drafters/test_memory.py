@@ -9,8 +9,8 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftConfig, DraftingConfig, TreeConfig, load
 from eyas.drafters.base import DraftContext, LocalDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import MAX_COMPILED_SESSIONS
-from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
@@ -26,7 +26,7 @@ def drafter_of(method: str, target: str, head: str, config: DraftingConfig) -> L
         "eagle2": f"{head}/eagle1", "eagle3": head, "hydra": tiny_heads("hydra-prefix", head), "sps": target,
         "dspark": tiny_block_head("dspark", target),
     }  # fmt: skip
-    return build_drafter(method, target, heads[method], "float32", "cpu", TREE, config)
+    return DraftHead(heads[method], method).build_drafter(target, "float32", "cpu", TREE, config)
 
 
 def pools_of(drafter: object) -> list[Tensor]:

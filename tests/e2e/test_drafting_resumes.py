@@ -9,7 +9,7 @@ import pytest
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.engine import Engine
 from eyas.models.heads.eagle import load_fuser
 from eyas.protocol.commit import ResyncRequired
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_tokens=200, temperature=0.8, ignore_eos=True, seed
 
 
 def drafter() -> LocalDrafter:
-    return build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TREE, DraftingConfig())
+    return DraftHead(HEAD, "eagle3").build_drafter(TARGET, "float32", "cpu", TREE, DraftingConfig())
 
 
 @pytest.fixture

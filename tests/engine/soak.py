@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.loading import load_target
@@ -48,7 +48,9 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     """Keep an engine busy, with some of everything: shared beginnings, sessions, priorities, cancellations."""
     rng, found, tree = random.Random(seed), Soak(), TreeConfig(8, 3, 3)
     fuser = load_fuser(head, target)
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=DRAFT_SLOTS))
+    drafter = DraftHead(head, "eagle3").build_drafter(
+        target, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=DRAFT_SLOTS)
+    )
     config = fixed_config(
         max_kv_tokens=NUM_SLOTS, max_num_seqs=32, max_prefill_tokens=128, max_verify_tokens=128, session_cache_ttl_s=0.05
     )

@@ -11,7 +11,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
@@ -140,7 +140,7 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter() -> None:
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
     target = load_target(target_folder, "bfloat16", aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
-    eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, DraftingConfig())
+    eagle = DraftHead(head, "eagle3").build_drafter(target_folder, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
     outputs: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
     for name, drafter in drafters.items():

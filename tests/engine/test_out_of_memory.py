@@ -11,7 +11,7 @@ import torch
 from eyas.api.request import Request
 from eyas.cache import kv_cache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.trees.cuda_graphs import capture_or_explain
 from eyas.engine import build
 from eyas.engine.engine import Engine
@@ -62,7 +62,7 @@ def test_a_drafter_that_does_not_fit_names_its_settings(
 ) -> None:
     monkeypatch.setattr(place, no_memory)
     with pytest.raises(OutOfMemory, match=r"for the drafter eagle3 on cpu.* drafting\.max_kv_tokens .*Tried to allocate"):
-        build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TreeConfig(), DraftingConfig())
+        DraftHead(tiny_head, "eagle3").build_drafter(tiny_target, "float32", "cpu", TreeConfig(), DraftingConfig())
 
 
 def test_a_drafter_captured_without_memory_is_not_blamed() -> None:

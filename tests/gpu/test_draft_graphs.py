@@ -7,8 +7,8 @@ from benchmarks.gpu.drafts import Session, make_head
 from benchmarks.gpu.measuring import llama_head
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.drafters.trees.cuda_graphs import TreeGraphs
 from eyas.models.backends.cuda_graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
@@ -62,8 +62,8 @@ def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_he
     others["sps"] = write_small(tiny_target)
     folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
     tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=4)
-    drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
-    fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
+    drafter = DraftHead(folder, name).build_drafter(tiny_target, "float32", "cuda", tree, config)
+    fuser = DraftHead(folder, name).build_fuser(tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", fixed_config(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.drafters.registry import detect_method
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
@@ -201,7 +201,7 @@ def test_a_trainers_wrapping_is_taken_off(form: str, tiny_target: str, tiny_head
     one, other = load_head(tiny_head, tiny_target), load_head(str(tmp_path), tiny_target)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
     assert torch.equal(load_fuser(tiny_head, tiny_target).weight, load_fuser(str(tmp_path), tiny_target).weight)
-    assert detect_method(str(tmp_path)) == "eagle3"
+    assert DraftHead(str(tmp_path)).detected == "eagle3"
 
 
 @pytest.mark.usefixtures("unpacked")
@@ -219,4 +219,4 @@ def test_a_head_of_no_known_kind_is_called_no_language_model(tmp_path: Path) -> 
     write_head(tmp_path)
     save_file(wrapped(load_file(tmp_path / "model.safetensors"), "own."), tmp_path / "model.safetensors")
     change(tmp_path, architectures=["LlamaForCausalLM"])
-    assert detect_method(str(tmp_path)) is None
+    assert DraftHead(str(tmp_path)).detected is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, ServedModel, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import EyasError
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
@@ -48,10 +48,10 @@ def target_result(folder: Path) -> Result:
 
 def head_result(method: str, target: str, folder: Path) -> Result:
     """The tree of a head on features that its fuser makes of even states."""
-    fuser = build_fuser(method, str(folder), target, "float32", "cpu")
+    fuser = DraftHead(str(folder), method).build_fuser(target, "float32", "cpu")
     assert fuser is not None
     states = torch.linspace(-1, 1, 2 * fuser.state_width).view(2, -1)
-    drafter = build_drafter(method, target, str(folder), "float32", "cpu", TREE, DraftingConfig(64))
+    drafter = DraftHead(str(folder), method).build_drafter(target, "float32", "cpu", TREE, DraftingConfig(64))
     with torch.inference_mode():
         commit = Commit("a", 0, 0, (5, 6, 7), fuser(states), NoiseKey(0), TreeBudget(10, 2))
         (tree,) = drafter.propose([commit])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from eyas import LLM
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.heads.block import load_block_head, serve
@@ -257,7 +257,7 @@ def test_a_head_of_8_bits_leaves_the_output_unchanged(method: str, tmp_path: Pat
 def test_8_bits_are_refused_where_they_cannot_be(tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8, tree = DraftingConfig(quantization="fp8"), TreeConfig(4, 2, 2)
     with pytest.raises(ConfigError, match=r"drafting.quantization is fp8, and drafter 'prompt_lookup' has no head"):
-        build_drafter("prompt_lookup", tiny_target, "", "float32", "cpu", tree, fp8)
+        DraftHead("", "prompt_lookup").build_drafter(tiny_target, "float32", "cpu", tree, fp8)
     with pytest.raises(ConfigError, match="quantization is 'int3'; it must be one of fp8"):
         DraftingConfig(quantization="int3")  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

@@ -13,7 +13,7 @@ from eyas.config import (
     TreeConfig,
 )
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.models.heads.eagle import write_head
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.fusers import FeatureFuser
@@ -75,10 +75,10 @@ class Case:
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
         suffix = SuffixConfig(min_ngram=1)
         methods = MethodsConfig(rest=rest, suffix=suffix, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
-        return build_drafter(self.method, self.target, self.folder, "float32", "cpu", tree, drafting, methods)
+        return DraftHead(self.folder, self.method).build_drafter(self.target, "float32", "cpu", tree, drafting, methods)
 
     def fuser(self) -> FeatureFuser | None:
-        return build_fuser(self.method, self.folder, self.target, "float32", "cpu")
+        return DraftHead(self.folder, self.method).build_fuser(self.target, "float32", "cpu")
 
     @property
     def folder(self) -> str:

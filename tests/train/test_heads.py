@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
-from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees.scoring import make_scorer
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config
@@ -266,8 +266,8 @@ def test_peagle_rows_have_the_logits_of_the_drafter(folder: Path, tmp_path: Path
     trainee, batch = trainer.trainee, trainer.windows.batch([0, 1])
     assert isinstance(trainee, PEagleTrainer)
     states = trainer.source.states(batch)
-    drafter = build_drafter(
-        "peagle", target, str(tmp_path / "head"), "float32", "cpu", TreeConfig(8, depths, 2), DraftingConfig()
+    drafter = DraftHead(str(tmp_path / "head"), "peagle").build_drafter(
+        target, "float32", "cpu", TreeConfig(8, depths, 2), DraftingConfig()
     )
     assert isinstance(drafter, EagleDrafter)
     with torch.no_grad():

@@ -15,8 +15,8 @@ from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS, GrownTree
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.registry import build_drafter
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.errors import ConfigError
@@ -305,7 +305,7 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
 
 def test_a_combined_drafter_drafts_ahead_like_its_parts(tiny_target: str, tiny_head: str) -> None:
     eagle = DraftingConfig(2048, ranking_temperature=1, draft_ahead=AHEAD)
-    combined = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    combined = DraftHead(tiny_head, "eagle3+prompt_lookup").build_drafter(tiny_target, "float32", "cpu", SHAPE, eagle)
     first = session("a", 9)
     combined.propose([first])
     for _ in range(AHEAD.num_steps):
@@ -332,7 +332,7 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
 def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
     with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
-        build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+        DraftHead(tiny_head, "eagle3").build_drafter(tiny_target, "float32", "cpu", SHAPE, eagle)
     by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, Trial())
     assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
 
@@ -360,7 +360,7 @@ def test_trees_are_prepared_after_a_commit_that_wanted_none(tiny_target: str, ti
 def test_one_pass_heads_draft_nothing_ahead(kind: str, tiny_target: str) -> None:
     drafting = DraftingConfig(2048, draft_ahead=AHEAD)
     folder = tiny_block_head(kind, tiny_target)
-    assert isinstance(build_drafter(kind, tiny_target, folder, "float32", "cpu", SHAPE, drafting), BlockDrafter)
+    assert isinstance(DraftHead(folder, kind).build_drafter(tiny_target, "float32", "cpu", SHAPE, drafting), BlockDrafter)
 
 
 @pytest.mark.parametrize("miss_steps", [1, 2, 3])

@@ -22,11 +22,12 @@ from eyas.config import (
 )
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.lookup.lookahead import LookaheadDrafter
 from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.lookup.suffix import SuffixDrafter
-from eyas.drafters.registry import DEFAULT_NUM_STEPS, build_drafter, build_fuser, features_fingerprint, resolve_tree
+from eyas.drafters.registry import DEFAULT_NUM_STEPS
 from eyas.errors import ConfigError
 from eyas.llm import LLM
 from eyas.protocol.commit import KnownLogitBias, ResyncRequired, TreeBudget
@@ -161,8 +162,8 @@ def test_a_resend_to_one_part_may_come_in_chunks() -> None:
 def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_head: str) -> None:
     """After a resync the EAGLE side of a combined drafter proposes what EAGLE alone proposes."""
     eagle, lookup = (
-        build_drafter(
-            name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=512)
+        DraftHead(tiny_head, name).build_drafter(
+            tiny_target, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=512)
         )
         for name in ("eagle3", "prompt_lookup")
     )
@@ -198,8 +199,8 @@ def test_a_lookup_continues_what_is_not_committed(name: str) -> None:
 
 def test_the_leaves_of_a_head_are_continued(tiny_target: str, tiny_head: str) -> None:
     """The tiny head drafts two levels; below its leaves stands what followed them in the text."""
-    eagle = build_drafter(
-        "eagle3", tiny_target, tiny_head, "float32", "cpu", TreeConfig(6, 2, 2), DraftingConfig(max_kv_tokens=512)
+    eagle = DraftHead(tiny_head, "eagle3").build_drafter(
+        tiny_target, "float32", "cpu", TreeConfig(6, 2, 2), DraftingConfig(max_kv_tokens=512)
     )
     (alone,) = eagle.propose([fed_commit("a", 8)])
     assert isinstance(alone, DraftTree)
@@ -220,13 +221,13 @@ def test_the_leaves_of_a_head_are_continued(tiny_target: str, tiny_head: str) ->
 def test_lookups_are_as_deep_as_trees_have_nodes(tiny_target: str, tiny_head: str) -> None:
     """A head keeps its own levels beside them: each of its levels costs a pass."""
     for name in ("prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup"):
-        assert resolve_tree(TreeConfig(16), name, tiny_head if "eagle3" in name else "").num_steps == 15
-    assert resolve_tree(TreeConfig(16, 4), "eagle3+prompt_lookup", tiny_head).num_steps == 4
-    assert resolve_tree(TreeConfig(1), "prompt_lookup", "").num_steps == 1
+        assert DraftHead(tiny_head if "eagle3" in name else "", name).resolve_tree(TreeConfig(16)).num_steps == 15
+    assert DraftHead(tiny_head, "eagle3+prompt_lookup").resolve_tree(TreeConfig(16, 4)).num_steps == 4
+    assert DraftHead("", "prompt_lookup").resolve_tree(TreeConfig(1)).num_steps == 1
 
     def sides(tree: TreeConfig) -> tuple[int, DraftTree]:
-        union = build_drafter(
-            "eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=512)
+        union = DraftHead(tiny_head, "eagle3+prompt_lookup").build_drafter(
+            tiny_target, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=512)
         )
         assert isinstance(union, CombinedDrafter)
         head, lookup = union.sides
@@ -243,13 +244,16 @@ def test_lookups_are_as_deep_as_trees_have_nodes(tiny_target: str, tiny_head: st
 
 def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_head: str) -> None:
     def build(name: str, head: str = tiny_head) -> LocalDrafter:
-        return build_drafter(
-            name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=64)
+        return DraftHead(head, name).build_drafter(
+            tiny_target, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=64)
         )
 
     assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
-    assert features_fingerprint("prompt_lookup+eagle3", tiny_head) == features_fingerprint("eagle3", tiny_head)
-    assert build_fuser("prompt_lookup+eagle3", tiny_head, tiny_target, "float32", "cpu") is not None
+    assert (
+        DraftHead(tiny_head, "prompt_lookup+eagle3").features_fingerprint()
+        == DraftHead(tiny_head, "eagle3").features_fingerprint()
+    )
+    assert DraftHead(tiny_head, "prompt_lookup+eagle3").build_fuser(tiny_target, "float32", "cpu") is not None
     for name, reason in {
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import AcceptanceRule, DraftingConfig, TreeConfig
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError
 from tests.support import reference
 from tests.support.tiny import build_engine, fixed_config, write_target
@@ -20,7 +20,7 @@ SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": re
 
 def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
     """Statistics of four requests whose drafter is the target itself."""
-    drafter = build_drafter("sps", target, target, "float32", "cpu", tree, DraftingConfig(2048))
+    drafter = DraftHead(target, "sps").build_drafter(target, "float32", "cpu", tree, DraftingConfig(2048))
     engine = build_engine(target, None, "float32", "cpu", fixed_config(max_kv_tokens=512, acceptance=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(3)]
     for request in requests:
@@ -58,7 +58,7 @@ def test_chains_sampled_from_the_target_are_never_rejected(kind: str, tiny_targe
 def test_a_model_with_another_vocabulary_is_refused(tiny_target: str, tmp_path: Path) -> None:
     other = str(write_target(tmp_path / "other", vocab_size=50))
     with pytest.raises(CheckpointError, match=r"has a vocabulary of 50, the target .* one of 48; take a draft model"):
-        build_drafter("sps", tiny_target, other, "float32", "cpu", TreeConfig(), DraftingConfig())
+        DraftHead(other, "sps").build_drafter(tiny_target, "float32", "cpu", TreeConfig(), DraftingConfig())
 
 
 def with_tokenizer(folder: Path, words: str) -> str:
@@ -69,14 +69,14 @@ def with_tokenizer(folder: Path, words: str) -> str:
 
 def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     one, same, other = (with_tokenizer(tmp_path / words, words) for words in ("abc", "abc", "acb"))
-    build_drafter("sps", one, same, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
+    DraftHead(same, "sps").build_drafter(one, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     with pytest.raises(CheckpointError, match=r"another tokenizer than the target .* 2 tokens differ, such as 'b'"):
-        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
+        DraftHead(other, "sps").build_drafter(one, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     (tmp_path / "acb" / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
+        DraftHead(other, "sps").build_drafter(one, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
 
 
 def test_a_draft_model_must_be_named(tiny_target: str) -> None:
     with pytest.raises(ConfigError, match="drafter 'sps' needs a causal LM with the target's vocabulary; none was named"):
-        build_drafter("sps", tiny_target, "", "float32", "cpu", TreeConfig(), DraftingConfig())
+        DraftHead("", "sps").build_drafter(tiny_target, "float32", "cpu", TreeConfig(), DraftingConfig())

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from eyas.cli.main import app
 from eyas.config import DraftingConfig, MethodsConfig, RestConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.lookup.datastore import build_datastore, corpus_files, open_datastore
-from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError, ConfigError
 from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -52,7 +52,7 @@ def target(tiny_target: str, tmp_path: Path) -> str:
 
 def build(target: str, store: Path, **eagle: float) -> LocalDrafter:
     methods = MethodsConfig(rest=RestConfig(str(store)))
-    return build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), DraftingConfig(**eagle), methods)  # type: ignore[arg-type]
+    return DraftHead("", "rest").build_drafter(target, "float32", "cpu", TreeConfig(), DraftingConfig(**eagle), methods)  # type: ignore[arg-type]
 
 
 def propose(drafter: LocalDrafter, tokens: list[int], noise: NoiseKey = GREEDY, nodes: int = 24) -> DraftTree:
@@ -100,7 +100,7 @@ def test_another_tokenizer_or_vocabulary_is_refused(target: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"vocabulary of 49, target .* one of 48"):
         build(target, tmp_path / "wide")
     with pytest.raises(ConfigError, match=r"set methods\.rest\.datastore"):
-        build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), DraftingConfig())
+        DraftHead("", "rest").build_drafter(target, "float32", "cpu", TreeConfig(), DraftingConfig())
     with pytest.raises(ConfigError, match=r"no datastore in .*nowhere"):
         build(target, tmp_path / "nowhere")
 

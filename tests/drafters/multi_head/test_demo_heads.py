@@ -6,7 +6,7 @@ import pytest
 
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from tests.support.tiny import DEMO, build_engine, fixed_config
 
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
@@ -16,8 +16,8 @@ TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
 @pytest.mark.parametrize(("name", "least"), [("medusa", 1.5), ("hydra", 1.75)])
 def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> None:
     target, head = str(DEMO / "target"), str(DEMO / name)
-    drafter = build_drafter(name, target, head, "float32", "cpu", TREE, DraftingConfig())
-    fuser = build_fuser(name, head, target, "float32", "cpu")
+    drafter = DraftHead(head, name).build_drafter(target, "float32", "cpu", TREE, DraftingConfig())
+    fuser = DraftHead(head, name).build_fuser(target, "float32", "cpu")
     engine = build_engine(target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=2048), TREE, drafter)
     for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:
         prompt = json.loads(line)

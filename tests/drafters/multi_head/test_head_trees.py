@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, MedusaConfig, MethodsConfig, TreeConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.multi_head import MultiHeadDrafter, likely_paths
-from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -26,7 +26,7 @@ def make(kind: str, target: str, beside: str, medusa: MedusaConfig | None = None
     methods = MethodsConfig(medusa=medusa or MedusaConfig())
     eagle_config = DraftingConfig(**{"max_kv_tokens": 512, "ranking_temperature": 1.0, **eagle})  # type: ignore[arg-type]
     name, heads = kind.split("-")[0], tiny_heads(kind, beside)
-    drafter = build_drafter(name, target, heads, "float32", "cpu", SHAPE, eagle_config, methods)
+    drafter = DraftHead(heads, name).build_drafter(target, "float32", "cpu", SHAPE, eagle_config, methods)
     assert isinstance(drafter, MultiHeadDrafter)
     return drafter
 
@@ -147,6 +147,6 @@ def test_trees_that_the_heads_cannot_grow_are_refused(tiny_target: str, tiny_hea
     with pytest.raises(ConfigError, match="shape is 'round'"):
         MedusaConfig("round")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no room for a guess"):
-        build_drafter(
-            "medusa", tiny_target, tiny_heads("medusa", tiny_head), "float32", "cpu", TreeConfig(1, 3, 3), DraftingConfig()
+        DraftHead(tiny_heads("medusa", tiny_head), "medusa").build_drafter(
+            tiny_target, "float32", "cpu", TreeConfig(1, 3, 3), DraftingConfig()
         )

@@ -13,7 +13,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.host import has_numba
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
@@ -37,7 +37,7 @@ MARGINALS = ("dflash", "dflash-window", "peagle")
 def make(kind: str, target: str, head: str, **drafting: object) -> LocalDrafter:
     folder = tiny_peagle_head(head) if kind == "peagle" else tiny_block_head(kind, target)
     config = DraftingConfig(**{"ranking_temperature": 1.0, **drafting})  # type: ignore[arg-type]
-    return build_drafter(kind.partition("-")[0], target, folder, "float32", "cpu", SHAPE, config)
+    return DraftHead(folder, kind.partition("-")[0]).build_drafter(target, "float32", "cpu", SHAPE, config)
 
 
 def naive(kind: str, target: str, head: str) -> NaiveEagle:

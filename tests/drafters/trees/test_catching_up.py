@@ -8,7 +8,7 @@ import torch
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters import neural
 from eyas.drafters.base import Draft, DraftContext
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.tiny import DEMO
@@ -30,7 +30,9 @@ def contexts(width: int) -> list[DraftContext]:
 
 
 def proposed(method: str, head: str) -> Sequence[Draft]:
-    drafter = build_drafter(method, str(DEMO / "target"), str(DEMO / head), "float32", "cpu", TREE, DraftingConfig())
+    drafter = DraftHead(str(DEMO / head), method).build_drafter(
+        str(DEMO / "target"), "float32", "cpu", TREE, DraftingConfig()
+    )
     return drafter.propose(contexts(drafter.needs.feature_size))
 
 

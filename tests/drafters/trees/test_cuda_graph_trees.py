@@ -11,8 +11,8 @@ from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.registry import build_fuser
 from eyas.drafters.trees import cuda_graphs, scoring
 from eyas.drafters.trees import growth as tree_growth
 from eyas.drafters.trees.cuda_graphs import TreeGraphs
@@ -212,7 +212,7 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
 
 def test_outputs_are_the_plain_ones(tiny_target: str, tiny_head: str) -> None:
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
-    fuser = build_fuser("eagle3", tiny_head, tiny_target, "float32", DEVICE)
+    fuser = DraftHead(tiny_head, "eagle3").build_fuser(tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, fixed_config(max_kv_tokens=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(8, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     outputs: dict[str, list[int]] = {request.id: [] for request in requests}

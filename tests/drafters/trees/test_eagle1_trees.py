@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.config import MC_SIM_7B_63, DraftConfig, DraftingConfig, Eagle1Config, MethodsConfig, load
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import ConfigError
 from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -22,7 +22,9 @@ TREES = {"the published": MC_SIM_7B_63, "a lopsided": PATHS, "a flat": ((0,), (4
 
 def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = MC_SIM_7B_63) -> LocalDrafter:
     methods = MethodsConfig(eagle1=Eagle1Config(paths))
-    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(512, ranking_temperature=1), methods)
+    return DraftHead(head, name).build_drafter(
+        target, "float32", "cpu", SHAPE, DraftingConfig(512, ranking_temperature=1), methods
+    )
 
 
 def naive(target: str, head: str) -> NaiveEagle1:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
-from eyas.drafters.registry import build_drafter
 from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
 from eyas.drafters.trees.growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
@@ -269,7 +269,7 @@ def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: st
 
 def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown drafter 'eagle9'; known: .*eagle3"):
-        build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, DraftingConfig())
+        DraftHead(tiny_head, "eagle9").build_drafter(tiny_target, "float32", "cpu", SHAPE, DraftingConfig())
 
 
 def rated(ranking: Ranking, num_visits: int, claimed: float, right: int, key: NoiseKey = GREEDY) -> float:

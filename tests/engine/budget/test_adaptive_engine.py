@@ -11,7 +11,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import DECODE_ONLY, CostModel, DraftBudget, DraftCosts, FixedDraftBudget, NextStep, TreeSize
@@ -215,7 +215,7 @@ def test_states_are_fused_for_those_who_draft_alone(
     tiny_target: str, tiny_head: str, expected: dict[str, list[int]]
 ) -> None:
     """No request drafts for five steps: no prompt is sent, and nothing is fused. Later the drafter gets all features."""
-    fuser = build_fuser("eagle3", tiny_head, tiny_target, "float32", "cpu")
+    fuser = DraftHead(tiny_head, "eagle3").build_fuser(tiny_target, "float32", "cpu")
     assert fuser is not None
     target = shared_target(tiny_target, fuser.aux_hidden_state_layers)
     drafter, budget = FeatureDrafter(), PausingBudget()
@@ -246,9 +246,9 @@ def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
     target, head, tree = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 4, 5)), "", TreeConfig(num_steps=5)
     if method == "eagle3":
         head = str(DEMO / "eagle3")
-    fuser = build_fuser(method, head, str(DEMO / "target"), "float32", "cpu")
+    fuser = DraftHead(head, method).build_fuser(str(DEMO / "target"), "float32", "cpu")
     target.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers if fuser else ())
-    drafter = build_drafter(method, str(DEMO / "target"), head, "float32", "cpu", tree, DraftingConfig())
+    drafter = DraftHead(head, method).build_drafter(str(DEMO / "target"), "float32", "cpu", tree, DraftingConfig())
     released: list[str] = []
     release = drafter.release
     drafter.release = lambda sessions: (released.extend(sessions), release(sessions))[1]  # type: ignore[method-assign]

@@ -6,8 +6,8 @@ import pytest
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftBudgetPolicy, DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.emulation.costs import DeviceCosts
 from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
@@ -21,11 +21,11 @@ TOKENS, ALONE = 64, 256
 
 def emulated_engine(target: str, head: str, batch: int, policy: DraftBudgetPolicy | None) -> tuple[Engine, VirtualClock]:
     """An engine on an emulated H200, and its clock; without a policy it decodes plainly."""
-    fuser, clock = build_fuser("eagle3", head, target, "float32", "cpu"), VirtualClock()
+    fuser, clock = DraftHead(head, "eagle3").build_fuser(target, "float32", "cpu"), VirtualClock()
     assert fuser is not None
     drafter = None
     if policy:
-        drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig(16384))
+        drafter = DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, DraftingConfig(16384))
         assert isinstance(drafter, NeuralDrafter)
         drafter.emulate(EmulatedDevice(DeviceCosts.read("eagle3-8b@h200"), clock))
     config = EngineConfig(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyas.drafters.registry import resolve_wiring, validate_draft_head
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.heads.block import BlockHead, block_tensors, load_block_fuser, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -71,7 +71,7 @@ def with_config(folder: Path, copy: Path, **changes: object) -> str:
 
 
 def test_a_right_config_is_kept(folder: Path, model: TargetModel, target: str) -> None:
-    report = validate_draft_head("dspark", model, str(folder), target, "float32", "cpu")
+    report = DraftHead(str(folder), "dspark").validate(model, target, "float32", "cpu")
     assert report is not None
     assert report.config_is_right
     assert not report.failed
@@ -87,14 +87,14 @@ def test_a_wrong_config_is_corrected(
 ) -> None:
     head = with_config(folder, tmp_path / "head", **changes)
     fuser = load_block_fuser(head, target)
-    wiring = resolve_wiring("dspark", model, fuser, head, target, "float32", "cpu")
+    wiring = DraftHead(head, "dspark").resolve_wiring(model, fuser, target, "float32", "cpu")
     assert wiring == DSPARK.wiring
     assert fuser.aux_hidden_state_layers == wiring.aux_hidden_state_layers == model.aux_hidden_state_layers
 
 
 def test_a_random_head_is_refused_with_the_numbers(model: TargetModel, target: str, tmp_path: Path) -> None:
     head = written(tmp_path / "head", target)
-    report = validate_draft_head("dspark", model, head, target, "float32", "cpu")
+    report = DraftHead(head, "dspark").validate(model, target, "float32", "cpu")
     assert report is not None
     with pytest.raises(CheckpointError, match=r"the anchor's row predicts nothing.*set validate_head to never"):
         report.require(head)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from eyas import LLM, SamplingParams
 from eyas.cli.main import app
 from eyas.config import VerifierConfig
-from eyas.drafters.registry import validate_draft_head
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
 from eyas.models.heads import validation
@@ -101,7 +101,7 @@ OFF_BY_ONE: dict[str, dict[str, object]] = {
 def test_layer_ids_of_a_peagle_head_are_not_guessed(dialect: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     """The ids of eagle_config are read as they are meant; validation corrects the others."""
     head = with_config(tmp_path / "head", DEMO / "peagle", **OFF_BY_ONE[dialect])
-    report = validate_draft_head("peagle", target, head, TARGET, "float32", "cpu")
+    report = DraftHead(head, "peagle").validate(target, TARGET, "float32", "cpu")
     assert report is not None
     assert report.best.wiring == HeadWiring((2, 6, 12))
     assert report.config_is_right == dialect.startswith("eagle_config")
@@ -113,7 +113,7 @@ def test_a_peagle_head_without_layer_ids_is_judged(tiny_target: str, tiny_head: 
     model = load_target(tiny_target)
     source = Path(tiny_peagle_head(tiny_head))
     head = with_config(tmp_path / "head", source, eagle_aux_hidden_state_layer_ids=None)
-    report = validate_draft_head("peagle", model, head, tiny_target, "float32", "cpu")
+    report = DraftHead(head, "peagle").validate(model, tiny_target, "float32", "cpu")
     assert report is not None
     tried = {score.wiring.aux_hidden_state_layers for score in report.scores}
     assert tried == {(2, 2, 1), (1, 1, 0), (3, 3, 2)}

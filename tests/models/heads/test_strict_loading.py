@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import Kind
@@ -136,7 +136,7 @@ def test_a_hass_head_loads_as_eagle2(tiny_target: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": ["LlamaForCausalLM"]}))
     torch.save(random_tensors(config, shipped=("embed_tokens.weight",)), tmp_path / "pytorch_model.bin")
     tree = TreeConfig(8, 3, 2)
-    drafter = build_drafter("eagle2", tiny_target, str(tmp_path), "float32", "cpu", tree, DraftingConfig(64))
+    drafter = DraftHead(str(tmp_path), "eagle2").build_drafter(tiny_target, "float32", "cpu", tree, DraftingConfig(64))
     commit = Commit("a", 0, 0, (5, 6, 7), torch.ones(2, 32), NoiseKey(0), TreeBudget(8, 3))
     (draft,) = drafter.propose([commit])
     assert isinstance(draft, DraftTree)

@@ -23,7 +23,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
@@ -123,7 +123,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=16, max_num_seqs=4, tensor_parallel_size=parts.ranks.size)
     drafters: dict[str, Callable[[], Drafter | None]] = {
-        "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig()),
+        "eagle3": lambda: DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, DraftingConfig()),
         "random": lambda: RandomDrafter(50),
         "none": lambda: None,
     }

@@ -6,7 +6,7 @@ from eyas.config import DraftAheadConfig, DraftingConfig
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import DraftContext
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.protocol.commit import Commit, TensorBytes
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, ModelInfo
 from eyas.services.draft.worker import DraftWorker
@@ -23,7 +23,7 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     eagle = DraftingConfig(
         max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6, mode="always")
     )
-    drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    drafter = DraftHead(tiny_head, "eagle3").build_drafter(tiny_target, "float32", "cpu", SHAPE, eagle)
     assert isinstance(drafter, DraftAheadDrafter)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle, prepared = session("a", 9), list[DraftResponse](), list[int](), list[DraftResponse]()

@@ -10,7 +10,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -55,9 +55,9 @@ def test_combined_trees_sent_ahead_change_no_token(
     heads = {"dspark": lambda: tiny_block_head(method, tiny_target), "eagle3": lambda: tiny_head, "lookahead": lambda: ""}
     head, name = heads[method](), f"{method}+prompt_lookup"
     drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode=mode))
-    built = build_drafter(name, tiny_target, head, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    built = DraftHead(head, name).build_drafter(tiny_target, "float32", "cpu", TREE, drafting, has_idle_time=True)
     assert isinstance(built, CombinedDrafter)
-    drafter, fuser = WatchedDrafter(built), build_fuser(name, head, tiny_target, "float32", "cpu")
+    drafter, fuser = WatchedDrafter(built), DraftHead(head, name).build_fuser(tiny_target, "float32", "cpu")
     needs = built.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(14, t, seed=50, ignore_eos=True) for t in (0.0, 0.4, 1.0)]

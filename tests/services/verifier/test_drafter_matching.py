@@ -26,7 +26,7 @@ from eyas.config import (
     load,
 )
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
 from eyas.rpc.channel import open_sync_channel
@@ -86,19 +86,20 @@ def address(zoo: Zoo) -> Iterator[str]:
     """A draft service with all drafters of the zoo."""
     built = []
     for model in zoo.models:
-        drafter = build_drafter(model.method, model.model, model.draft_model, "float32", "cpu", model.tree, model.drafting)
-        built.append((drafter, describe(model, drafter, read_target(model.model))))
+        head = DraftHead(model.draft_model, model.method)
+        drafter = head.build_drafter(model.model, "float32", "cpu", model.tree, model.drafting)
+        built.append((drafter, describe(model.served_model_name, head, drafter, read_target(model.model))))
     with serving_all(built) as address:
         yield address
 
 
 def target_info(target: str, drafter: str, head: str) -> TargetInfo:
-    return TargetInfo(target_fingerprint(target), features_fingerprint(drafter, head))
+    return TargetInfo(target_fingerprint(target), DraftHead(head, drafter).features_fingerprint())
 
 
 def generate(address: str, target: str, drafter: str, head: str) -> GenerationStats:
     """Statistics of a request to an engine with that remote drafter; the output is checked."""
-    fuser = build_fuser(drafter, head, target, "float32", "cpu")
+    fuser = DraftHead(head, drafter).build_fuser(target, "float32", "cpu")
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     with closing(RemoteDrafter(address, needs, PATIENT, target=target_info(target, drafter, head))) as remote:
         eventually(lambda: remote.connected)

@@ -12,7 +12,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
-from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.draft_head import DraftHead
 from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier import draft_client
@@ -213,12 +213,12 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     monkeypatch.setattr(PreparedTrees, "take", counted)
     head = tiny_head
     drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
-    built = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting)
+    built = DraftHead(head, method).build_drafter(tiny_target, "float32", "cpu", TREE, drafting)
     assert isinstance(built, DraftAheadDrafter)
     inner = built.drafter
     drafter, fuser = (
         WatchedDrafter(DraftAheadDrafter(inner, AHEAD)),
-        build_fuser(method, head, tiny_target, "float32", "cpu"),
+        DraftHead(head, method).build_fuser(tiny_target, "float32", "cpu"),
     )
     needs = inner.needs
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
@@ -246,9 +246,9 @@ def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str)
     """The defaults on a GPU: adaptive trees, drafted ahead where that pays. Both depend on time, and no token does."""
     method, head = "eagle3", tiny_head
     drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="auto"))
-    drafter = build_drafter(method, tiny_target, head, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    drafter = DraftHead(head, method).build_drafter(tiny_target, "float32", "cpu", TREE, drafting, has_idle_time=True)
     assert isinstance(drafter, DraftAheadDrafter)
-    needs, fuser = drafter.needs, build_fuser(method, head, tiny_target, "float32", "cpu")
+    needs, fuser = drafter.needs, DraftHead(head, method).build_fuser(tiny_target, "float32", "cpu")
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(24, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]

@@ -11,7 +11,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import Drafter, DrafterNeeds
-from eyas.drafters.registry import build_drafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
@@ -65,7 +65,9 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
 
 def test_a_request_gets_equal_output_remote_and_in_process(tiny_target: str, tiny_head: str) -> None:
     def eagle() -> Drafter:
-        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512))
+        return DraftHead(tiny_head, "eagle3").build_drafter(
+            tiny_target, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512)
+        )
 
     expected, num_accepted = generate(eagle(), tiny_target, tiny_head)
     assert num_accepted > 0

@@ -1,0 +1,215 @@
+"""A draft head, or another checkpoint to draft with: what its folder says, and all that is built from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
+from eyas.config.drafting import NO_DRAFTS, check_method, check_quantization
+from eyas.device.host import report_phase
+from eyas.device.memory import explain_out_of_memory
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
+from eyas.drafters.registry import DEFAULT_NUM_STEPS, METHODS, DrafterParts, Method, find_method, with_levels
+from eyas.errors import CheckpointError
+from eyas.models.checkpoint import EMBEDDING_NAMES, WIRING_KEY, explained, read_config, resolve, weight_map
+from eyas.models.heads.block_config import find_kind
+from eyas.models.heads.eagle_config import HeadWiring, find_eagle_kind
+from eyas.models.heads.fusers import FeatureFuser, LinearFuser
+from eyas.models.heads.validation import WiringReport
+from eyas.models.target import TargetModel
+
+log = logging.getLogger(__name__)
+
+# Features fingerprint of methods without features.
+NO_FEATURES = "none"
+FOR_DRAFTER = "lower drafting.max_kv_tokens or drafting.cuda_graph_max_batch, or set drafting.cuda_graphs to false"
+
+
+class DraftHead:
+    """A folder, hub id or file to draft with, and the method that uses it. Its folder is looked at once.
+
+    Every method of this class raises ConfigError for an unknown drafting method or a missing head, and CheckpointError for
+    a head that does not load or is for another method.
+
+    Attributes:
+        path: Folder, hub id or file; empty for methods that load nothing.
+    """
+
+    def __init__(self, path: str, method: str = "") -> None:
+        self.path = path
+        self._named = method
+
+    @cached_property
+    def method(self) -> str:
+        """The method that was named, or else the one that the head is for; NO_DRAFTS without a head."""
+        if self._named or not self.path:
+            return self._named or NO_DRAFTS
+        if self.detected is None:
+            raise CheckpointError(
+                f"{self.path} does not show which drafting method it is for; name the method, one of {', '.join(METHODS)}"
+            )
+        return self.detected
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is anything to draft with."""
+        return self.method != NO_DRAFTS
+
+    @cached_property
+    def detected(self) -> str | None:
+        """The method that the head is for, from its config and the names of its tensors; None if they do not show it.
+
+        EAGLE-1's heads give eagle2: its dynamic trees are the better ones.
+        """
+        if (self._folder / DATASTORE_HEADER).exists():
+            return "rest"
+        raw = self._config
+        called = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("model_type")))).lower()
+        heads = next((kind for kind in ("medusa", "hydra") if kind in called or f"{kind}_num_heads" in raw), None)
+        if found := heads or find_kind(raw):
+            return found
+        if eagle := find_eagle_kind(self._folder):
+            return "eagle2" if eagle == "eagle" else eagle
+        # a head of an unknown kind may be called a model too
+        is_model = bool(set(EMBEDDING_NAMES) & weight_map(self._folder).keys())
+        return "sps" if is_model and "causallm" in called and "eagle" not in called else None
+
+    def resolve_tree(self, tree: TreeConfig) -> TreeConfig:
+        """Return the tree with as many levels as the method drafts well, if it leaves them open."""
+        if tree.num_steps:
+            return tree
+        if not self.drafts:
+            return replace(tree, num_steps=DEFAULT_NUM_STEPS)
+        with self._loading() as method:
+            return replace(tree, num_steps=method.num_steps(self.path, tree))
+
+    def build_drafter(
+        self,
+        target: str,
+        dtype: str,
+        device: str,
+        tree: TreeConfig,
+        drafting: DraftingConfig,
+        methods: MethodsConfig | None = None,
+        wiring: HeadWiring | None = None,
+        has_idle_time: bool = False,
+    ) -> LocalDrafter:
+        """Build and warm up a drafter, see DrafterParts. Raises OutOfMemory when the device has too little."""
+        name = self.method
+        parts = DrafterParts(
+            target, self.path, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time
+        )
+        report_phase("loading")
+        with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
+            with self._loading() as method:
+                check_quantization(name, drafting.quantization)
+                drafter = method.build(parts if "+" in name else with_levels(method, parts))
+            report_phase("compiling")
+            drafter.warm_up()
+        return drafter
+
+    def build_fuser(self, target: str, dtype: str, device: str) -> FeatureFuser | None:
+        """Build what makes the method's features beside the target; None for a method without features."""
+        features = find_method(self.method).features if self.drafts else None
+        if features is None:
+            return None
+        with self._loading():
+            fuser = features.load_fuser(self.path, target, dtype, device)
+        if isinstance(fuser, LinearFuser):
+            fuser.serve()
+        return fuser
+
+    def features_fingerprint(self) -> str:
+        """Return the digest that verifier and drafter must agree on besides the target; empty without drafts."""
+        if not self.drafts:
+            return ""
+        features = find_method(self.method).features
+        if features is None:
+            return NO_FEATURES
+        with self._loading():
+            return features.fingerprint(self.path)
+
+    def validate(self, model: TargetModel, target: str, dtype: str, device: str) -> WiringReport | None:
+        """Measure how well the head works beside the loaded target `model` in each plausible wiring.
+
+        Returns None for a method without such a head.
+        """
+        validate = find_method(self.method).validate if self.drafts else None
+        if validate is None:
+            return None
+        with self._loading():
+            return validate(model, self.path, target, dtype, device)
+
+    def resolve_wiring(
+        self, model: TargetModel, fuser: FeatureFuser, target: str, dtype: str, device: str
+    ) -> HeadWiring | None:
+        """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
+
+        A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so
+        far. Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works
+        in none.
+        """
+        report_phase("checking")
+        report = self.validate(model, target, dtype, device)
+        if report is None:
+            return None
+        if WIRING_KEY in self._config:
+            report = replace(report, scores=report.scores[:1])
+        else:
+            report.require(self.path)
+        if report.failed:
+            log.warning(
+                "%s: no more than chance, so that drafts cost time and save none. The head is served, for its config "
+                "records its wiring; --validate-head never leaves this check out",
+                report,
+            )
+        elif report.config_is_right:
+            log.info("%s", report)
+        else:
+            log.warning("%s; `eyas check head --write` records it in the head's config, for draft services too", report)
+        fuser.aux_hidden_state_layers = report.best.wiring.aux_hidden_state_layers
+        model.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers)
+        return report.best.wiring
+
+    @cached_property
+    def _folder(self) -> Path:
+        return resolve(self.path)
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        return read_config(self._folder)
+
+    @contextmanager
+    def _loading(self) -> Iterator[Method]:
+        """Check method and head, and give the method.
+
+        Adds to the load errors of a head what the method needs: the head may be fine, and the method's name the mistake.
+        """
+        check_method(self.method, self.path)
+        method = find_method(self.method)
+        try:
+            with explained(f"cannot load {self.path or self.method!r}"):
+                if method.head:
+                    self._check_fits()
+                yield method
+        except CheckpointError as error:
+            if not method.head or self.path not in str(error):
+                raise
+            raise CheckpointError(f"{error} (method {self.method} needs {method.head})") from error
+
+    def _check_fits(self) -> None:
+        """Raises CheckpointError for a head of another method than the one that was named."""
+        found = self.detected
+        asked = next(side for side in self.method.split("+") if METHODS[side].head)
+        if found is not None and asked != found and {asked, found} != {"eagle1", "eagle2"}:
+            raise CheckpointError(
+                f"{self.path} is for the method {found} ({METHODS[found].head or METHODS[found].optional_head}), "
+                f"not for {asked}, which needs {METHODS[asked].head}; set the method to {found}, or leave it out"
+            )
