@@ -10,7 +10,8 @@ from eyas.config import DraftQueueConfig
 from eyas.errors import ConfigError, Overloaded, Unavailable, UnknownModel
 from eyas.rpc import convert
 from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftResponse, ModelInfo, TargetInfo
-from eyas.services.draft.worker import DraftStream, DraftWorker
+from eyas.services.draft.streams import DraftStream
+from eyas.services.draft.worker import DraftWorker
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 T = TypeVar("T")

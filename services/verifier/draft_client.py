@@ -10,30 +10,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
 
 import grpc
-import torch
 
 from eyas.config import DraftClientConfig
-from eyas.device.transfer import tensor_to_bytes, to_host
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.errors import ConfigError, InvalidTree
-from eyas.protocol.commit import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget, changed
+from eyas.protocol.commit import Proposal, RefusalReason, ResyncRequired
 from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
+from eyas.services.verifier.breaker import CircuitBreaker
+from eyas.services.verifier.commits import NO_TREE, split_commits
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-
-CIRCUIT_STATES = ("closed", "half-open", "open")
-# Longest backoff of a circuit breaker, unless breaker_reset_s is longer.
-MAX_BACKOFF_S = 10.0
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
@@ -44,7 +40,6 @@ _MAX_UNSENT = 256
 WAITED_SHARE, MAX_UNPREPARED = 0.5, 32
 # How long a refused session decodes without drafts. A session never gets shorter.
 _REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
-_NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +216,7 @@ class RemoteDrafter:
                 self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
                 if self._num_missed[session]:
                     pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-                    sent[i] = replace(contexts[i], has_tree=True, budget=_NO_TREE)
+                    sent[i] = replace(contexts[i], has_tree=True, budget=NO_TREE)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
@@ -386,62 +381,6 @@ class RemoteDrafter:
         log.warning(message, self.address, len(reply.refusals), reason, extra={"rate_limited": True})
 
 
-class CircuitBreaker:
-    """Stops requests to a drafter whose trees do not arrive, or are invalid.
-
-    It opens after `max_failures` failures in a row: lost requests, and replies with invalid trees. After `reset_s` seconds
-    one request may try again: an answer closes the circuit, a failure opens it for twice as long as before, up to
-    MAX_BACKOFF_S. The engine's thread and the connection's both report; `_lock` guards all that changes.
-    """
-
-    def __init__(self, max_failures: int, reset_s: float) -> None:
-        self.state = "closed"
-        self._lock = threading.Lock()
-        self._max_failures = max_failures
-        self._reset_s = reset_s
-        self._num_failures = 0
-        self._backoff_s = reset_s
-        self._open_until = 0.0
-        self._before_success: tuple[str, int, float] | None = None  # None if the last request failed
-
-    @property
-    def backing_off(self) -> bool:
-        """Whether the circuit is open and it is too early for another attempt."""
-        return time.monotonic() < self._open_until
-
-    def admits(self, wants_trees: bool) -> bool:
-        """Whether to send a request now; only one that wants trees may try a drafter that failed."""
-        with self._lock:
-            if self.state == "open" and wants_trees and not self.backing_off:
-                self.state = "half-open"
-            return self.state != "open"
-
-    def succeeded(self) -> None:
-        """Close the circuit."""
-        with self._lock:
-            self._before_success = (self.state, self._num_failures, self._backoff_s)
-            self.state, self._num_failures, self._backoff_s = "closed", 0, self._reset_s
-
-    def failed(self) -> None:
-        """Count a lost request; open the circuit if it was one too many."""
-        with self._lock:
-            self._fail()
-
-    def rejected(self) -> None:
-        """Count the last success as a failure: the answer is invalid. A request that failed counts once."""
-        with self._lock:
-            if self._before_success is not None:
-                self.state, self._num_failures, self._backoff_s = self._before_success
-                self._fail()
-
-    def _fail(self) -> None:
-        self._before_success = None
-        self._num_failures += 1
-        if self.state == "half-open" or self._num_failures >= self._max_failures:
-            self.state, self._open_until = "open", time.monotonic() + self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, max(MAX_BACKOFF_S, self._reset_s))
-
-
 @dataclass(frozen=True, eq=False)
 class Stream:
     """One open stream to a drafter. Messages sent after it broke are lost."""
@@ -452,62 +391,3 @@ class Stream:
     def send(self, request: DraftRequest) -> None:
         """Queue a request. May be called from any thread."""
         self.outbox.put(convert.draft_request_to_proto(request))
-
-
-def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
-    """Messages to send in order. Each holds at most `max_tokens` new tokens, and a session at most once.
-
-    A longer commit is cut; only its last piece keeps the budget, the samples and the trace.
-    """
-    messages: list[list[Commit[TensorBytes]]] = []
-    free: list[int] = []  # tokens that each message still takes
-    for context in _features_to_host(contexts):
-        earliest = 0
-        for piece in _cut(context, max_tokens):
-            size = len(piece.tokens)
-            index = next((i for i in range(earliest, len(free)) if free[i] >= size), len(free))
-            if index == len(free):
-                messages.append([])
-                free.append(max_tokens)
-            messages[index].append(piece)
-            free[index] -= size
-            earliest = index + 1
-    return messages
-
-
-def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
-    """The contexts with their features on the host, all in one copy from the device to pinned memory."""
-    features = [context.features for context in contexts if context.features is not None]
-    if all(part.device.type == "cpu" for part in features):
-        return list(contexts)
-    parts = iter(torch.split(to_host(torch.cat(features)), [len(part) for part in features]))
-    return [context if context.features is None else changed(context, features=next(parts)) for context in contexts]
-
-
-def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:
-    """Pieces of at most `max_tokens` tokens. The piece of tokens [s, e) carries the features of [max(s - 1, 0), e - 1)."""
-    origin = max(context.start_position - 1, 0)
-    for first in range(0, len(context.tokens), max_tokens):
-        tokens = context.tokens[first : first + max_tokens]
-        start, is_last = context.start_position + first, first + max_tokens >= len(context.tokens)
-        features = None
-        if context.features is not None:
-            rows = context.features[max(start - 1, 0) - origin : start + len(tokens) - 1 - origin]
-            features = tensor_to_bytes(rows)
-        yield Commit(
-            session=context.session,
-            epoch=context.epoch,
-            start_position=start,
-            tokens=tokens,
-            features=features,
-            noise=context.noise,
-            budget=context.budget if is_last else _NO_TREE,
-            samples=context.samples if is_last else (),
-            proposal=context.proposal,
-            traceparent=context.traceparent if is_last else "",
-            wants_sources=context.wants_sources and is_last,
-            allowed=context.allowed if is_last else b"",
-            logit_biases=context.logit_biases if is_last else (),
-            tenant_key=context.tenant_key,
-            has_tree=context.has_tree and is_last,
-        )

@@ -19,7 +19,8 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from eyas.api.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.rpc.status import status_of
-from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
+from eyas.services.verifier.breaker import CIRCUIT_STATES
+from eyas.services.verifier.draft_client import DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.load_log import LoadLog
 from eyas.telemetry import metrics

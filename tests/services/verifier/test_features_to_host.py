@@ -10,7 +10,7 @@ from eyas.device import transfer as tensors
 from eyas.device.transfer import tensor_from_bytes, to_host
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from services.verifier import draft_client
-from services.verifier.draft_client import split_commits
+from services.verifier.commits import split_commits
 
 
 @pytest.mark.parametrize("sessions", [1, 64])

@@ -17,7 +17,7 @@ from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.loading import load_target
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.services.draft.worker import admit
+from eyas.services.draft.streams import admit
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
 from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
