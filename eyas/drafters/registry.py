@@ -16,7 +16,7 @@ from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfi
 from eyas.config.drafting import METHOD_HEADS, split_method
 from eyas.config.file_values import get_setting
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS
+from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from eyas.config import DraftAheadConfig
-from eyas.drafters.ahead.trees import AheadTrees
+from eyas.drafters.ahead.eagle import AheadTrees
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import (
     BOOKKEEPING,

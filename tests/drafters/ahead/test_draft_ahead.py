@@ -11,7 +11,8 @@ import torch
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.ahead.trees import NUM_GROWN_SLOTS, GrownTree
+from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
+from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter

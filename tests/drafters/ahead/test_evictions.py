@@ -8,7 +8,7 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftingConfig
 from eyas.drafters.ahead import trees as trees_ahead
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.ahead.trees import GrownTree
+from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import ResyncRequired

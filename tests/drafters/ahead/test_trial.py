@@ -17,7 +17,7 @@ from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, Method
 from eyas.device.transfer import Ints, Reals
 from eyas.drafters.ahead import trees as trees_ahead
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.ahead.trees import GrownTree
+from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import PreparedTrees
 from eyas.drafters.eagle import EagleDrafter

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.drafters.ahead.trees import GrownRows
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.trees.rows import GrownRows
 from eyas.drafters.trees.scoring import ScorerKind
 from eyas.models.heads.layers import quantise_head
 

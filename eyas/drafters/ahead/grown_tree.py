@@ -1,4 +1,4 @@
-"""Drafting ahead with EAGLE: trees that grow from round to round while the target verifies, see `ahead.drafter`.
+"""A tree that grows from round to round, as far as its nodes were run through the network.
 
 Expanded nodes are numbered from the root, 0; parents come before their children. A candidate is a child of an expanded node;
 some candidates are expanded themselves. The keys and values of expanded nodes stay in slots of the KV cache, so a pass runs
@@ -12,39 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import SlotAllocator
-from eyas.config import DraftAheadConfig
 from eyas.device.host import has_numba
-from eyas.device.transfer import Bools, Ints, Reals, download, upload
-from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
-from eyas.drafters.sessions import num_features
+from eyas.device.transfer import Bools, Ints, Reals, upload
 from eyas.drafters.trees.growth import best_places
-from eyas.drafters.trees.rows import FoundRows, GrownRows
+from eyas.drafters.trees.rows import GrownRows
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
+from eyas.protocol.tree import TreeArrays
 
-if TYPE_CHECKING:
-    from eyas.drafters.eagle import EagleDrafter
-
-# Nodes of prepared trees: of all sessions together, and the fewest of one.
-MAX_PREPARED_NODES, MIN_PREPARED_NODES = 16384, 256
-# Useful rows that are looked for: of all sessions together, and the fewest of a session.
-MAX_USEFUL, MIN_USEFUL = 2048, 16
-# Rows of a pass, of all sessions together. A GPU takes about as long for them as for one row.
-MAX_ROWS = 160
-# Nodes of a tree that were run through the network, at most; fewer if many sessions share the slots.
-MAX_GROWN_NODES = 1024
-# Slots for the nodes of all trees that grow ahead: 64 MB of an EAGLE head of Llama 3 8B's shape.
-NUM_GROWN_SLOTS = 2**14
 # A node that was run behind an older state of its parent is worth this share of a new one: most of what it says still holds.
 REPAIR_SHARE = 0.1
 
@@ -70,7 +52,7 @@ class GrownTree:
 
     def _rank(self) -> None:
         """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
-        if kernels := _kernels():
+        if kernels := ahead_kernels():
             self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
             kernels.rank_nodes(self.tokens, self.parents, self.candidates, self.scores, self.cumulative, self.expanded)
             return
@@ -177,7 +159,7 @@ class GrownTree:
         """
         least = self.cumulative.min() if len(self.tokens) >= max_nodes else -np.inf
         repair, exact = math.log(REPAIR_SHARE), self.is_exact
-        if kernels := _kernels():
+        if kernels := ahead_kernels():
             places, worths = np.empty(count, np.int64), np.empty(count)
             own = self.expanded, self.scores, self.cumulative, self.depths, exact
             num = kernels.best_rows(*own, max_depth, least, repair, places, worths)
@@ -206,7 +188,7 @@ class GrownTree:
         slots = np.empty(len(nodes), np.int64)
         slots[is_added], slots[~is_added] = self.pool.take(num_added), self.slots[nodes[~is_added] - 1]
         seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
-        if kernels := _kernels():
+        if kernels := ahead_kernels():
             kernels.mark_above(parents, self.parents, seen)
         else:
             while above.any():
@@ -261,7 +243,7 @@ class GrownTree:
 
 
 @cache
-def _kernels() -> Any:
+def ahead_kernels() -> Any:
     """The kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
     if not has_numba():
         return None
@@ -269,213 +251,3 @@ def _kernels() -> Any:
 
     cpu_kernels.compile_kernels()
     return cpu_kernels
-
-
-class AheadTrees:
-    """Trees of an EAGLE drafter that grow from round to round."""
-
-    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
-        self._drafter, self._config = drafter, config
-        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
-        self.grown: dict[str, GrownTree] = {}
-        assert drafter.num_grown_slots, "its trees have no slots to grow in"
-        self.pool = SlotAllocator(drafter.num_grown_slots)
-        self._contexts: dict[str, DraftContext] = {}
-        self._num_passes: dict[str, int] = {}  # by session, since its last commit
-        self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
-        self._running: list[tuple[str, GrownTree, GrownRows]] = []
-        self._found: FoundRows | None = None
-        self._changed: dict[str, None] = {}
-        _kernels()  # compiled now, not while sessions wait
-
-    def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Give the drafter commits that were foreseen and want no tree.
-
-        Their pass runs new rows of their trees as well, behind states that are predicted.
-
-        Args:
-            contexts: the commits.
-            paths: of each, all tokens since the last `begin`.
-        """
-        self.collect()
-        self._running, path_of = [], {context.session: path for context, path in zip(contexts, paths, strict=True)}
-
-        def rows_of(ready: Sequence[DraftContext]) -> list[GrownRows | None]:
-            names = list[str]()
-            for name in [context.session for context in ready]:
-                tree = self.grown.get(name)
-                root = tree.find(path_of[name]) if tree else None
-                if tree and root:
-                    tree.move_root(root)
-                    names.append(name)
-                else:  # given up since it was the answer
-                    self.release([name])
-            planned = self.plan(names, sum(map(num_features, ready)))
-            return [planned.get(context.session) for context in ready]
-
-        drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
-        return drafts
-
-    def begin(self, contexts: Sequence[DraftContext]) -> None:
-        """Grow trees below commits that the drafter has."""
-        self.collect()
-        self._set_roots(contexts)
-
-    def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
-        """Take the true states behind commits that the drafter has."""
-        states, best = self._drafter.root_candidates(contexts, self._config.num_candidates)
-        ids, scores = download(best.ids, best.scores)
-        candidates = self._draft_ids[ids.astype(np.int64)]
-        for row, context in enumerate(contexts):
-            tree, found = self.grown.get(context.session), (states[row], candidates[row], scores[row])
-            if tree:
-                tree.set_root(*found)
-            else:
-                self.grown[context.session] = GrownTree(context.tokens[-1], *found, self.pool)
-            self._contexts[context.session] = context
-            self._num_passes[context.session] = 0
-            self._ended.discard(context.session)
-
-    def step(self) -> bool:
-        """Launch a pass over all trees that can grow. Returns whether there was one."""
-        self._run([name for name in self.grown if name not in self._ended and self._drafter.can_grow(name)])
-        return bool(self._running)
-
-    def _run(self, names: Sequence[str]) -> None:
-        """Launch a pass over trees of sessions."""
-        self._running = []
-        if planned := self.plan(names):
-            contexts = [self._contexts[name] for name in planned]
-            device = self._drafter.device
-            repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
-            with device.labelled("repair") if device and device.label and repairs else nullcontext():
-                self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
-
-    def plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
-        """The rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
-
-        Trees without useful rows have ended growing.
-        """
-        if not names:
-            return {}
-        count = min(self._config.top_k, max(MAX_USEFUL // len(names), MIN_USEFUL))
-        limits, planned = (count, self._config.num_steps, self._max_nodes), dict[str, GrownRows]()
-        useful = {name: self.grown[name].useful(*limits) for name in names}
-        counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
-        worth = np.concatenate([worth for _, worth in useful.values()])
-        order = np.argsort(-worth, kind="stable")
-        if len(worth) > (limit := max(MAX_ROWS - num_taken, MIN_USEFUL)):
-            kept = np.zeros(len(worth), np.bool_)
-            kept[order[:limit]] = True
-            ends = np.cumsum(list(counts.values()))
-            counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
-        for name, (chosen, _) in useful.items():
-            tree = self.grown[name]
-            if rows := tree.take_rows(chosen[: counts[name]]):
-                planned[name] = rows
-                self._running.append((name, tree, rows))
-            elif not len(chosen) or counts[name]:
-                self._ended.add(name)
-                self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
-                continue
-            self._num_passes[name] += 1
-        return planned
-
-    @property
-    def _max_nodes(self) -> int:
-        """Most nodes of a tree: each session has an equal part of the slots, and room for the rows of a pass."""
-        return min(MAX_GROWN_NODES, max(self._drafter.num_grown_slots // len(self.grown) - self._config.top_k, MIN_USEFUL))
-
-    def collect(self) -> None:
-        """Take in what the last pass computed. Waits for the device."""
-        found, self._found, end = self._found, None, 0
-        if found is None:
-            while self._running:  # in a pass that failed
-                _, tree, rows = self._running.pop()
-                tree.give_up(rows)
-            return
-        ids, scores = download(found.best.ids, found.best.scores)
-        candidates = self._draft_ids[ids.astype(np.int64)]
-        while self._running:
-            name, tree, rows = self._running.pop(0)
-            own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
-            if self.grown.get(name) is tree:
-                tree.apply(rows, found.states[own], candidates[own], scores[own], self._max_nodes)
-                self._changed[name] = None
-            else:
-                tree.give_up(rows)
-
-    def take_prepared(self) -> list[PreparedTree]:
-        """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
-        names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
-        self._changed = {name: None for name in self._changed if name not in names}
-        count = MAX_PREPARED_NODES // max(len(self.grown), 1)
-        if count < MIN_PREPARED_NODES:
-            return []
-        budget, found = TreeBudget(min(count, PreparedTree.MAX_NODES), self._config.num_steps), list[PreparedTree]()
-        for name in names:
-            context, tree = self._contexts[name], self.grown[name].below((), budget)
-            if tree:
-                found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
-        return found
-
-    def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
-        """Cut trees below paths of target tokens since `begin`, within the contexts' budgets; None where none has grown."""
-        found = list[DraftTree | None]()
-        for context, path in zip(contexts, paths, strict=True):
-            tree = self.grown.get(context.session)
-            below = tree.below(path, context.budget) if tree else None
-            found.append(without_banned(below.tree(), context) if below else None)
-        return found
-
-    def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Commit to the drafter, and draft on demand, up to `miss_steps` levels. paths: as for `trees`.
-
-        contexts: of deterministic trees, as the drafter's next commits.
-        """
-        self.collect()
-        for context, path in zip(contexts, paths, strict=True):
-            tree, root = self.grown.get(context.session), None
-            if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
-                tree.move_root(root)
-            else:
-                self.release([context.session])
-        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
-        can_grow = [
-            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
-        ]
-        self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
-        places = [i for i in can_grow if contexts[i].budget.wants_tree]
-        if not places:
-            return drafts
-        self._set_roots([contexts[i] for i in places])
-        for i, cut in zip(places, self._grown([contexts[i] for i in places]), strict=True):
-            drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
-        return drafts
-
-    def _grown(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
-        """Grow trees by a pass for each further level, for verifiers that wait."""
-        for _ in range(min(self._config.miss_steps, self._drafter.tree.num_steps) - 1):
-            self._run([context.session for context in contexts])
-            if not self._running:
-                break
-            self.collect()
-        return [self._cut(context, within(context.budget, self._drafter.tree)) for context in contexts]
-
-    def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        found = self.grown[context.session].below((), budget)
-        return found.tree() if found else DraftTree.root_only(context.tokens[-1])
-
-    def release(self, sessions: Sequence[str]) -> None:
-        """Forget sessions; unknown ones are ignored."""
-        for name in sessions:
-            if tree := self.grown.pop(name, None):
-                tree.release()
-            for known in (self._contexts, self._num_passes, self._changed):
-                known.pop(name, None)
-            self._ended.discard(name)
-
-
-def _sends(number: int) -> bool:
-    """Whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
-    return any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))
