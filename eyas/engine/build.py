@@ -26,11 +26,12 @@ from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory, to_huge_pages
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.emulation.device import Clock, EmulatedBackend, emulated_device
+from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.draft_budget import AdaptiveDraftBudget
 from eyas.engine.draft_costs import CostModel, DraftBudget, DraftCosts, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
-from eyas.engine.runner import BatchInvariantRunner, ModelRunner, slot_width
+from eyas.engine.runner import ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Draw

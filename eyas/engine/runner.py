@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,17 +11,13 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
-from eyas.device.host import has_numba
 from eyas.device.transfer import upload
 from eyas.emulation.device import EmulatedBackend
 from eyas.engine.sequence import ScheduledSequence
-from eyas.errors import ConfigError, Unavailable, install_command
+from eyas.errors import Unavailable
 from eyas.models.backends.base import ForwardBackend
-from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.inputs import Segment, TreeSegments, pack
-from eyas.models.layers.fused import is_batch_invariant
-from eyas.models.layers.numerics import batch_invariant_attend, fixed_size_blocks
+from eyas.models.inputs import Segment, TreeSegments
 from eyas.models.parallel.shards import Exchanges
 from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
@@ -123,73 +117,6 @@ class ModelRunner:
         return self._fuser(states)  # type: ignore[no-any-return]
 
 
-class BatchInvariantRunner(ModelRunner):
-    """The runner of deterministic mode: a token's logits do not depend on what else shares the step.
-
-    keeps_batches: whether the target's passes have that property by themselves, by kernels of the CPU or of CUDA. Then they
-    hold all sequences. Otherwise every forward pass has the same number of rows, all of one sequence, and its attention does
-    not depend on the order of keys in memory: plain and speculative decoding run the same kernels. ModelRunner is the fast
-    one.
-    """
-
-    def __init__(
-        self,
-        target: TargetModel,
-        kv_cache: KVCache,
-        fuser: FeatureFuser | None,
-        rows: int,
-        backend: ForwardBackend | None = None,
-    ) -> None:
-        """rows: of every pass; no tree may have more. backend: one with parts at fixed positions, if not the target itself.
-
-        Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed.
-        """
-        super().__init__(target, kv_cache, fuser, backend)
-        if target.is_mixture_of_experts:
-            raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
-        self._rows = rows
-        self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
-        is_kept_here = target.device.type == "cpu" and is_batch_invariant(target.model) and not kv_cache.is_narrow
-        keeps_rows = self.backend is not target or is_kept_here
-        self.keeps_batches = rows <= self._max_rows and keeps_rows
-        if not self.keeps_batches and target.device.type == "cpu":
-            message = "deterministic mode runs each sequence by itself, in passes of %d rows, which is slow: %s"
-            log.warning(message, rows, self._why_alone())
-
-    def _why_alone(self) -> str:
-        """Why the kernels of the CPU do not keep batches, and what to do."""
-        num_threads = torch.get_num_threads()
-        if self.target.dtype != torch.float32:
-            return f"dtype is {str(self.target.dtype).removeprefix('torch.')}; set it to float32 or auto"
-        if num_threads > 1:
-            return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
-        if not has_numba():
-            return f"there is no numba that can be imported; run: {install_command('cpu')}"
-        if self.kv_cache.is_narrow:
-            return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
-        if self._rows > self._max_rows:
-            return f"tree.num_draft_tokens is above {self._max_rows}"
-        return "the kernels do not know this model's layers, or this processor lacks AVX2 and FMA"
-
-    def forward(self, segments: Seq[Segment]) -> StepOutput:
-        if self.keeps_batches:
-            if isinstance(segments, TreeSegments):  # nothing to cut
-                return super().forward(segments)
-            return super().forward([part for segment in segments for part in _parts(segment, self._max_rows)])
-        scratch = self.kv_cache.scratch
-        blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
-        return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
-
-    def _run_block(self, block: Segment) -> Tensor:
-        """Logits of the block's wanted rows; either all rows go through the output head or none."""
-        count = len(block.tokens) if len(block.logits_indices) else 0
-        whole = block._replace(logits_indices=np.arange(count))
-        packed = replace(pack([whole], self.target.device), attend=batch_invariant_attend)
-        out = self.target.forward(packed, self.kv_cache)
-        self._store_features(packed.slots, out)
-        return out.logits[upload(block.logits_indices, out.logits.device)]
-
-
 def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
     """Numbers of a slot beside its KV: of features, or on a CPU of the states that they are made of; 0 without a head.
 
@@ -198,14 +125,6 @@ def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
     if fuser is None:
         return 0
     return fuser.width if on_gpu else fuser.state_width
-
-
-def _parts(segment: Segment, rows: int) -> list[Segment]:
-    """The segment in parts of at most `rows` rows; a tree is one part."""
-    count = len(segment.tokens)
-    if segment.visible is not None or count <= rows:
-        return [segment]
-    return [segment.part(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Segment:

@@ -13,7 +13,8 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
-from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
+from eyas.engine.deterministic import BatchInvariantRunner
+from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_fuser

@@ -11,8 +11,8 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
+from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.engine import Engine
-from eyas.engine.runner import BatchInvariantRunner
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.backends.cuda import build_backend, plan_backend
 from eyas.models.backends.cuda_graphs import GraphBackend

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.engine.runner import BatchInvariantRunner
+from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.errors import ConfigError
 from eyas.models import loading
 from eyas.models.backends.attention_metadata import Tiling, bucket_shape, count_parts, has_room

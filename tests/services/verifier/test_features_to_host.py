@@ -9,7 +9,7 @@ from torch import Tensor
 from eyas.device import transfer as tensors
 from eyas.device.transfer import tensor_from_bytes, to_host
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from services.verifier import draft_client
+from services.verifier import commits
 from services.verifier.commits import split_commits
 
 
@@ -23,7 +23,7 @@ def test_all_sessions_share_one_copy_from_the_device(sessions: int, monkeypatch:
         copies.append(tensor)
         return values
 
-    monkeypatch.setattr(draft_client, "to_host", copied)
+    monkeypatch.setattr(commits, "to_host", copied)
     contexts = [
         Commit(f"{i}", 0, 7, (5,) * n, torch.empty(n, 4, device="meta"), NoiseKey(0), TreeBudget(9, 9))
         for i, n in enumerate(lengths)
@@ -42,7 +42,7 @@ def test_all_sessions_share_one_copy_from_the_device(sessions: int, monkeypatch:
 
 
 def test_features_on_the_host_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_client, "to_host", lambda tensor: pytest.fail("a copy"))
+    monkeypatch.setattr(commits, "to_host", lambda tensor: pytest.fail("a copy"))
     context = Commit("a", 0, 7, (5, 6), torch.zeros(2, 4), NoiseKey(0), TreeBudget(9, 9))
     assert split_commits([context], 5)
 
