@@ -58,6 +58,8 @@ _TAG_STYLES = {
 _REPEATS = {"optional": "?", "plus": "+", "star": "*"}
 _NOT_OF_TEXTS = ("not", "if", "$dynamicRef", "$recursiveRef")
 _TEXT = r"/(.|\n)*/"
+# An escape of GBNF, with the hexadecimal digits of those that name a character by its number.
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def json_options(whitespace_pattern: str) -> dict[str, Any]:
@@ -82,12 +84,21 @@ def structural_tag_to_lark(text: str, whitespace_pattern: str, token_id: Callabl
 
 def grammar_to_lark(text: str) -> str:
     """Return a grammar in llama.cpp's syntax (GBNF) or Lark's, in Lark's. Raises InvalidRequest."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
     try:
-        return any_to_lark(text)
+        return any_to_lark(text if is_lark_syntax(text) else _GBNF_ESCAPE.sub(_unescaped, text))
     except Exception as error:  # a parser of its own, with errors of its own; RecursionError too
         raise InvalidRequest(f"grammar cannot be read: {first_line(str(error))}", "structured_outputs") from error
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """Return a character of GBNF in a form that Lark reads: \\x41 and not \\u0041, and itself from U+0100 on."""
+    if not (digits := found[1] or found[2]):
+        return found[0]
+    character = chr(int(digits, 16))
+    character.encode()  # raises ValueError for half of a surrogate pair
+    return character if character > "\xff" else f"\\x{ord(character):02x}"
 
 
 class _LarkWriter:

@@ -127,7 +127,7 @@ def test_mistakes_in_a_file_of_options_are_named(text: str, reason: str, tmp_pat
 
 def test_two_word_commands_complete() -> None:
     assert completions("eyas keys ") >= {"new"}
-    assert completions("eyas bench s") == {"serve", "split"}
+    assert completions("eyas bench s") == {"serve"}
     assert completions("eyas serve ro") == {"router"}
     assert completions("eyas serve router --con") == {"--config"}
     assert completions("eyas keys new --ten") == {"--tenant"}

@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from eyas.config import LimitsConfig
+from eyas.config.file_values import shown
 from eyas.rpc.admission import address_of
 from eyas.services.router.dispatch.generation import STOPPING
 from eyas.services.router.http.errors import error_bytes
@@ -129,6 +130,10 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_chunked = b"transfer-encoding" in names
         if self._is_chunked and version == "1.0":
             self._refuse(400, "a request of HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+        coding = b", ".join(value for name, value in self.headers if name == b"content-encoding")
+        if coding.strip().lower() not in (b"", b"identity"):
+            said = shown(coding.decode("latin-1"))
+            self._refuse(415, f"the body has the Content-Encoding {said}, which is not decoded; send it as it is")
         super().on_headers_complete()
         self._awaits = "body"
         cycle: Any = self.cycle
