@@ -16,6 +16,7 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.device.transfer import Ints, Reals
 from eyas.drafters.ahead import eagle as eagle_ahead
+from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.ahead.trial import Trial
@@ -240,7 +241,7 @@ def test_drafting_ahead_gains_tokens_per_virtual_second() -> None:
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
 def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    rng, kernels = np.random.default_rng(3), eagle_ahead._kernels()
+    rng, kernels = np.random.default_rng(3), grown_tree.ahead_kernels()
 
     def found(count: int) -> tuple[Ints, Reals]:
         scores = -rng.exponential(1.0, (count, 9))
@@ -251,14 +252,14 @@ def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pyte
     for number in range(30):
         rows = list[GrownRows]()
         for tree, used in zip(trees, (kernels, None), strict=True):
-            monkeypatch.setattr(eagle_ahead, "_kernels", lambda used=used: used)
+            monkeypatch.setattr(grown_tree, "ahead_kernels", lambda used=used: used)
             rows += [chosen] if (chosen := tree.next_rows(20, 6, 60)) else []
         if rows:
             for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
                 assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))
             states, results = torch.randn(len(rows[0].tokens), 4), found(len(rows[0].tokens))
         for i, (tree, used) in enumerate(zip(trees, (kernels, None), strict=True)):
-            monkeypatch.setattr(eagle_ahead, "_kernels", lambda used=used: used)
+            monkeypatch.setattr(grown_tree, "ahead_kernels", lambda used=used: used)
             if rows:
                 tree.apply(rows[i], states, *(each.copy() for each in results), 60)
             if number % 5 == 4:
