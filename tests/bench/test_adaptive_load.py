@@ -16,6 +16,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive_load.time, "thread_time", lambda: next(clock) / 1000)
 
 
+@pytest.mark.nightly
 def test_both_engines_get_the_same_time() -> None:
     settings = adaptive_load.Settings(adaptive_load.MODEL, seconds=0.3, tokens=10)
     prompts = [tuple(range(10, 30)), tuple(range(40, 70))]

@@ -133,6 +133,7 @@ def test_every_stage_ends_before_the_minutes_do() -> None:
     assert gpu.stage_ends(gpu.Settings(("drafts",), 10.0, TINY)) == pytest.approx({"drafts": 9.6})
 
 
+@pytest.mark.nightly
 def test_cases_without_time_are_reported_as_not_run(tmp_path: Path) -> None:
     """A look at the clock takes 130 s: stages run a few cases, later ones keep their share, and the run ends in time."""
     clock, stages = Clock(130.0), ("prefill", "steps", "drafts")

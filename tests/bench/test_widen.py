@@ -118,6 +118,7 @@ def test_biases_and_head_norms_are_widened_too(family: str, tmp_path: Path) -> N
     torch.testing.assert_close(found[:, :48], expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_in_float64")
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -156,6 +157,7 @@ def draft(head: Path, target: Path) -> DraftTree:
     return tree
 
 
+@pytest.mark.nightly
 def test_tokens_and_acceptance_of_the_demo_stay_the_same(tmp_path: Path) -> None:
     shape = Shape(320, 640, 14, 8, 4, 64, vocab_size=6000, draft_vocab_size=2500)
     folders = write("models/demo/target", ["models/demo/eagle3"], shape, tmp_path, "float32")

@@ -63,6 +63,7 @@ def test_options_of_commands_on_the_pages_exist() -> None:
     assert not wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing_else() -> None:
     pytest.importorskip("material", reason="needs the package mkdocs-material; run: pip install -e '.[docs]'")
