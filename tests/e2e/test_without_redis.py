@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from eyas.api.request import SamplingParams
 from eyas.errors import Unavailable
 from eyas.rpc.messages import NO_DRAFTER
@@ -29,6 +31,7 @@ def service(name: str, log: Path, *settings: str) -> Iterator[None]:
             process.terminate()
 
 
+@pytest.mark.nightly
 def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("draft", "verifier", "router")}
     draft, verifier, router = (f"127.0.0.1:{ports[name]}" for name in ("draft", "verifier", "router"))
