@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,11 +59,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         trace = trace_pairs(context.invocation_metadata() or ())
         with self._telemetry.request(own, trace), self._assigned(own, call.drafter):
             self._check(call)
+            totals = _RunningTotals(own)
             async with aclosing(self._engine.generate(own)) as chunks:
-                async for chunk in _with_totals(own, chunks):
-                    if chunk.totals:
+                async for chunk in chunks:
+                    if chunk.finish_reason:
                         context.set_trailing_metadata(self._round_trip(own))
-                    await context.write(convert.text_chunk_to_proto(chunk))
+                    await context.write(convert.text_chunk_to_proto(totals.add(chunk)))
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
@@ -112,16 +113,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
 
 
-async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
-    """Yield chunks as a client receives them: the first with the seed, the last with the totals."""
-    num_output_tokens = num_cached = 0
-    seed = request.sampling.seed
-    async for chunk in chunks:
-        num_output_tokens += len(chunk.token_ids)
-        num_cached += chunk.num_cached
-        totals = Totals(len(request.prompt_ids), num_output_tokens, None, num_cached) if chunk.finish_reason else None
-        yield TextChunk(chunk, seed=seed, totals=totals)
-        seed = None
+class _RunningTotals:
+    """The totals of a request, which its last chunk has."""
+
+    def __init__(self, request: Request) -> None:
+        self._num_prompt = len(request.prompt_ids)
+        self._num_output = self._num_cached = 0
+        self._seed = request.sampling.seed
+
+    def add(self, chunk: Chunk) -> TextChunk:
+        """Return a chunk as a client receives it: the first with the seed, the last with the totals."""
+        self._num_output += len(chunk.token_ids)
+        self._num_cached += chunk.num_cached
+        ends = chunk.finish_reason is not None
+        totals = Totals(self._num_prompt, self._num_output, None, self._num_cached) if ends else None
+        seed, self._seed = self._seed, None
+        return TextChunk(chunk, seed=seed, totals=totals)
 
 
 def announced_load(load: EngineLoad) -> Load:

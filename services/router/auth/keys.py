@@ -166,28 +166,32 @@ class Access:
             salt = blake2b(f"{tenant}/{salt}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         return replace(call, request=replace(request, tenant=tenant, cache_salt=salt))
 
-    async def meter(
+    def meter(
         self,
         chunks: AsyncGenerator[TextChunk, None],
         calls: Iterable[GenerateCall],
         record_rejection: AbstractContextManager[None],
     ) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of prepared calls within the key's quota.
+        """Return the chunks of prepared calls within the key's quota; without a quota they are `chunks` itself.
 
-        Raises, before the first, what `Quota.reserve` does; `record_rejection` is entered around that.
+        The first raises what `Quota.reserve` does; `record_rejection` is entered around that.
         """
-        if self.quota is None:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-            return
+        return chunks if self.quota is None else self._counted(self.quota, chunks, calls, record_rejection)
+
+    async def _counted(
+        self,
+        quota: Quota,
+        chunks: AsyncGenerator[TextChunk, None],
+        calls: Iterable[GenerateCall],
+        record_rejection: AbstractContextManager[None],
+    ) -> AsyncGenerator[TextChunk, None]:
         requests = [call.request for call in calls]
         num_prompt = sum(len(request.prompt_ids) for request in requests)
         num_output = sum(request.sampling.n * request.sampling.max_tokens for request in requests)
         with ExitStack() as stack:
             with record_rejection:
                 num_completions = sum(request.sampling.n for request in requests)
-                count = stack.enter_context(self.quota.reserve(num_completions, num_prompt, num_output))
+                count = stack.enter_context(quota.reserve(num_completions, num_prompt, num_output))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     count(len(chunk.chunk.token_ids))

@@ -6,7 +6,7 @@ import torch
 
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftingConfig
-from eyas.drafters.ahead import eagle as eagle_ahead
+from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.eagle import EagleDrafter
@@ -53,7 +53,7 @@ def test_rows_that_find_no_memory_take_no_slots(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(eagle_ahead, "upload", refuse)
+        patch.setattr(grown_tree, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             tree.next_rows(2, 6, 9)
     assert free.num_free == 8
