@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -96,9 +97,10 @@ def _unescaped(found: re.Match[str]) -> str:
     """Return a character of GBNF in a form that Lark reads: \\x41 and not \\u0041, and itself from U+0100 on."""
     if not (digits := found[1] or found[2]):
         return found[0]
-    character = chr(int(digits, 16))
-    character.encode()  # raises ValueError for half of a surrogate pair
-    return character if character > "\xff" else f"\\x{ord(character):02x}"
+    number = int(digits, 16)
+    if 0xD800 <= number <= 0xDFFF or number > sys.maxunicode:
+        raise ValueError(f"{found[0]} names no character")
+    return chr(number) if number > 0xFF else f"\\x{number:02x}"
 
 
 class _LarkWriter:

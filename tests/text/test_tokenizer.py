@@ -411,3 +411,11 @@ def test_a_stop_string_may_begin_inside_a_hidden_name(demo: Tokenizer) -> None:
     stream = TextStream(demo, [stop], stop_specials=demo.specials_in([stop]))
     ids = (*demo.encode("a "), hidden, *demo.encode(" abcdefghijklmnop"), hidden, *demo.encode("b"))
     assert stream.push(ids).text + stream.flush() == "a  abcdefghijklmnopb"
+
+
+@pytest.mark.parametrize("long_id", [1, 7], ids=["next", "after a gap"])
+def test_the_longest_token_bounds_a_text_whatever_its_id(long_id: int) -> None:
+    tokenizer = Tokenizer(HuggingFaceTokenizer(models.WordLevel({"a": 0, "éééé": long_id}, unk_token="a")))
+    tokenizer.check_length(8 * 5, 5)
+    with pytest.raises(InvalidRequest, match="at least 6 tokens"):
+        tokenizer.check_length(8 * 6, 5)
