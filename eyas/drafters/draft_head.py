@@ -59,7 +59,7 @@ class DraftHead:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is anything to draft with."""
+        """Return whether there is anything to draft with."""
         return self.method != NO_DRAFTS
 
     @cached_property

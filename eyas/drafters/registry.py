@@ -59,11 +59,12 @@ DEFAULT_NUM_STEPS = 5
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What a drafter is built from.
+    """Parts from which a drafter is built.
 
-    head: folder, hub id or file that the method loads; empty if it loads nothing.
-    wiring: how an EAGLE-3 or block head is wired; None if its config says so.
-    has_idle_time: whether `draft_ahead` is called while the drafter has nothing else to do, as draft services do.
+    Attributes:
+        head: folder, hub id or file that the method loads; empty if it loads nothing.
+        wiring: how an EAGLE-3 or block head is wired; None if its config says so.
+        has_idle_time: whether `draft_ahead` is called while the drafter has nothing else to do, as draft services do.
     """
 
     target: str
@@ -77,7 +78,7 @@ class DrafterParts:
     has_idle_time: bool = False
 
     def with_ahead(self, drafter: EagleDrafter) -> LocalDrafter:
-        """The drafter, drafting ahead if the settings ask for it, or if that may pay.
+        """Return the drafter, drafting ahead if the settings ask for it, or if that may pay.
 
         Without settings it may pay on a GPU, also an emulated one. Draft services on a CPU mostly share its cores.
         """
@@ -87,13 +88,13 @@ class DrafterParts:
 
     @property
     def ahead_mode(self) -> DraftAheadMode:
-        """Whether to draft ahead: never, always, or where it pays."""
+        """Return whether to draft ahead: never, always, or where it pays."""
         has_gpu = torch.device(self.device).type != "cpu" or self.drafting.emulated_device
         mode = self.drafting.draft_ahead.mode or ("auto" if has_gpu else "never")
         return "never" if mode == "auto" and not self.has_idle_time else mode
 
     def capture(self) -> Capture | None:
-        """How to capture trees as CUDA graphs; None if that is impossible or switched off."""
+        """Return how to capture trees as CUDA graphs; None if that is impossible or switched off."""
         device = torch.device(self.device)
         return CudaCapture(device) if device.type == "cuda" and self.drafting.cuda_graphs else None
 
@@ -102,8 +103,9 @@ class DrafterParts:
 class TargetFeatures:
     """The features that a method is fed.
 
-    load_fuser: makes them beside the target, from (head, target, dtype, device).
-    fingerprint: identifies them, from the head: equal fingerprints mean equal features.
+    Attributes:
+        load_fuser: makes them beside the target, from (head, target, dtype, device).
+        fingerprint: identifies them, from the head: equal fingerprints mean equal features.
     """
 
     load_fuser: Callable[[str, str, str, str], FeatureFuser]
@@ -114,15 +116,16 @@ class TargetFeatures:
 class Method:
     """A drafting method.
 
-    build: makes the drafter.
-    head: what must be named as `draft_model`, in words; empty if nothing.
-    optional_head: what may be named, if nothing must.
-    needs: what it takes besides committed tokens, in words for `eyas drafters`.
-    features: the target features that it is fed, if any.
-    validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
-    dtype, device).
-    has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
-    num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
+    Attributes:
+        build: makes the drafter.
+        head: what must be named as `draft_model`, in words; empty if nothing.
+        optional_head: what may be named, if nothing must.
+        needs: what it takes besides committed tokens, in words for `eyas drafters`.
+        features: the target features that it is fed, if any.
+        validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the
+            target, dtype, device).
+        has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
+        num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
 
     build: Callable[[DrafterParts], LocalDrafter]
@@ -255,13 +258,13 @@ METHODS: Mapping[str, Method] = {name: replace(_METHODS[name], head=head) for na
 
 
 def find_method(name: str) -> Method:
-    """A method by name, or two combined, such as eagle3+prompt_lookup. Raises ConfigError for an unknown one."""
+    """Return a method by name, or two combined, such as eagle3+prompt_lookup. Raises ConfigError for an unknown one."""
     sides = [METHODS[side] for side in split_method(name)]
     return _combine(sides) if len(sides) == 2 else sides[0]
 
 
 def _combine(sides: Sequence[Method]) -> Method:
-    """Two methods at once; the head is for the one that needs one."""
+    """Combine two methods at once; the head is for the one that needs one."""
     with_head = [side for side in sides if side.head]
     return replace(
         with_head[0] if with_head else sides[0],

@@ -147,7 +147,7 @@ def assemble_engine(
 
 
 def _cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:
-    """The clock that a draft budget measures costs with.
+    """Return the clock that a draft budget measures costs with.
 
     It is the processor time of this process where one thread does all work of a step: the wall would count other
     processes' work too. A GPU, other threads or a drafter in another process work while this thread waits, which only
@@ -161,7 +161,7 @@ def _cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConf
 def _draft_budget(
     drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
 ) -> DraftBudget:
-    """The budget that `engine.draft_budget` names, and what it has to know of costs."""
+    """Return the budget that `engine.draft_budget` names, and what it has to know of costs."""
     if drafter is None or engine.draft_budget == "fixed":
         return FixedDraftBudget()
     verify = measure_verify(runner, engine, tree, clock)
@@ -173,7 +173,7 @@ def _draft_budget(
 
 
 def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
-    """Whether passes run on a GPU, real or emulated."""
+    """Return whether passes run on a GPU, real or emulated."""
     return device.type != "cpu" or bool(engine.emulated_device)
 
 
@@ -233,7 +233,9 @@ def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KV
 
 
 def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]) -> CostModel:
-    """Seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that none leaks."""
+    """Return the seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that
+    none leaks.
+    """
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
     prefix = np.arange(max(min(PREFIX_TOKENS, num_slots, runner.target.max_model_len - nodes), 0))
 
@@ -251,7 +253,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
 
 def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[], float]) -> float:
-    """Seconds of a verify pass for each cached token that its rows attend to, from short and from long prefixes.
+    """Return the seconds of a verify pass for each cached token that its rows attend to, from short and from long prefixes.
 
     A GPU reads the context of a sequence once for all of its rows. On a CPU it is a cost of each row: 0 here, as for passes
     that take long, and for models with sliding windows, which bound what a context costs.
@@ -281,7 +283,7 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
 def measure_drafting(
     drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
 ) -> DraftCosts:
-    """Seconds of draft rounds; nothing is known of a drafter in another process."""
+    """Return the seconds of draft rounds; nothing is known of a drafter in another process."""
     if not isinstance(drafter, LocalDrafter):
         return DraftCosts(None, None, tree.top_k)
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
@@ -293,7 +295,7 @@ def measure_drafting(
         return Commit(f"warm-up {session}", epoch, start, (0,) * num_tokens, features, GREEDY, budget)
 
     def round_of(num_trees: int, *of_session: int) -> object:
-        """With the features, which a CPU fuses for them."""
+        """Time a round with the features, which a CPU fuses for it."""
         return drafter.request([context(session, *of_session) for session in range(num_trees)])()
 
     def rounds(num_trees: int) -> Iterator[Callable[[], object]]:
@@ -355,7 +357,7 @@ def _measure(
 
 
 def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:
-    """The size where a convex table may be too high by most, if by more than BEND of it, else 0.
+    """Return the size where a convex table may be too high by most, if by more than BEND of it, else 0.
 
     Between two sizes a convex function lies above the lines through the two sizes before and through the two after. Of a
     roofline, flat and then linear, these meet at its bend.
@@ -374,7 +376,9 @@ def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:
 
 
 def _median_seconds(works: Iterator[Callable[[], object]], clock: Callable[[], float], least: int) -> float:
-    """Of as many works as take about LONG_ENOUGH_S, up to 7: the fastest one were too good for steps between other work."""
+    """Return the median time of as many works as take about LONG_ENOUGH_S, up to 7: the fastest one were too good for steps
+    between other work.
+    """
     seconds: list[float] = []
     while len(seconds) < least or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):
         work = next(works)

@@ -35,6 +35,12 @@ class BatchInvariantRunner(ModelRunner):
     hold all sequences. Otherwise every forward pass has the same number of rows, all of one sequence, and its attention does
     not depend on the order of keys in memory: plain and speculative decoding run the same kernels. ModelRunner is the fast
     one.
+
+    Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed.
+
+    Args:
+        rows: of every pass; no tree may have more.
+        backend: one with parts at fixed positions, if not the target itself.
     """
 
     def __init__(
@@ -45,10 +51,6 @@ class BatchInvariantRunner(ModelRunner):
         rows: int,
         backend: ForwardBackend | None = None,
     ) -> None:
-        """rows: of every pass; no tree may have more. backend: one with parts at fixed positions, if not the target itself.
-
-        Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed.
-        """
         super().__init__(target, kv_cache, fuser, backend)
         if target.is_mixture_of_experts:
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
@@ -62,7 +64,7 @@ class BatchInvariantRunner(ModelRunner):
             log.warning(message, rows, self._why_alone())
 
     def _why_alone(self) -> str:
-        """Why the kernels of the CPU do not keep batches, and what to do."""
+        """Return why the kernels of the CPU do not keep batches, and what to do."""
         num_threads = torch.get_num_threads()
         if self.target.dtype != torch.float32:
             return f"dtype is {str(self.target.dtype).removeprefix('torch.')}; set it to float32 or auto"
@@ -86,7 +88,7 @@ class BatchInvariantRunner(ModelRunner):
         return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
 
     def _run_block(self, block: Segment) -> Tensor:
-        """Logits of the block's wanted rows; either all rows go through the output head or none."""
+        """Return logits of the block's wanted rows; either all rows go through the output head or none."""
         count = len(block.tokens) if len(block.logits_indices) else 0
         whole = block._replace(logits_indices=np.arange(count))
         packed = replace(pack([whole], self.target.device), attend=batch_invariant_attend)
@@ -96,7 +98,7 @@ class BatchInvariantRunner(ModelRunner):
 
 
 def _parts(segment: Segment, rows: int) -> list[Segment]:
-    """The segment in parts of at most `rows` rows; a tree is one part."""
+    """Return the segment in parts of at most `rows` rows; a tree is one part."""
     count = len(segment.tokens)
     if segment.visible is not None or count <= rows:
         return [segment]

@@ -71,7 +71,9 @@ PLACES = {
 class ServiceSettings:
     """Settings that one service is started with: a YAML file, if any, then key=value settings.
 
-    environment: variables of this service alone, for what no command line may show. origins: see `load`.
+    Attributes:
+        environment: variables of this service alone, for what no command line may show.
+        origins: see `load`.
     """
 
     name: str

@@ -131,7 +131,8 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
 
 
 def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
-    """Digest of the target and of the settings that decide which tokens it gives. Device and dtype must have been resolved.
+    """Return the digest of the target and of the settings that decide which tokens it gives. Device and dtype must have been
+    resolved.
 
     Other devices, compiled kernels of the CPU and other numbers of ranks take sums in another order, which decides between
     tokens that are nearly equal. One CUDA device adds nothing to the digest: older verifiers left all three out.
@@ -151,7 +152,7 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
 def load_engine(
     config: VerifierConfig, head: DraftHead, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
 ) -> tuple[Engine, DraftPool | None]:
-    """The engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
+    """Return the engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
     fuser = head.build_fuser(config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
@@ -227,7 +228,7 @@ class VerifierRegistration:
 
 
 def rank_info(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> RankInfo:
-    """The rank of this process. Without RANK it is rank 0 and starts the others itself.
+    """Return the rank of this process. Without RANK it is rank 0 and starts the others itself.
 
     Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel_size`.
     """

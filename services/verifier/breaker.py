@@ -11,7 +11,7 @@ MAX_BACKOFF_S = 10.0
 
 
 class CircuitBreaker:
-    """Stops requests to a drafter whose trees do not arrive, or are invalid.
+    """Breaker that stops requests to a drafter whose trees do not arrive, or are invalid.
 
     It opens after `max_failures` failures in a row: lost requests, and replies with invalid trees. After `reset_s` seconds
     one request may try again: an answer closes the circuit, a failure opens it for twice as long as before, up to
@@ -30,11 +30,11 @@ class CircuitBreaker:
 
     @property
     def backing_off(self) -> bool:
-        """Whether the circuit is open and it is too early for another attempt."""
+        """Return whether the circuit is open and it is too early for another attempt."""
         return time.monotonic() < self._open_until
 
     def admits(self, wants_trees: bool) -> bool:
-        """Whether to send a request now; only one that wants trees may try a drafter that failed."""
+        """Return whether to send a request now; only one that wants trees may try a drafter that failed."""
         with self._lock:
             if self.state == "open" and wants_trees and not self.backing_off:
                 self.state = "half-open"

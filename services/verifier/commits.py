@@ -14,7 +14,7 @@ NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
-    """Messages to send in order. Each holds at most `max_tokens` new tokens, and a session at most once.
+    """Return messages to send in order. Each holds at most `max_tokens` new tokens, and a session at most once.
 
     A longer commit is cut; only its last piece keeps the budget, the samples and the trace.
     """
@@ -35,7 +35,7 @@ def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[lis
 
 
 def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
-    """The contexts with their features on the host, all in one copy from the device to pinned memory."""
+    """Return the contexts with their features on the host, all in one copy from the device to pinned memory."""
     features = [context.features for context in contexts if context.features is not None]
     if all(part.device.type == "cpu" for part in features):
         return list(contexts)
@@ -44,7 +44,9 @@ def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
 
 
 def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:
-    """Pieces of at most `max_tokens` tokens. The piece of tokens [s, e) carries the features of [max(s - 1, 0), e - 1)."""
+    """Yield the pieces of at most `max_tokens` tokens. The piece of tokens [s, e) carries the features of [max(s - 1, 0), e
+    - 1).
+    """
     origin = max(context.start_position - 1, 0)
     for first in range(0, len(context.tokens), max_tokens):
         tokens = context.tokens[first : first + max_tokens]

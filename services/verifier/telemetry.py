@@ -34,7 +34,12 @@ MAX_EVENTS = 128
 
 
 class VerifierTelemetry:
-    """Telemetry of one engine and its drafters. The engine's thread calls `on_step`."""
+    """Telemetry of one engine and its drafters. The engine's thread calls `on_step`.
+
+    Args:
+        model: the served name.
+        own_method: of a drafter in the verifier; empty if draft services draft.
+    """
 
     def __init__(
         self,
@@ -43,7 +48,6 @@ class VerifierTelemetry:
         pool: DraftPool | None = None,
         own_method: str = "",
     ) -> None:
-        """model: the served name. own_method: of a drafter in the verifier; empty if draft services draft."""
         self.load_log = LoadLog()
         self._own_method = own_method
         self._telemetry = telemetry = telemetry or Telemetry()
@@ -84,7 +88,9 @@ class VerifierTelemetry:
     def request(self, request: Request, trace: Trace) -> Iterator[None]:
         """Trace and count a request while the body runs; an exception of the body gives its status.
 
-        request: with the id that the engine knows. trace: trace context of the caller.
+        Args:
+            request: with the id that the engine knows.
+            trace: trace context of the caller.
         """
         tracer = self._telemetry.tracer
         attributes = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
@@ -102,7 +108,7 @@ class VerifierTelemetry:
                 self._record_end(own, len(request.prompt_ids), status)
 
     def traceparent(self, session: str) -> str:
-        """The trace context of a session's next verify step; empty if that is not sampled."""
+        """Return the trace context of a session's next verify step; empty if that is not sampled."""
         trace = self._traces.get(session)
         return trace.next_step() if trace is not None and trace.traced else ""
 
@@ -199,8 +205,10 @@ def _draft_client_samples(pool: DraftPool) -> Iterator[MetricSample]:
 class RequestTrace:
     """The times of one request, and its spans.
 
-    span: of the whole request. ratio: share of verify steps with spans of their own; the first is always one of them.
-    The engine's thread records; the request's task calls `end`.
+    Args:
+        span: of the whole request.
+        ratio: share of verify steps with spans of their own; the first is always one of them. The engine's thread records;
+            the request's task calls `end`.
     """
 
     def __init__(self, tracer: Tracer, span: Span, ratio: float) -> None:
@@ -226,12 +234,12 @@ class RequestTrace:
 
     @property
     def queue_seconds(self) -> float | None:
-        """From arrival to the first step; None if there was none."""
+        """Return the time from arrival to the first step; None if there was none."""
         return max(self._began - self._arrived, 0) / 1e9 if self._began else None
 
     @property
     def prefill_seconds(self) -> float | None:
-        """From the first step to the first token; None if there was none."""
+        """Return the time from the first step to the first token; None if there was none."""
         return (self._first - self._began) / 1e9 if self._first else None
 
     def began(self, now: int) -> None:
@@ -262,7 +270,7 @@ class RequestTrace:
                 self._current, self._next = self._next, None  # the engine has requested the next tree already
 
     def next_step(self) -> str:
-        """The trace context of the verify step that is drafted next; empty if it gets no span of its own."""
+        """Return the trace context of the verify step that is drafted next; empty if it gets no span of its own."""
         if self._decode is None or not self._ratio:
             return ""
         self._due += self._ratio
@@ -319,7 +327,7 @@ def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, me
 
 
 def _step_attributes(step: VerifyStep, report: StepReport, timing: DraftTiming | None) -> Attributes:
-    """Attributes of a verify step's event or span; times in ms."""
+    """Return the attributes of a verify step's event or span; times in ms."""
     attributes: dict[str, str | bool | int | float] = {
         "eyas.drafted_tokens": step.drafted,
         "eyas.accepted_tokens": step.accepted,

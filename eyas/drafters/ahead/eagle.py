@@ -115,7 +115,7 @@ class AheadTrees:
                 self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
 
     def plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
-        """The rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
+        """Return the rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
 
         Trees without useful rows have ended growing.
         """
@@ -169,7 +169,7 @@ class AheadTrees:
                 tree.give_up(rows)
 
     def take_prepared(self) -> list[PreparedTree]:
-        """The trees that have changed, after some of the passes: a later tree replaces an earlier one."""
+        """Return the trees that have changed, after some of the passes: a later tree replaces an earlier one."""
         names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
         self._changed = {name: None for name in self._changed if name not in names}
         count = MAX_PREPARED_NODES // max(len(self.grown), 1)
@@ -192,9 +192,11 @@ class AheadTrees:
         return found
 
     def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Commit to the drafter, and draft on demand, up to `miss_steps` levels. paths: as for `trees`.
+        """Commit to the drafter, and draft on demand, up to `miss_steps` levels.
 
-        contexts: of deterministic trees, as the drafter's next commits.
+        Args:
+            paths: as for `trees`.
+            contexts: of deterministic trees, as the drafter's next commits.
         """
         self.collect()
         for context, path in zip(contexts, paths, strict=True):
@@ -240,5 +242,5 @@ class AheadTrees:
 
 
 def _sends(number: int) -> bool:
-    """Whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
+    """Return whether trees are sent after this pass: if its number is a power of two or three times one, half of 16."""
     return any(of and of & (of - 1) == 0 for of in (number, number // 3 if number % 3 == 0 else 0))

@@ -40,10 +40,14 @@ class GrownTree:
     tokens, parents, depths: of the expanded nodes, target token ids [E]. states [E, H]. slots: of their keys and values, but
     for the root's [E - 1]. is_exact [E]. candidates: token ids [E, C]. scores: their log-probabilities given their parents
     [E, C].
+
+    Args:
+        token: of the root. state [H].
+        candidates, scores [C]: of the root.
+        free: where slots come from, for all trees.
     """
 
     def __init__(self, token: int, state: Tensor, candidates: Ints, scores: Reals, free: SlotAllocator) -> None:
-        """token: of the root. state [H]; candidates, scores [C]: of the root. free: where slots come from, for all trees."""
         self.tokens, self.parents, self.depths = np.array([token]), np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.states, self.slots, self.is_exact = state[None], np.zeros(0, np.int64), np.ones(1, np.bool_)
         self.candidates, self.scores = candidates[None], scores[None]
@@ -72,14 +76,14 @@ class GrownTree:
         self.expanded[self.parents[known] * width + places[known]] = known
 
     def best(self, root: int, count: int, max_depth: int) -> Ints:
-        """The best candidates below an expanded node, as parent * C + place; parents come before their children."""
+        """Return the best candidates below an expanded node, as parent * C + place; parents come before their children."""
         inside = self._within(root) & (self.depths - self.depths[root] < max_depth)
         scores = np.where(inside[:, None], self.cumulative[:, None] + self.scores, -np.inf).ravel()
         chosen = best_places(scores, count)
         return chosen[np.argsort(self.depths[chosen // self.scores.shape[1]], kind="stable")]
 
     def _within(self, root: int) -> Bools:
-        """Which expanded nodes are `root`, or stand below it [E]."""
+        """Return which expanded nodes are `root`, or stand below it [E]."""
         inside = np.full(len(self.tokens), not root)
         if not root:
             return inside
@@ -90,14 +94,16 @@ class GrownTree:
         return inside
 
     def _parents_among(self, chosen: Ints, root: int) -> tuple[Ints, Ints]:
-        """Of candidates from `best` the nodes above, and the numbers of these in the tree of root and candidates."""
+        """Return, for candidates from `best`, the nodes above, and the numbers of these in the tree of root
+        and candidates.
+        """
         above, numbers = chosen // self.scores.shape[1], np.zeros(len(self.tokens), np.int64)
         numbers[self.expanded[chosen]] = np.arange(1, len(chosen) + 1)
         numbers[root] = 0
         return above, numbers[above]
 
     def find(self, path: Sequence[int]) -> int | None:
-        """The expanded node at the end of a path of tokens below the root."""
+        """Return the expanded node at the end of a path of tokens below the root."""
         node, width = 0, self.candidates.shape[1]
         for token in path:
             places = np.flatnonzero(self.candidates[node] == token)
@@ -107,7 +113,7 @@ class GrownTree:
         return node
 
     def below(self, path: Sequence[int], budget: TreeBudget) -> TreeArrays | None:
-        """The tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
+        """Return the tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
         root = self.find(path)
         chosen = np.zeros(0, np.int64) if root is None else self.best(root, budget.max_nodes - 1, budget.max_depth)
         if not len(chosen):
@@ -149,11 +155,12 @@ class GrownTree:
         self.pool.free(rows.slots[rows.nodes >= len(self.tokens)])
 
     def next_rows(self, count: int, max_depth: int, max_nodes: int) -> GrownRows | None:
-        """The most useful rows of a pass, `count` at most; None if there is nothing to do."""
+        """Return the most useful rows of a pass, `count` at most; None if there is nothing to do."""
         return self.take_rows(self.useful(count, max_depth, max_nodes)[0])
 
     def useful(self, count: int, max_depth: int, max_nodes: int) -> tuple[Ints, Reals]:
-        """The most useful candidates of a pass, as parent * C + place, `count` at most; and the logarithms of their worth.
+        """Return the most useful candidates of a pass, as parent * C + place, `count` at most; and the logarithms of their
+        worth.
 
         New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst.
         """
@@ -174,7 +181,7 @@ class GrownTree:
         return chosen, worth[chosen]
 
     def take_rows(self, chosen: Ints) -> GrownRows | None:
-        """Rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
+        """Return the rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
         width, exact = self.candidates.shape[1], self.is_exact
         nodes = self.expanded[chosen]
         kept = (nodes > 0) | (np.cumsum(nodes == 0) <= self.pool.num_free)
@@ -244,7 +251,7 @@ class GrownTree:
 
 @cache
 def ahead_kernels() -> Any:
-    """The kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
+    """Return the kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
     if not has_numba():
         return None
     from eyas.kernels.cpu import drafting as cpu_kernels

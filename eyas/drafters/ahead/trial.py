@@ -39,7 +39,7 @@ class Rate:
 
 
 class Trial:
-    """Switches drafting ahead on or off, by the tokens per second with it and without.
+    """Switch that turns drafting ahead on or off, by the tokens per second with it and without.
 
     Blocks of commits alternate between both, the first one without, until one is better by CERTAIN_AT standard errors, or
     for MAX_BLOCKS. What is tried must yield MIN_GAIN as many tokens. Then nothing changes for a pause, which doubles with
@@ -62,7 +62,9 @@ class Trial:
         self._decided: bool | None = None
 
     def stamp(self, session: str) -> int:
-        """The number of the block, for a session whose commit is answered; 0 for its first: it was prepared before."""
+        """Return the number of the block, for a session whose commit is answered; 0 for its first: it was
+        prepared before.
+        """
         if self.pause:
             return 0
         is_first = session not in self.seen

@@ -1,4 +1,4 @@
-"""How a drafter scores children: draft logits in, log-scores out, with the noise of the target's own draw.
+"""Scores of children: draft logits in, log-scores out, with the noise of the target's own draw.
 
 The target emits argmax l + T g, where T is the temperature and the Gumbel noise g is known from (seed, position, token). A
 drafter that knows g ranks children by log softmax((d + T g) / r). If its logits d differ from l by Gumbel noise of scale r,
@@ -42,7 +42,9 @@ NUM_NOISE_WORDS = 8
 
 
 def without_nan(logits: Tensor) -> Tensor:
-    """The logits in float32 with minus infinity for what is no number: it is never drafted, and disturbs no other token."""
+    """Return the logits in float32 with minus infinity for what is no number: it is never drafted, and disturbs no other
+    token.
+    """
     return logits.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
@@ -50,8 +52,10 @@ def without_nan(logits: Tensor) -> Tensor:
 class UnrankedLogits:
     """Logits [S, R, D] of a level on a GPU; kernels make the best scores of them.
 
-    words: the output of `noise_words`. noise: of all levels, float32 [S, L, D], if there is some. probs: see
-    `perturbed_scorer`; None if no session has filters.
+    Attributes:
+        words: the output of `noise_words`.
+        noise: of all levels, float32 [S, L, D], if there is some.
+        probs: see `perturbed_scorer`; None if no session has filters.
     """
 
     logits: Tensor
@@ -61,7 +65,7 @@ class UnrankedLogits:
     probs: ProbsFunction | None = None
 
     def rank(self, k: int, above: Tensor | None = None) -> Ranked:
-        """As `rank_children` of the scores."""
+        """Rank the scores as `rank_children` does."""
         if k > MAX_KERNEL_K:
             return rank_children(self.scores(), k, above)
         from eyas.kernels.cuda.drafting import best_children, lowest_keys
@@ -73,7 +77,7 @@ class UnrankedLogits:
         return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above, lowest))
 
     def scores(self) -> Tensor:
-        """All scores, float32 [S, R, D]."""
+        """Return all scores, float32 [S, R, D]."""
         scale = self.words[5].view(torch.float64).float()
         logits = without_nan(self.logits)
         perturbed = (logits if self.noise is None else logits + self.noise[:, None, self.level]) / scale[:, None, None]
@@ -83,7 +87,7 @@ class UnrankedLogits:
 
 
 def rank_children(scores: Scores, k: int, above: Tensor | None = None) -> Ranked:
-    """The k best children of each node, [S, R, k], see `rank`.
+    """Return the k best children of each node, [S, R, k], see `rank`.
 
     above: scores of the nodes [S, W], added to those of their children.
     """
@@ -94,12 +98,12 @@ def rank_children(scores: Scores, k: int, above: Tensor | None = None) -> Ranked
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Log-softmax without NaN: minus infinity in rows that have nothing else."""
+    """Return the log-softmax without NaN: minus infinity in rows that have nothing else."""
     return torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _kept(logits: Tensor, words: Tensor, probs: ProbsFunction) -> Tensor:
-    """Which tokens the sessions' filters keep, bool [S, R, D]. logits: of `without_nan`."""
+    """Return which tokens the sessions' filters keep, bool [S, R, D]. logits: of `without_nan`."""
     temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
     filters = Filters(temperature.clamp(min=MIN_FILTER_TEMPERATURE), words[3], top_p, min_p)
     is_free_S = (words[3] == 0) & (top_p >= 1) & (min_p == 0)
@@ -108,11 +112,13 @@ def _kept(logits: Tensor, words: Tensor, probs: ProbsFunction) -> Tensor:
 
 
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
-    """Scores under each session's ranking temperature and, where it is shared, the noise of the target's own draw.
+    """Return scores under each session's ranking temperature and, where it is shared, the noise of the target's own draw.
 
     CUDA graphs capture it: its sizes depend on nothing that a tensor holds, and it copies nothing to the device.
 
-    words: the output of `noise_words` on the device. probs: applies temperature and filters to logits, for "filtered".
+    Args:
+        words: the output of `noise_words` on the device.
+        probs: applies temperature and filters to logits, for "filtered".
     """
     if draft_ids.device.type != "cpu" and find_spec("triton") is not None:
         return kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
@@ -145,7 +151,7 @@ def kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKin
 
 
 def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
-    """A scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
+    """Return a scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
     rows = [row for row, context in enumerate(contexts) if context.logit_biases]
     if not rows:
         return scorer
@@ -168,12 +174,14 @@ class MaskedScorer:
     """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
 
     A node whose mask is not known, or allows nothing of the draft vocabulary, is left as it is.
+
+    Args:
+        path_masks: of the nodes below the roots, whose own masks the contexts have; None if they are not known.
     """
 
     def __init__(
         self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
     ) -> None:
-        """path_masks: of the nodes below the roots, whose own masks the contexts have; None if they are not known."""
         self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
         self._draft_ids, self._bytes = draft_ids, draft_ids >> 3
         self._flags = (1 << (draft_ids & 7)).to(torch.uint8)
@@ -206,7 +214,7 @@ class MaskedScorer:
         return self._scorer(self._masked(logits, masks) if masks else logits, level)
 
     def _masked(self, logits: Tensor, masks: Mapping[int, TokenBits]) -> Tensor:
-        """logits [S, R, D] as [S, W, D] with masks of some of these rows."""
+        """Return logits [S, R, D] as [S, W, D] with masks of some of these rows."""
         bits = upload(np.stack(list(masks.values())), logits.device)
         banned = (bits[:, self._bytes] & self._flags) == 0
         banned &= ~banned.all(-1, keepdim=True)
@@ -218,10 +226,13 @@ class MaskedScorer:
 
 
 class MaskedExpansion:
-    """An Expansion whose scorer gets the masks of the nodes. They are computed while the draft model runs."""
+    """An Expansion whose scorer gets the masks of the nodes. They are computed while the draft model runs.
+
+    Args:
+        scorer: that of the expansion.
+    """
 
     def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
-        """scorer: that of the expansion."""
         self._expansion, self._scorer = expansion, scorer
 
     def first(self) -> Scores:
@@ -235,10 +246,11 @@ class MaskedExpansion:
 
 
 def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
-    """Scores by unnormalised draft probabilities under each session's temperature and filters.
+    """Return scores by unnormalised draft probabilities under each session's temperature and filters.
 
-    words: the output of `chain_words` on the device. probs: applies filters to logits. On CUDA the scores are the logits
-    themselves, and kernels do the rest.
+    Args:
+        words: the output of `chain_words` on the device.
+        probs: applies filters to logits. On CUDA the scores are the logits themselves, and kernels do the rest.
     """
     if draws_by_kernels(words.device):
         return lambda logits, level: logits
@@ -248,7 +260,7 @@ def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
 
 
 def draws_by_kernels(device: torch.device) -> bool:
-    """Whether kernels draw the tokens of sampled chains."""
+    """Return whether kernels draw the tokens of sampled chains."""
     return device.type != "cpu" and find_spec("triton") is not None
 
 
@@ -259,7 +271,7 @@ def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
 
 
 def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int, draft_ids: Tensor) -> Scorer:
-    """The scorer of one round of deterministic trees. draft_ids maps draft vocabulary ids to the target's."""
+    """Return the scorer of one round of deterministic trees. draft_ids maps draft vocabulary ids to the target's."""
     words, device = noise_words(contexts, ranking, len(contexts)), draft_ids.device
     filtered = np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1))
     probs = filtered_probs_of(filtered, len(contexts), device)
@@ -267,7 +279,7 @@ def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int,
 
 
 def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: int) -> Ints:
-    """What the scores of each session depend on besides logits, int64 [NUM_NOISE_WORDS, num_rows].
+    """Return what the scores of each session depend on besides logits, int64 [NUM_NOISE_WORDS, num_rows].
 
     The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, ranking
     temperature, top-p and min-p. Without shared noise, as beyond the contexts, the temperature is 0, and no filters apply.
@@ -284,7 +296,7 @@ def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: in
 
 
 def chain_words(contexts: Sequence[DraftContext]) -> Ints:
-    """What the drawn tokens of sampled chains depend on besides logits, in the rows of `noise_words`."""
+    """Return what the drawn tokens of sampled chains depend on besides logits, in the rows of `noise_words`."""
     keys = [context.noise for context in contexts]
     ints = [(signed(key.seed), c.committed_length, 1, key.top_k) for key, c in zip(keys, contexts, strict=True)]
     reals = [(key.temperature, 1.0, key.top_p, key.min_p) for key in keys]
@@ -292,7 +304,7 @@ def chain_words(contexts: Sequence[DraftContext]) -> Ints:
 
 
 def scorer_kind(words: Ints) -> ScorerKind:
-    """Which scorer the output of `noise_words` needs."""
+    """Return which scorer the output of `noise_words` needs."""
     top_p, min_p = words[6:].view(np.float64)
     if not words[2].any():
         return "plain"
@@ -300,7 +312,7 @@ def scorer_kind(words: Ints) -> ScorerKind:
 
 
 def filtered_probs_of(filtered: Sequence[int] | Ints, num_sessions: int, device: torch.device) -> ProbsFunction:
-    """`filtered_probs` for logits [S * R, D], where only the sessions `filtered` have top-k or top-p."""
+    """Return `filtered_probs` for logits [S * R, D], where only the sessions `filtered` have top-k or top-p."""
     sessions = upload(filtered, device)
 
     def probs(logits: Tensor, filters: Filters) -> Tensor:

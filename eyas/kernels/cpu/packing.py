@@ -20,10 +20,13 @@ FRACTION, DROPPED = 23, 13
 
 @kernel(error_model="numpy")
 def narrow_blocks(bits, exponent, out):
-    """Write a weight times 2**exponent as blocks of float16. Returns False, with `out` unfinished, if that changes a number.
+    """Write a weight times 2**exponent as blocks of float16.
 
-    bits: of float32 numbers as uint32, or of bfloat16 as uint16 [N, K], N at most B * BLOCK_OUTPUTS.
-    out: bits of float16 [B, K, BLOCK_OUTPUTS]. Zeros fill the last block up.
+    Returns False, with `out` unfinished, if that changes a number.
+
+    Args:
+        bits: of float32 numbers as uint32, or of bfloat16 as uint16 [N, K], N at most B * BLOCK_OUTPUTS.
+        out: bits of float16 [B, K, BLOCK_OUTPUTS]. Zeros fill the last block up.
     """
     num_outputs, num_inputs = bits.shape
     narrow = np.zeros((BLOCK_OUTPUTS, num_inputs), np.uint16)

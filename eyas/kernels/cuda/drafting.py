@@ -370,9 +370,11 @@ def _keep_best(
     reread, words, found, lists, kept, sums, sessions, size, blocks,
     MIN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Write to kept [S, K] the keys of the tokens that filters and K keep, in any order. sums [3, S]: their number; the
-    largest logit and the sum of all tokens' weights relative to it, as bits. `reread`: the logits, for rows whose lists are
-    not enough.
+    """Write to kept [S, K] the keys of the tokens that filters and K keep, in any order.
+
+    Args:
+        sums [3, S]: their number; the largest logit and the sum of all tokens' weights relative to it, as bits. `reread`:
+            the logits, for rows whose lists are not enough.
     """
     row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)
     at, stride, out = found + row * blocks + b, sessions.to(tl.int64) * blocks, kept + row * K
