@@ -36,7 +36,7 @@ class DraftStream:
     number: int
     deliver: Deliver
     feature_size: int
-    jobs: deque[Job] = field(default_factory=deque)
+    jobs: deque[DraftJob] = field(default_factory=deque)
     sessions: set[str] = field(default_factory=set)
     epochs: dict[str, int] = field(default_factory=dict)
     num_pending: int = 0
@@ -52,11 +52,11 @@ class DraftStream:
         num_bytes = len(commit.features.data) if commit.features else 0
         return max(len(commit.tokens), len(commit.samples), num_bytes // (4 * max(self.feature_size, 1)), 1)
 
-    def admit(self, request: DraftRequest, limits: DraftQueueConfig, max_model_len: int) -> Job:
+    def admit(self, request: DraftRequest, limits: DraftQueueConfig, max_model_len: int) -> DraftJob:
         """The request as a job of the commits within the limits, and refusals of the others."""
         ended = tuple(name for name in dict.fromkeys(request.ended_sessions) if name in self.sessions)
         self.sessions.difference_update(ended)
-        job = Job(self, request.step, ended, request.timeout_s)
+        job = DraftJob(self, request.step, ended, request.timeout_s)
         for commit in request.commits:
             reason: RefusalReason | None = None
             size = self.size(commit)
@@ -77,7 +77,7 @@ class DraftStream:
 
 
 @dataclass(eq=False)
-class Job:
+class DraftJob:
     """A queued request. ended: sessions to release before its commits. queued: time.perf_counter() on arrival.
 
     timeout_s: how long its trees are of use; 0 without a limit. replies: whether its last commit makes the reply.
@@ -95,7 +95,7 @@ class Job:
     draft_ms: float = 0.0
     replies: bool = False
 
-    def add(self, row: Row, draft: Draft) -> None:
+    def add(self, row: DraftRow, draft: Draft) -> None:
         """Keep the answer to one of the commits."""
         if isinstance(draft, DraftTree) and row.context.budget.wants_tree and not row.context.has_tree:
             self.trees.append(SessionTree(row.session, row.context.epoch, row.context.committed_length, draft))
@@ -109,26 +109,26 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class DraftRow:
     """A usable commit. session: its name on the job's stream; the context has the qualified name."""
 
-    job: Job
+    job: DraftJob
     session: str
     context: DraftContext
 
 
 @dataclass
-class Batch:
+class JobBatch:
     """What the drafter does next: release sessions, then draft for the taken commits, each session at most once.
 
     closed: streams that end. jobs: those with a taken or stale commit. num_stale: commits whose trees come too late.
     touched: the sessions that each stream has in the batch; shares: its tokens in it.
     """
 
-    taken: list[tuple[Job, Commit[TensorBytes]]] = field(default_factory=list)
+    taken: list[tuple[DraftJob, Commit[TensorBytes]]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     closed: list[DraftStream] = field(default_factory=list)
-    jobs: dict[Job, None] = field(default_factory=dict)
+    jobs: dict[DraftJob, None] = field(default_factory=dict)
     touched: dict[DraftStream, set[str]] = field(default_factory=dict)
     shares: dict[DraftStream, int] = field(default_factory=dict)
     num_stale: int = 0
@@ -153,7 +153,7 @@ class Batch:
             stream.waiting = bool(stream.jobs) or (stream.closing and bool(self.touched[stream]))
         return sorted((stream for stream in waiting if stream.waiting), key=self.shares.__getitem__)
 
-    def finish(self, draft_ms: float) -> list[Job]:
+    def finish(self, draft_ms: float) -> list[DraftJob]:
         """Add the time of the batch to its jobs; return those that are to be answered."""
         for job in self.jobs:
             job.draft_ms += draft_ms

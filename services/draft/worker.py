@@ -22,7 +22,7 @@ from eyas.errors import InvalidRequest
 from eyas.protocol.commit import Commit, Refusal, RefusalReason, TensorBytes
 from eyas.protocol.tree import PreparedTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load
-from eyas.services.draft.streams import Batch, Deliver, DraftStream, Job, Row, admit
+from eyas.services.draft.streams import Deliver, DraftJob, DraftRow, DraftStream, JobBatch, admit
 from eyas.services.draft.telemetry import DraftTelemetry
 
 log = logging.getLogger(__name__)
@@ -135,9 +135,9 @@ class DraftWorker:
     # Below: the worker's thread only.
 
     def _run(self) -> None:
-        batch = Batch()
+        batch = JobBatch()
         try:
-            while self._next(batch := Batch()):
+            while self._next(batch := JobBatch()):
                 self._serve(batch)
         except Exception:
             log.exception("the drafter is broken")
@@ -148,7 +148,7 @@ class DraftWorker:
                         stream.deliver(None)
             self._on_break()
 
-    def _next(self, batch: Batch) -> bool:
+    def _next(self, batch: JobBatch) -> bool:
         """Fill a batch from the queues. Returns whether there is one; False once the worker stops."""
         while not self._waiting and self._running and self._draft_ahead():
             if busy_s := self._drafter.busy_s:
@@ -160,7 +160,7 @@ class DraftWorker:
                 self._waiting = batch.fill(self._waiting, self.limits)
             return self._running
 
-    def _serve(self, batch: Batch) -> None:
+    def _serve(self, batch: JobBatch) -> None:
         for stream in batch.closed:
             batch.released += map(stream.qualified, stream.epochs)
             stream.epochs.clear()
@@ -185,7 +185,7 @@ class DraftWorker:
             self._telemetry.skipped("stale", batch.num_stale)
         self._telemetry.answered([time.perf_counter() - job.queued for job in done])
 
-    def _row(self, job: Job, commit: Commit[TensorBytes]) -> Row | None:
+    def _row(self, job: DraftJob, commit: Commit[TensorBytes]) -> DraftRow | None:
         """The row of a commit. None for a malformed or outdated commit: it gets no answer and affects no other."""
         stream, name = job.stream, job.stream.qualified(commit.session)
         try:
@@ -199,7 +199,7 @@ class DraftWorker:
         if commit.epoch > epoch:
             self._drafter.release([name])
         stream.epochs[commit.session] = commit.epoch
-        return Row(job, commit.session, context)
+        return DraftRow(job, commit.session, context)
 
     def _draft_ahead(self) -> bool:
         try:

@@ -61,7 +61,6 @@ TILE_WORDS = 10
 FIXED_TILE_WORDS = 12
 FOLLOWS = -1
 _NONE = np.zeros(0, dtype=np.int64)
-NO_WORDS = np.zeros(0, dtype=np.int32)
 NO_ROWS = SegmentRows(_NONE, _NONE, _NONE, _NONE, _NONE)
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32

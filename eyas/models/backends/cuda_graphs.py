@@ -188,13 +188,6 @@ def padded_size(count: int, least: int) -> int:
     return max(least, half if power > 4 and half >= count else power)
 
 
-def largest_padded_size(count: int) -> int:
-    """Return the largest `padded_size` that is not above `count`, at least 1."""
-    power = 1 << max(count.bit_length() - 1, 0)
-    half = 3 * power // 2
-    return half if power >= 4 and half <= count else power
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Stop garbage collection inside the context: graphs and pinned memory that it frees would call the device."""
