@@ -1,10 +1,12 @@
 """Texts name no private machine, no registry and nothing left to do, and use plain words."""
 
+import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.repository import ROOT, files, name
+from tests.support.repository import ROOT, files, name, python_files, syntax
 
 DATA = ROOT / "models"
 CONTAINERS = ROOT / "deploy" / "helm" / "templates"  # paths in these are in a container
@@ -68,3 +70,43 @@ def test_pages_are_wrapped_at_100_columns() -> None:
     pages = [p for p in files() if p.suffix == ".md" and not name(p).startswith(WRITTEN_BY_PROGRAMS)]
     lines = ((page, number, line) for page in pages for number, line in prose(page))
     assert not [f"{name(page)}:{number}" for page, number, line in lines if len(line) > 100 and " " in line[:100].strip()]
+
+
+# A docstring begins with a verb or a noun. Fields are listed one a line, below "Args:" or "Attributes:".
+MOST = tomllib.loads((ROOT / "tests" / "repo" / "ratchets.toml").read_text(encoding="utf-8"))["docstrings"]
+NO_OPENING = re.compile(r"(?:What|Whether|Those|How|As|Also|Of|Such|Where|When|Why|Who|Which)\b")
+FIELD = re.compile(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ")
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings() -> Iterator[tuple[str, Documented, str]]:
+    """Place, node and text of every docstring of the code."""
+    for path in python_files("eyas", "services", "benchmarks", "deploy", "docs"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield f"{name(path)}:{getattr(node, 'lineno', 1)}", node, text
+
+
+def fields_of(node: Documented) -> set[str]:
+    """The parameters of a function, the annotated names of a class."""
+    if isinstance(node, ast.ClassDef):
+        return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    if isinstance(node, ast.Module):
+        return set()
+    return {one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = [f"{place}: {text[:40]}" for place, _, text in docstrings() if NO_OPENING.match(text)]
+    assert len(found) <= MOST["openings"], found
+
+
+def test_docstrings_list_one_field_a_line() -> None:
+    run_on = [
+        f"{place}: {line.strip()}"
+        for place, node, text in docstrings()
+        if "Attributes:" not in text and "Args:" not in text
+        for line in text.splitlines()
+        if len([names for names in FIELD.findall(line.strip()) if names.split(", ")[0] in fields_of(node)]) > 1
+    ]
+    assert len(run_on) <= MOST["run_on"], run_on
