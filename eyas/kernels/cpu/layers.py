@@ -404,14 +404,12 @@ def run_layers(
         cos, sin: of each kind of rotary embedding [K, R, D]. kinds: of each layer [M].
         pools: addresses of keys and values of each layer, `num_slots` tokens each [M, 2].
         slots: where the rows' keys and values belong [R]; empty if they are not kept.
-        keys: RowKeys.
-        kept: a KeptStates.
-        memory: for what products, attention and gates give, of all rows.
+        keys: RowKeys. kept: a KeptStates.
+        memory: of all rows: qkv, attention's output, gates and ups, gated, what is added to the residual.
         tickets: zeros for M times NUM_COUNTERS, see `eyas.kernels.cpu.products`. num_parts: of each product.
     """
     num_heads, num_kv, head_width, inner = stack.sizes
     num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)
-    # Buffers in one block of memory: qkv, attention's output, gates and ups, gated, what is added to the residual.
     sizes = num_rows * np.array([width + 2 * num_kv * head_width, width, 2 * inner, inner, state.shape[1]])
     a, b, c, d, e = np.cumsum(sizes)
     flat, attended = memory[:a].reshape(num_rows, -1), memory[a:b].reshape(num_rows, -1)
@@ -422,8 +420,7 @@ def run_layers(
         weights, halves, by, eps = stack.weights[n], stack.halves[n], stack.scales[n], stack.eps[n]
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
-        # multiply_shared is true in one thread alone, the last that finishes: it does the work between two products,
-        # while the others wait for part num_parts + 1.
+        # multiply_shared is true in the last thread alone: it works between two products; the others wait for a part more.
         if multiply_shared(left, weights[0], halves[0], flat, tickets, phase, num_parts):
             for i in range(len(kept.layers)):
                 if kept.layers[i] == n:

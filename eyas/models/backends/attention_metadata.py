@@ -166,7 +166,7 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
             continue
         counts = [len(segment.tokens) for segment in segments[first:end]]
         length = min((_num_common(prefixes[first], other) for other in prefixes[first + 1 : end]), default=0)
-        # A shared tile pays if the run's own tiles, each of which would read the prefix, are twice as many.
+        # Each of the run's own tiles would read the prefix: a shared tile pays if they are twice as many.
         tiles, shared = sum(-(-count // tiling.most_rows) for count in counts), -(-sum(counts) // tiling.most_rows)
         length = length if tiles >= 2 * shared else 0
         spared += (tiles - shared) * length

@@ -120,7 +120,7 @@ class BlockHead(nn.Module):
 
     def run(self, tokens: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
         """Block rows, tokens and positions [R], through all layers to normed states [R, H]. R is a multiple of B."""
-        # Embeddings of the anchor and the masks; positions and attention alone tell the masks apart.
+        # Embeddings of the anchor and the masks; positions and attention alone distinguish the masks.
         states, rotary = F.embedding(tokens, self.embed_tokens.weight), self._rotary(positions)
         for number in range(len(self.layers)):
             states = self._layer(number)(states, rotary, lambda rows, number=number: attention(number, rows))
