@@ -28,9 +28,12 @@ Deliver = Callable[[DraftResponse | None], None]
 class DraftStream:
     """One verifier's stream and its queue. The worker's thread calls `deliver`.
 
-    feature_size: of the drafter; 0 if it takes no features. sessions: admitted ones that have not ended.
-    epochs: by session, of those that the drafter holds. num_pending: sizes of the queued commits, in tokens.
-    waiting: whether the worker has it in its list.
+    Attributes:
+        feature_size: Of the drafter; 0 if it takes no features.
+        sessions: Admitted ones that have not ended.
+        epochs: By session, of those that the drafter holds.
+        num_pending: Sizes of the queued commits, in tokens.
+        waiting: Whether the worker has it in its list.
     """
 
     number: int
@@ -78,9 +81,13 @@ class DraftStream:
 
 @dataclass(eq=False)
 class DraftJob:
-    """A queued request. ended: sessions to release before its commits. queued: time.perf_counter() on arrival.
+    """A queued request.
 
-    timeout_s: how long its trees are of use; 0 without a limit. replies: whether its last commit makes the reply.
+    Attributes:
+        ended: Sessions to release before its commits.
+        queued: time.perf_counter() on arrival.
+        timeout_s: How long its trees are of use; 0 without a limit.
+        replies: Whether its last commit makes the reply.
     """
 
     stream: DraftStream
@@ -121,8 +128,12 @@ class DraftRow:
 class JobBatch:
     """What the drafter does next: release sessions, then draft for the taken commits, each session at most once.
 
-    closed: streams that end. jobs: those with a taken or stale commit. num_stale: commits whose trees come too late.
-    touched: the sessions that each stream has in the batch; shares: its tokens in it.
+    Attributes:
+        closed: Streams that end.
+        jobs: Those with a taken or stale commit.
+        num_stale: Commits whose trees come too late.
+        touched: The sessions that each stream has in the batch.
+        shares: Its tokens in it.
     """
 
     taken: list[tuple[DraftJob, Commit[TensorBytes]]] = field(default_factory=list)
