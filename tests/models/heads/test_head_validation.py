@@ -180,14 +180,16 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
     head = with_config(tmp_path / "head", **WRONG["layers one too late"])
     config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
     for checks, layers in ((config, RIGHT.aux_hidden_state_layers), (replace(config, validate_head="never"), (3, 7, 10))):
-        engine, _ = load_engine(checks, "eagle3", TargetInfo("target", "features"), TargetWorkers(), Peers())
+        engine, _ = load_engine(
+            checks, DraftHead(head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers()
+        )
         assert engine.target.aux_hidden_state_layers == layers
 
 
 def test_a_verifier_refuses_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
     config = VerifierConfig("tiny", tiny_target, tiny_head, dtype="float32", device="cpu", engine=fixed_config())
     with pytest.raises(CheckpointError, match="hardly ever guesses"):
-        load_engine(config, "eagle3", TargetInfo("target", "features"), TargetWorkers(), Peers())
+        load_engine(config, DraftHead(tiny_head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers())
 
 
 def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:
