@@ -149,7 +149,7 @@ def make_segments(case: Case, vocab_size: int) -> list[Segment]:
         slots = index * capacity + rng.permutation(capacity)
         tokens = rng.integers(0, vocab_size, case.rows)
         parents = (0, *(int(rng.integers(max(0, node - 8), node)) for node in range(1, case.rows)))
-        tree = DraftTree(tuple(tokens.tolist()), parents, (0.0,) * case.rows)
+        tree = DraftTree.of(tokens, parents, (0.0,) * case.rows)
         rows = np.arange(case.rows)
         own, prefix = slots[case.cached :], slots[: case.cached]
         segments.append(Segment(tokens, case.cached + np.array(tree.depths), own, prefix, tree.ancestor_mask(), rows))

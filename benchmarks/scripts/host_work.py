@@ -33,7 +33,7 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetOutput
-from eyas.protocol.tree import TreeBatch
+from eyas.protocol.tree import DraftTrees
 from eyas.sampling import verify
 
 TARGET, HEAD = "models/demo/target", "models/demo/eagle3"
@@ -115,7 +115,7 @@ class FixedTrees(LocalDrafter):
         rows = [tokens, PARENTS[1:], [-0.1 * node for node in range(1, len(PARENTS))]]
         cells = np.broadcast_to(np.array(rows)[:, None], (3, len(contexts), len(tokens)))
         roots, counts = [context.tokens[-1] for context in contexts], np.full(len(contexts), len(tokens))
-        return list(TreeBatch.below(roots, *cells, counts).trees())
+        return list(DraftTrees.below(roots, *cells, counts))
 
     def release(self, sessions: Sequence[str]) -> None:
         """Nothing is kept."""

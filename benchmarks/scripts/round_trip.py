@@ -88,7 +88,7 @@ class TrivialDrafter(LocalDrafter):
         self._log_probs = tuple(-0.1 * node for node in range(NODES))
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [DraftTree((c.tokens[-1], *self._tokens[1:]), self._parents, self._log_probs) for c in contexts]
+        return [DraftTree.of((c.tokens[-1], *self._tokens[1:]), self._parents, self._log_probs) for c in contexts]
 
     def release(self, sessions: Sequence[str]) -> None:
         pass

@@ -275,7 +275,7 @@ def _tree(root: int, ids: Sequence[int]) -> DraftTree:
         tokens += [token, 7, 8]
         parents += [parent] * 3
         parent = len(tokens) - 3
-    return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+    return DraftTree.of(tokens, parents, (0.0,) * len(tokens))
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:

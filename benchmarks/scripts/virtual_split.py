@@ -99,7 +99,7 @@ class VirtualDraftService:
         local = {context.session: tree for context in contexts if (tree := self._trees.take(context))}
         self.num_prepared += len(local)
         missing = {context.session for context in contexts} - local.keys()
-        sent: list[Commit[torch.Tensor]] = [replace(c, has_tree=c.session in local) for c in contexts]
+        sent: list[Commit[torch.Tensor]] = [c._replace(has_tree=c.session in local) for c in contexts]
         waits = len(missing) >= WAITED_SHARE * len(contexts)
         self._num_missed |= dict.fromkeys(local, 0)
         for i, c in enumerate(contexts):  # as the client of draft services does
@@ -108,7 +108,7 @@ class VirtualDraftService:
                 self._num_missed[c.session] = missed = 0 if waits else (missed + 1) % MAX_UNPREPARED
                 if missed:
                     local[c.session] = DraftTree.root_only(c.tokens[-1])
-                    sent[i] = replace(c, has_tree=True, budget=NO_TREE)
+                    sent[i] = c._replace(has_tree=True, budget=NO_TREE)
         self._own.now = max(self._own.now, arrival)
         answers = self._drafter.propose(sent)
         is_awaited = any(context.budget.wants_tree and not context.has_tree for context in sent)

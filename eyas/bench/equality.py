@@ -194,4 +194,4 @@ class ReplayDrafter(LocalDrafter):
             tokens += [(token + 1) % self._vocab_size, token]
             parents += [above, above]
             above = len(tokens) - 1
-        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+        return DraftTree.of(tokens, parents, (0.0,) * len(tokens))

@@ -23,7 +23,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.engine.runner import ModelRunner, slot_width, tree_segments
+from eyas.engine.runner import ModelRunner, drawn_rows, slot_width, step_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
@@ -305,11 +305,13 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
     for index in range(batch):
         slots = np.arange(index * num_slots, index * num_slots + cached + rows)
         own = np.empty(cached, np.int64)
-        sequence = Running(Request(f"{index}", prompt), QueueKey(0.0, index), [*prompt, tree.tokens[0]], own)
+        sequence = Running(
+            Request(f"{index}", prompt, SamplingParams(seed=index)), QueueKey(0.0, index), [*prompt, tree.tokens[0]], own
+        )
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
-    return lambda: tokens_of(runner.forward(tree_segments(works)), draws)
+    return lambda: tokens_of(runner.forward(step_segments(works, drawn_rows(works))), draws)
 
 
 def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:

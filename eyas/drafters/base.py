@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eyas.config import TreeConfig
 from eyas.grammar.compiler import TokenBits
-from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget, changed
+from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
@@ -277,4 +277,4 @@ def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
     if budget.max_nodes <= tree.num_draft_tokens and budget.max_depth <= tree.num_steps:
         return budget
     max_nodes, max_depth = min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps)
-    return changed(budget, max_nodes=max_nodes, max_depth=max_depth)
+    return budget._replace(max_nodes=max_nodes, max_depth=max_depth)

@@ -152,7 +152,7 @@ class BlockDrafter(NeuralDrafter[None]):
             values.index_copy_(0, rows.slots, projected.value)
         return features.new_empty(len(rows.logits_indices), 0)
 
-    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
         if self._growth is None or not self._is_compiled() or is_ruled:

@@ -34,8 +34,8 @@ from eyas.drafters.base import (
 from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.trees.growth import first_of_groups, forest_trees, limits_of, trees_of_cells
-from eyas.protocol.commit import ResyncRequired, TreeBudget, changed
-from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays, TreeBatch
+from eyas.protocol.commit import ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
 
 # Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
 MIN_CLAIM = 5.0
@@ -58,9 +58,9 @@ class _CombinedSession(Session):
     continued: list[DraftTree | None] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
-    looked_up: TreeArrays | None = None
-    drafted_ahead: TreeArrays | None = None
-    prepared: TreeArrays | None = None
+    looked_up: DraftTree | None = None
+    drafted_ahead: DraftTree | None = None
+    prepared: DraftTree | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +83,7 @@ class _CombinedSession(Session):
         for side, continued in enumerate(self.continued):
             for place in _places(continued, merged).values() if continued else ():
                 sources[place] = sources[place] or 1 << (1 - side)
-        return replace(merged, sources=(0, *sources[1:]))
+        return merged.with_sources([0, *sources[1:]])
 
     def tree_of(self, side: int) -> DraftTree | None:
         """A side's tree for the commit, if it has one. A side may be ahead of it, while the other one is sent the session
@@ -106,7 +106,7 @@ class _CombinedSession(Session):
         if self.tree and len(context.samples) == len(self.tree) and length == context.start_position:
             samples = tuple(context.samples[place] for place in self.places[side])
         tokens = context.tokens[length - context.start_position :]
-        return changed(context, start_position=length, tokens=tokens, features=features, samples=samples, budget=budget)
+        return context._replace(start_position=length, tokens=tokens, features=features, samples=samples, budget=budget)
 
 
 class CombinedDrafter(LocalDrafter):
@@ -219,7 +219,7 @@ class CombinedDrafter(LocalDrafter):
         leaves = best_leaves(tree, len(tree))
         paths = [tokens_to(tree, leaf) for leaf in leaves]
         size, steps = self._tree.num_draft_tokens + 1, self._tree.num_steps + 1  # with the token that the target draws there
-        contexts = [changed(session.context, budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
+        contexts = [session.context._replace(budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
         for k in self._looks:
             for leaf, below in zip(leaves, self.sides[k].continue_paths(contexts, paths), strict=True):
                 if _claim_below_best(below) >= MIN_CLAIM:
@@ -228,7 +228,7 @@ class CombinedDrafter(LocalDrafter):
             kept = sorted({node for leaf, _ in parts for node in tree.path(leaf)})
             places = {node: place for place, node in enumerate(kept)}
             whole = attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
-            session.looked_up, self._changed[name] = TreeArrays.of(whole), None
+            session.looked_up, self._changed[name] = whole, None
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
@@ -262,7 +262,7 @@ class CombinedDrafter(LocalDrafter):
             tree, session.continued[k] = session.tree_of(k), None
             if tree is not None and session.tree_of(other) is not None:
                 asked.append((session, tree))
-                contexts.append(changed(session.context, budget=budget))
+                contexts.append(session.context._replace(budget=budget))
         found = self.sides[other].continue_trees(contexts, [tree for _, tree in asked]) if asked else []
         for (session, tree), grown in zip(asked, found, strict=True):
             session.continued[k] = None if grown is tree else grown
@@ -300,10 +300,10 @@ def _take_over(session: _CombinedSession) -> None:
         session.tree = without_banned(taken, context) if taken else None
 
 
-def joined_arrays(parts: Sequence[TreeArrays]) -> TreeArrays:
+def joined_arrays(parts: Sequence[DraftTree]) -> DraftTree:
     """The best nodes of trees with the same root, as many as a prepared tree may have."""
     whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
-    return TreeArrays.of(merge_trees([int(parts[0].tokens[0])], [[part.tree() for part in parts]], [whole], 0.0)[0])
+    return merge_trees([parts[0].tokens[0]], [parts], [whole], 0.0)[0]
 
 
 def _claim_below_best(tree: DraftTree) -> float:
@@ -349,29 +349,28 @@ class _Nodes:
 
 def merge_trees(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> list[DraftTree]:
+) -> DraftTrees:
     """Merge each session's trees into one of their best nodes. Equal nodes count once, with their better score; ties go to
     the earlier node.
 
     min_share: share of a merged tree's drafted nodes that is reserved for each tree, if it has that many.
     """
     if not any(trees):
-        return [DraftTree.root_only(root) for root in roots]
+        return DraftTrees.root_only(roots)
     made = _merged_by_kernel(roots, trees, budgets, min_share) if has_numba() else _merged(roots, trees, budgets, min_share)
-    ahead = [any(tree.grown_ahead for tree in own) for own in trees]
-    return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
+    return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))
 
 
 def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> list[DraftTree]:
+) -> DraftTrees:
     """`_merged` by one kernel of the CPU."""
     from eyas.kernels.cpu import lookups as cpu_lookups
 
     limits, depths = limits_of(budgets)
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
-    order = sorted(range(len(found)), key=lambda place: id(found[place].batch))  # so that arrays are taken at once
-    nodes = TreeBatch.of([found[place] for place in order]).taken(np.argsort(order).tolist())
+    order = sorted(range(len(found)), key=lambda place: id(found[place].trees))  # so that arrays are taken at once
+    nodes = DraftTrees.of([found[place] for place in order]).taken(np.argsort(order).tolist())
     most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
     cpu_lookups.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
@@ -380,7 +379,7 @@ def _merged_by_kernel(
 
 def _merged(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> list[DraftTree]:
+) -> DraftTrees:
     """`merge_trees` by operations on the nodes of all trees."""
     room = np.array([max(budget.max_nodes - 1, 0) for budget in budgets])
     deepest = np.array([budget.max_depth for budget in budgets])
@@ -401,18 +400,14 @@ def _merged(
 
 
 def _nodes(trees: Sequence[Sequence[DraftTree]]) -> _Nodes:
-    all_trees = list(chain.from_iterable(trees))
-    sizes = np.array([len(tree) for tree in all_trees])
-    of_trees, count = np.repeat(np.arange(len(sizes)), sizes), int(sizes.sum())
-    starts = (np.cumsum(sizes) - sizes)[of_trees]
-    tokens = np.fromiter(chain.from_iterable(tree.tokens for tree in all_trees), np.int64, count)
-    parents = np.fromiter(chain.from_iterable(tree.parents for tree in all_trees), np.int64, count) + starts
-    scores = np.fromiter(chain.from_iterable(tree.log_probs for tree in all_trees), np.float64, count)
+    nodes = DraftTrees.of(list(chain.from_iterable(trees)))
+    of_trees = np.repeat(np.arange(len(nodes)), nodes.counts)
+    parents, tokens = nodes.parents + nodes.firsts[of_trees], nodes.tokens
     sessions = np.repeat(np.arange(len(trees)), [len(own) for own in trees])
     lineage = _lineage(parents)
     depths = (lineage[1:] != lineage[:-1]).sum(0)
     firsts = _firsts(tokens[lineage], sessions[of_trees] * (len(lineage) + 1) + depths)
-    return _Nodes(sessions, of_trees, depths, parents, tokens, firsts, scores[lineage].min(0))
+    return _Nodes(sessions, of_trees, depths, parents, tokens, firsts, nodes.log_probs[lineage].min(0))
 
 
 def _lineage(parents: Ints) -> Ints:

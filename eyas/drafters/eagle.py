@@ -50,7 +50,7 @@ from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.sampler import Ranked
 
 # Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
@@ -227,7 +227,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
         return self._tree_slots is not None and not self.device and runs_compiled(self.draft_ids.device)
 
-    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
         if not self._is_compiled() or is_ruled:
@@ -240,7 +240,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         of_parts = [(contexts[part], states[part], np.ascontiguousarray(words[:, part])) for part in parts]
         return [tree for part in of_parts for tree in self._grow_compiled(*part)]
 
-    def _grow_compiled(self, contexts: Sequence[DraftContext], states: Tensor, words: Ints) -> list[DraftTree]:
+    def _grow_compiled(self, contexts: Sequence[DraftContext], states: Tensor, words: Ints) -> DraftTrees:
         """words: see `noise_words`."""
         assert self._tree_slots is not None
         assert self._head.compiled is not None
@@ -304,7 +304,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
 def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:
     """The session as if its last commit ended `depths` tokens later."""
-    ends = {depth: replace(context, start_position=context.start_position + depth) for depth in set(depths.tolist())}
+    ends = {depth: context._replace(start_position=context.start_position + depth) for depth in set(depths.tolist())}
     return (ends[depth] for depth in depths.tolist())
 
 

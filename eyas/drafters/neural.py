@@ -267,7 +267,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _in_parts(
         self,
-        make_trees: Callable[[Sequence[DraftContext], Tensor], list[DraftTree]],
+        make_trees: Callable[[Sequence[DraftContext], Tensor], Sequence[DraftTree]],
         contexts: Sequence[DraftContext],
         states: Tensor,
     ) -> list[DraftTree]:
@@ -276,7 +276,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         starts = range(0, len(contexts), most)
         return [tree for i in starts for tree in make_trees(contexts[i : i + most], states[i : i + most])]
 
-    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Deterministic trees."""
         if self.graphs and not any(context.allowed for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
@@ -291,7 +291,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
-    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Sampled chains."""
         if self.chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)

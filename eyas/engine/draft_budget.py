@@ -28,7 +28,7 @@ from eyas.engine.draft_costs import (
     TreeSize,
 )
 from eyas.engine.sequence import ScheduledSequence
-from eyas.protocol.tree import DraftTree, cut_trees
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.acceptance import VerifyOutput
 
 log = logging.getLogger(__name__)
@@ -186,9 +186,14 @@ class AdaptiveDraftBudget:
         if not self.is_on:  # nodes that are always left out would never show that they are accepted
             most_s = seconds[0] + self.TRY_ROWS * self._step_s(num_rows)
             num_kept = max(num_kept, int(np.searchsorted(seconds, most_s, side="right")) - 1)
-        is_kept = np.zeros(len(chances), np.bool_)
-        is_kept[order[:num_kept]] = True
-        return cut_trees(trees, is_kept)
+        if num_kept == len(order):
+            return list(trees)
+        whole = DraftTrees.of(trees)
+        is_kept = np.zeros(len(whole.tokens), np.bool_)
+        is_kept[whole.firsts] = True
+        drafted = np.flatnonzero(~is_kept)
+        is_kept[drafted[order[:num_kept]]] = True
+        return list(whole.cut(is_kept))
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
         if not batch:

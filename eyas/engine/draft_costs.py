@@ -10,7 +10,6 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -262,7 +261,7 @@ class RecentTrees:
 
     def observe(self, tree: DraftTree, most: int) -> None:
         """Keep a tree that could have had `most` nodes, before nodes were left out."""
-        self._trees.append((replace(tree), most))  # without the arrays of the trees that it came with
+        self._trees.append((tree, most))
 
     @property
     def known_size(self) -> int:

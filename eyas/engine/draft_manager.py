@@ -21,11 +21,11 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
-from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget, changed
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, Proposal, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 
-# What contexts are copied from, see `changed`.
+# What contexts are copied from.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
 
 log = logging.getLogger(__name__)
@@ -137,12 +137,12 @@ class DraftManager:
             ]
             if drafter.needs.samples:
                 contexts = [
-                    changed(context, samples=sequence.samples) if context.proposal == "deterministic" else context
+                    context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
                     for context, sequence in zip(contexts, requested, strict=True)
                 ]
             for i, sequence in enumerate(requested if allowed or logit_biases else ()):
                 masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
-                contexts[i] = changed(contexts[i], allowed=masks, logit_biases=biases)
+                contexts[i] = contexts[i]._replace(allowed=masks, logit_biases=biases)
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
 
@@ -216,8 +216,7 @@ class DraftManager:
         template = self._templates.get(request.id)
         if template is None:
             template = self._templates[request.id] = self._template(request)
-        return changed(
-            template,
+        return template._replace(
             epoch=sequence.epoch,
             start_position=start,
             tokens=tuple(sequence.tokens[start:length]),
@@ -227,11 +226,11 @@ class DraftManager:
 
     def _template(self, request: Request) -> DraftContext:
         """Return the part that all contexts of a request share."""
-        noise, proposal = request.noise_key, "deterministic"
+        noise = request.noise_key
+        proposal: Proposal = "deterministic"
         if self._rule == "rejection" and noise.temperature > 0:
             noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
-        return changed(
-            NO_COMMIT,
+        return NO_COMMIT._replace(
             session=request.id,
             noise=noise,
             proposal=proposal,

@@ -18,16 +18,15 @@ from eyas.device.memory import out_of_memory_text
 from eyas.engine.draft_costs import DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
-from eyas.engine.runner import ModelRunner, segment_of, tree_segments
+from eyas.engine.runner import ModelRunner, drawn_rows, step_segments
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar.compiler import GrammarCompiler, OutputMatchers
-from eyas.kernels.arguments import Draws
 from eyas.models.target import TargetModel
-from eyas.sampling.acceptance import LogitRows, VerifyOutput
+from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.packed_trees import kernels
-from eyas.sampling.verify import nothing, verify, verify_trees
+from eyas.sampling.verify import nothing, verify
 
 FOR_STEP = (
     "lower engine.gpu_memory_utilization or engine.max_kv_tokens, or engine.max_num_seqs, engine.max_verify_tokens or "
@@ -135,15 +134,16 @@ class Engine:
         collected, cost_collected = self._clock(), self._cost_clock()
 
         batch = self._scheduler.schedule(drafts)
-        outputs: Seq[VerifyOutput] = ()
+        outputs = StepOutputs.without_draws(0)
         pass_s = 0.0
         if batch:
             began = self._cost_clock()
             outputs = self._verified(batch, meanwhile)
             pass_s = self._cost_clock() - began
-            if drafts and self._draft_manager.needs_samples:
-                outputs = _without_samples(outputs, batch, drafts)
-            committed = self._scheduler.commit(batch, outputs)
+            edited = None  # requests with other trees than the drafter's, to which samples mean nothing
+            if self._draft_manager.needs_samples:
+                edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
+            committed = self._scheduler.commit(batch, outputs, edited)
             self._release(committed.ended)
             chunks = Chunks([*cancelled, *committed.last], committed.emissions, committed.finished)
         else:
@@ -169,7 +169,7 @@ class Engine:
         batch: Seq[ScheduledSequence],
         meanwhile: Callable[[], None],
         wait_for_masks: Callable[[], TokenMasks] | None = None,
-    ) -> Seq[VerifyOutput]:
+    ) -> StepOutputs:
         """Run a pass and draw its tokens. Without memory for that, each half of the batch gets a pass of its own; a request
         that has not enough memory alone ends with an error, and no other does.
 
@@ -180,18 +180,11 @@ class Engine:
             wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
         try:
             draws_on_ranks = self._runner.target.shared_vocabulary is not None
-            # arrays of all trees pay from two trees on, and with compiled kernels from one on
-            are_few, trees = len(batch) == 1 and kernels() is None, None
-            if are_few or [scheduled for scheduled in batch if scheduled.tree is None]:
-                output = self._runner.forward([segment_of(scheduled, draws_on_ranks) for scheduled in batch])
-            else:
-                segments = tree_segments(batch, draws_on_ranks)
-                output, trees = self._runner.forward(segments), segments.trees
-                if not self._grammars.outputs and _want_tokens_alone(batch) and all(output.is_drawn):
-                    keys = [scheduled.sequence.request.noise_key for scheduled in batch]
-                    draws = Draws(keys, trees.batch.counts, segments.rows.positions + 1)
-                    return verify_trees(trees, draws, output, meanwhile)
-            return verify(_logit_rows(batch), output, self._rules, wait_for_masks, meanwhile, trees)
+            rows = drawn_rows(batch)
+            output = self._runner.forward(step_segments(batch, rows, draws_on_ranks))
+            are_alone = _want_tokens_alone(batch, rows) and all(output.is_drawn)
+            logit_rows = () if are_alone else _logit_rows(batch)
+            return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             problem = f"no memory for a step of {num_rows} rows"
@@ -200,11 +193,11 @@ class Engine:
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
             meanwhile()
-            return [VerifyOutput(None, error=reason)]
+            return StepOutputs.of([VerifyOutput(None, error=reason)])
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)
-        return [*first, *self._verified(batch[middle:], nothing, wait_for_masks)]
+        return StepOutputs.joined(first, self._verified(batch[middle:], nothing, wait_for_masks))
 
     def load_grammars(self) -> None:
         """Load what structured outputs need, before the first request does. What prevents it is an error of that request."""
@@ -331,21 +324,18 @@ class Engine:
         self._draft_manager.release(request_ids)
 
 
-def _want_tokens_alone(batch: Seq[ScheduledSequence]) -> bool:
-    """Whether all trees are deterministic, and their requests want nothing but tokens."""
-    return not [s for s in batch if not s.sequence.request.wants_tokens_alone or (s.tree is not None and s.tree.sampled)]
+def _want_tokens_alone(batch: Seq[ScheduledSequence], rows: DrawnRows) -> bool:
+    """Return whether all trees are deterministic, and their requests want nothing but tokens."""
+    if rows.trees is not None and any(rows.trees.trees.sampled):
+        return False
+    special = [
+        scheduled
+        for scheduled in batch
+        if not (request := scheduled.sequence.request).wants_tokens_alone
+        or (scheduled.tree is None and request.sampling.prompt_logprobs is not None)
+    ]
+    return not special
 
 
 def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:
     return [scheduled.logit_rows for scheduled in batch]
-
-
-def _without_samples(
-    outputs: Seq[VerifyOutput], batch: Seq[ScheduledSequence], drafts: Seq[DraftReply]
-) -> list[VerifyOutput]:
-    """The outputs without samples where a tree is another one than the drafter's."""
-    edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
-    if not edited:
-        return list(outputs)
-    ids = [scheduled.sequence.request.id for scheduled in batch]
-    return [output._replace(samples=()) if id_ in edited else output for id_, output in zip(ids, outputs, strict=True)]

@@ -336,7 +336,7 @@ class FollowedOutput:
         kept.sort()
         numbers = {node: number for number, node in enumerate(kept)}
         probs = {numbers[node]: value for node, value in sampled.draft_probs.items() if node in open_}
-        return replace(tree.pruned(kept), sampled=replace(sampled, draft_probs=probs))
+        return tree.pruned(kept).with_sampled(replace(sampled, draft_probs=probs))
 
     def _keep(self, tree: DraftTree, node: int, matcher: Matcher, max_nodes: int, kept: list[int], open_: set[int]) -> None:
         """Collect the children of nodes that match, and these nodes, as long as there is room and time."""
@@ -391,7 +391,7 @@ class _EditedTree:
         """The tree of the best nodes; the drafted one if it is the same."""
         order = sorted(range(1, len(self.tokens)), key=lambda place: -self.scores[place])
         kept = [0, *sorted(order[: self.max_nodes - 1])]
-        whole = DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.scores), self.tree.grown_ahead)
+        whole = DraftTree.of(self.tokens, self.parents, self.scores, self.tree.grown_ahead)
         if self.num_forced == 0 and len(kept) == len(self.tree):
             return self.tree
         return whole.pruned(kept)

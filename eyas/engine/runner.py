@@ -15,6 +15,7 @@ from eyas.device.transfer import upload
 from eyas.emulation.device import EmulatedBackend
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import Unavailable
+from eyas.kernels.arguments import Draws
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment, TreeSegments
@@ -22,7 +23,8 @@ from eyas.models.parallel.shards import Exchanges
 from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.acceptance import StepOutput
+from eyas.protocol.tree import DraftTree
+from eyas.sampling.acceptance import DrawnRows, StepOutput
 from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 
@@ -127,41 +129,73 @@ def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
     return fuser.width if on_gpu else fuser.state_width
 
 
-def segment_of(scheduled: ScheduledSequence, draws_on_ranks: bool = False) -> Segment:
-    """The rows of one sequence: prompt tokens, or the nodes of its tree.
+def drawn_rows(batch: Seq[ScheduledSequence]) -> DrawnRows:
+    """Return the rows of a step at which tokens are drawn: all nodes of trees, and the ends of prompts."""
+    found, places, keys, ends = list[DraftTree](), list[int](), list[NoiseKey](), list[int]()
+    for number, scheduled in enumerate(batch):
+        tree, is_prompt = scheduled.tree, scheduled.tree is None
+        tree = scheduled.drawn_tree if tree is None else tree
+        if tree is not None:
+            found.append(tree)
+            places.append(number)
+            keys.append(scheduled.sequence.request.noise_key)
+            ends.append(scheduled.first + (len(scheduled.slots) if is_prompt else 1))
+    drawing = np.array(places, np.int64)
+    if not found:
+        return DrawnRows(None, drawing, len(batch), Draws([], [], drawing))
+    trees = pack_trees(found)
+    at = np.repeat(ends, trees.trees.counts) + trees.depths
+    return DrawnRows(trees, drawing, len(batch), Draws(keys, trees.trees.counts, at))
 
-    draws_on_ranks: whether ranks draw at these rows, if the request allows it.
+
+def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks: bool = False) -> Seq[Segment]:
+    """Return the rows of a step's sequences for a pass: prompt tokens, and the nodes of trees.
+
+    Trees alone are laid out at once, and no segment is made before somebody reads it.
+
+    Args:
+        batch: the sequences.
+        rows: where tokens are drawn, as `drawn_rows` gives it.
+        draws_on_ranks: whether ranks draw, where a request allows it.
     """
-    sequence, tree, first, slots = scheduled.sequence, scheduled.tree, scheduled.first, scheduled.slots
-    num_rows = num_logits = len(slots)  # each node of a tree has logits
-    if tree is None:
-        num_logits = len(scheduled.logit_rows.prompt_tokens) + len(scheduled.logit_rows.positions)
+    if rows.trees is None:
+        return [_prompt_segment(scheduled, draws_on_ranks) for scheduled in batch]
+    are_trees = not [scheduled for scheduled in batch if scheduled.tree is None]
+    drawing = batch if are_trees else [batch[place] for place in rows.places.tolist()]
+    segments = TreeSegments(
+        rows.trees,
+        positions=rows.draws.positions - 1,  # a node's token is drawn for the position after it
+        # of a prompt only the last row is drawn at
+        slots=np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing]),
+        prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in drawing],
+        noise_keys=[_rank_key(scheduled) for scheduled in drawing] if draws_on_ranks else [None] * len(drawing),
+        tables=[scheduled.sequence.table for scheduled in drawing],
+    )
+    if are_trees:
+        return segments
+    own = dict(zip(rows.places.tolist(), segments, strict=True))
+    return [
+        own[number] if scheduled.tree is not None else _prompt_segment(scheduled, draws_on_ranks)
+        for number, scheduled in enumerate(batch)
+    ]
+
+
+def _prompt_segment(scheduled: ScheduledSequence, draws_on_ranks: bool) -> Segment:
+    """Return prompt tokens of one sequence. Logits are wanted where a token is drawn, and where its prompt asks for them."""
+    sequence, first, num_rows = scheduled.sequence, scheduled.first, len(scheduled.slots)
+    num_logits = len(scheduled.logit_rows.prompt_tokens) + len(scheduled.logit_rows.positions)
     return Segment(
-        tokens=np.array(tree.tokens if tree is not None else sequence.tokens[first : first + num_rows], dtype=np.int64),
-        positions=first + (np.array(tree.depths, dtype=np.int64) if tree is not None else np.arange(num_rows)),
-        slots=slots,
+        tokens=np.array(sequence.tokens[first : first + num_rows], dtype=np.int64),
+        positions=first + np.arange(num_rows),
+        slots=scheduled.slots,
         prefix=sequence.slots[: sequence.computed],
-        visible=tree.ancestor_mask() if tree is not None else None,
+        visible=None,
         logits_indices=np.arange(num_rows - num_logits, num_rows),
-        noise_key=sequence.request.noise_key if draws_on_ranks and can_draw_in_parts(scheduled.logit_rows) else None,
+        noise_key=_rank_key(scheduled) if draws_on_ranks else None,
         table=sequence.table,
     )
 
 
-def tree_segments(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -> TreeSegments:
-    """`segment_of` of sequences that all have trees. Their rows are laid out at once, and no segment is made before somebody
-    reads it."""
-    trees = [scheduled.tree for scheduled in batch if scheduled.tree is not None]
-    assert len(trees) == len(batch) > 0, "not for prompts"
-    packed = pack_trees(trees)
-    keys: list[NoiseKey | None] = [None] * len(batch)
-    if draws_on_ranks:
-        keys = [s.sequence.request.noise_key if can_draw_in_parts(s.logit_rows) else None for s in batch]
-    return TreeSegments(
-        packed,
-        positions=packed.depths + np.repeat([scheduled.first for scheduled in batch], packed.batch.counts),
-        slots=np.concatenate([scheduled.slots for scheduled in batch]),
-        prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in batch],
-        noise_keys=keys,
-        tables=[scheduled.sequence.table for scheduled in batch],
-    )
+def _rank_key(scheduled: ScheduledSequence) -> NoiseKey | None:
+    """Return what ranks draw a sequence's tokens with; None if rank 0 draws them from all logits."""
+    return scheduled.sequence.request.noise_key if can_draw_in_parts(scheduled.logit_rows) else None

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -18,12 +18,12 @@ from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.draft_costs import NO_TREE, TreeSize
-from eyas.engine.sequence import Chunks, DraftReply, Emission, QueueKey, ScheduledSequence, Sequence, kept_rows
+from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence, chunks_of, kept_rows
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftTree, Ints
-from eyas.sampling.acceptance import TreeOutputs, VerifyOutput
+from eyas.protocol.tree import DraftTree, DraftTrees, Ints
+from eyas.sampling.acceptance import StepOutputs
 
 # Tokens that an admitted sequence should be able to grow by: with fewer it would be preempted at once.
 GROWTH = 16
@@ -141,28 +141,38 @@ class Scheduler:
             start += num_rows
         return tuple(scheduled)
 
-    def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> Chunks:
-        """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
-        if isinstance(outputs, TreeOutputs):
-            return self._commit_trees(batch, outputs)
-        last, emissions = list[Chunk](), list[Emission]()
+    def commit(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, edited: Collection[str] | None = None) -> Chunks:
+        """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token.
+
+        Args:
+            batch: the sequences of the step.
+            outputs: what it gives them.
+            edited: ids of requests whose trees are not the drafter's; None if no drafter needs the samples.
+        """
         rows, ends = kept_rows(batch, outputs)
-        kept, start = self._kept_slots(rows), 0
-        for scheduled, output, end in zip(batch, outputs, ends, strict=True):
-            sequence = scheduled.sequence
+        kept, tokens = self._kept_slots(rows), outputs.tokens.tolist()
+        failed, emitted, finished = list[Chunk](), list[Emitted](), list[str]()
+        start = first = 0
+        for number, (scheduled, end, last) in enumerate(zip(batch, ends.tolist(), outputs.ends.tolist(), strict=True)):
+            sequence, request = scheduled.sequence, scheduled.sequence.request
             sequence.extend(kept[start:end])
-            start = end
-            sequence.samples = output.samples if scheduled.tree is not None else ()
-            if output.prompt_logprobs:
-                sequence.prompt_logprobs[scheduled.first :] = output.prompt_logprobs
-            if output.error:
+            details, own = outputs.details.get(number), tuple(tokens[first:last])
+            start, first = end, last
+            if edited is not None:
+                is_known = scheduled.tree is not None and request.id not in edited
+                sequence.samples = outputs[number].samples if is_known else ()
+            if details and details.prompt_logprobs:
+                sequence.prompt_logprobs[scheduled.first :] = details.prompt_logprobs
+            if details and details.error:
                 self._drop(sequence, keeps=False)
-                ended = Chunk(sequence.request.id, finish_reason="error", message=output.error, is_invalid=output.is_invalid)
-                last.append(ended)
-            elif output.accepted is not None:
-                emissions.append(self._emit(scheduled, output.accepted.tokens, output))
-        finished = [emission.request.id for emission in emissions if emission.finish_reason is not None]
-        return Chunks(last, lambda: emissions, finished)
+                is_invalid = details.is_invalid
+                failed.append(Chunk(request.id, finish_reason="error", message=details.error, is_invalid=is_invalid))
+            elif own:
+                given = self._first_values(sequence) if scheduled.tree is None else ()
+                emitted.append(Emitted(number, *self._append(sequence, own), *given))
+                if emitted[-1].finish_reason is not None:
+                    finished.append(request.id)
+        return Chunks(failed, partial(chunks_of, batch, outputs, emitted), finished)
 
     def tree_budget(
         self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
@@ -268,20 +278,6 @@ class Scheduler:
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
-    def _commit_trees(self, batch: Seq[ScheduledSequence], outputs: TreeOutputs) -> Chunks:
-        """`commit` of trees that ask for nothing but tokens. Their sequences have emitted some before."""
-        kept, tokens, start = self._kept_slots(outputs.rows), outputs.tokens.tolist(), 0
-        emitted, finished = list[tuple[tuple[int, ...], FinishReason | None]](), list[str]()
-        for scheduled, end in zip(batch, outputs.ends.tolist(), strict=True):
-            sequence = scheduled.sequence
-            sequence.extend(kept[start:end])
-            own = self._append(sequence, tuple(tokens[start:end]))
-            emitted.append(own)
-            if own[1] is not None:
-                finished.append(sequence.request.id)
-            start = end
-        return Chunks((), partial(_tree_emissions, batch, outputs, emitted), finished)
-
     def _kept_slots(self, rows: Ints | Seq[int]) -> Slots:
         """The slots of the rows that are kept, among all of the step. All others are freed at once."""
         slots, self._step_slots = self._step_slots, self.cache.no_slots
@@ -291,23 +287,17 @@ class Scheduler:
         kept: Slots = slots[rows]
         return kept
 
-    def _emit(self, scheduled: ScheduledSequence, tokens: tuple[int, ...], output: VerifyOutput) -> Emission:
-        """tokens: of the accepted path, the bonus token last."""
-        sequence, request, most = scheduled.sequence, scheduled.sequence.request, len(tokens) - 1
-        if scheduled.tree is None:
-            sequence.share(self.cache, self._max_cacheable)
+    def _first_values(self, sequence: Sequence) -> tuple[tuple[TokenLogprob, ...], int]:
+        """Share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were cached."""
+        sequence.share(self.cache, self._max_cacheable)
+        if sequence.num_emitted:
+            return (), 0
+        sampling = sequence.request.sampling
+        sequence.end_ids = sampling.end_ids(self._eos_ids)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        is_first = sequence.num_emitted == 0
-        if is_first:
-            sequence.end_ids = request.sampling.end_ids(self._eos_ids)
-            if request.sampling.prompt_logprobs is not None:  # the first token has none
-                prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
-        num_cached = (sequence.num_cached or 0) if is_first else 0
-        tokens, reason = self._append(sequence, tokens)
-        logprobs, path = output.logprobs[: len(tokens)], output.accepted.path if output.accepted else ()
-        num_drafted, depth = min(len(tokens), most), scheduled.tree.depth if scheduled.tree else 0
-        given = logprobs, prompt_logprobs, num_cached
-        return Emission(request, scheduled.tree, depth, path, tokens, num_drafted, reason, *given)
+        if sampling.prompt_logprobs is not None:  # the first token has none
+            prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
+        return prompt_logprobs, sequence.num_cached or 0
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Emit accepted tokens up to the sequence's end: these, and why it ends with them; None if it goes on."""
@@ -408,31 +398,21 @@ def allocate_rows(
     up to `prompt_rows`. num_slots: free slots, at least one per sequence.
     """
     spare = num_slots - len(running)
-    allocations = []
+    allocations = list[tuple[Sequence, int, DraftTree | None]]()
+    lone_roots = iter(DraftTrees.root_only([s.tokens[-1] for s in running if not (s.prefilling or s.request.id in trees)]))
     for sequence in running:
-        tree = None
         if sequence.prefilling:
             num_rows = min(len(sequence.tokens) - sequence.computed, prompt_rows, spare + 1)
             prompt_rows -= num_rows
+            tree = None
         else:
             tree = trees.get(sequence.request.id)
-            if tree is None or tree.num_nodes > spare + 1:
+            if tree is None:
+                tree = next(lone_roots)
+            if tree.num_nodes > spare + 1:
                 tree = DraftTree.root_only(sequence.tokens[-1])
             num_rows = tree.num_nodes
         if num_rows:
             spare -= num_rows - 1
             allocations.append((sequence, num_rows, tree))
     return allocations
-
-
-def _tree_emissions(
-    batch: Seq[ScheduledSequence], outputs: TreeOutputs, emitted: Seq[tuple[tuple[int, ...], FinishReason | None]]
-) -> list[Emission]:
-    """What a step of trees adds to requests. emitted: the tokens of each, and why it ends with them."""
-    emissions, lengths = list[Emission](), np.diff(outputs.ends, prepend=0).tolist()
-    for index, ((tokens, reason), length, depth) in enumerate(zip(emitted, lengths, outputs.depths.tolist(), strict=True)):
-        scheduled, num_drafted = batch[index], min(len(tokens), length - 1)
-        accepted = outputs[index].accepted if scheduled.sequence.request.return_verify_steps else None
-        path = accepted.path if accepted else ()
-        emissions.append(Emission(scheduled.sequence.request, scheduled.tree, depth, path, tokens, num_drafted, reason))
-    return emissions

@@ -12,11 +12,8 @@ import numpy as np
 
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
-from eyas.protocol.commit import changed
-from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import LogitRows, VerifyOutput
-
-_CHUNK = Chunk("")
+from eyas.protocol.tree import DraftTree, Ints
+from eyas.sampling.acceptance import LogitRows, StepOutputs
 
 
 @dataclass(frozen=True, order=True)
@@ -118,15 +115,16 @@ class ScheduledSequence:
     tree: DraftTree | None = None
 
     @cached_property
+    def drawn_tree(self) -> DraftTree | None:
+        """The tree at whose nodes tokens are drawn: a lone root at the end of a prompt, None inside one."""
+        is_end = self.first + len(self.slots) == len(self.sequence.tokens)
+        return DraftTree.root_only(self.sequence.tokens[-1]) if self.tree is None and is_end else self.tree
+
+    @cached_property
     def logit_rows(self) -> LogitRows:
         """The last of its rows, whose logits are needed. A token is drawn there, except inside a prompt."""
-        sequence, tree, end = self.sequence, self.tree, self.first + len(self.slots)
-        positions: tuple[int, ...] = ()
-        if tree is not None:
-            length = len(sequence.tokens)
-            positions = tuple([length + depth for depth in tree.depths])
-        elif end == len(sequence.tokens):
-            tree, positions = DraftTree.root_only(sequence.tokens[-1]), (end,)
+        sequence, tree, end = self.sequence, self.drawn_tree, self.first + len(self.slots)
+        positions = () if tree is None else tuple([len(sequence.tokens) + depth for depth in tree.depths])
         asks = sequence.request.sampling.prompt_logprobs is not None
         prompt_tokens: list[int] = []
         if asks and self.tree is None and sequence.num_emitted == 0:
@@ -148,55 +146,64 @@ class DraftReply(NamedTuple):
     is_edited: bool = False
 
 
-def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: SequenceOf[VerifyOutput]) -> tuple[list[int], list[int]]:
-    """The rows of a step whose slots are kept, and where those of each sequence end: all of a prompt, else the path."""
-    rows, ends, start = list[int](), list[int](), 0
-    for scheduled, output in zip(batch, outputs, strict=True):
-        accepted = output.accepted if scheduled.tree is not None else None
-        rows += [start + row for row in (accepted.path if accepted else range(len(scheduled.slots)))]
-        ends.append(len(rows))
-        start += len(scheduled.slots)
-    return rows, ends
+def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: StepOutputs) -> tuple[Ints, Ints]:
+    """Return the rows of a step whose slots are kept, and where those of each sequence end: all of a prompt, else a path."""
+    counts = np.array([len(scheduled.slots) for scheduled in batch], np.int64)
+    lengths = np.diff(outputs.ends, prepend=0)
+    starts = counts.cumsum() - counts
+    rows = np.repeat(starts, lengths) + outputs.nodes
+    is_prompt = np.array([scheduled.tree is None for scheduled in batch], np.bool_)
+    if not is_prompt.any():
+        return rows, outputs.ends
+    is_tree_row = np.repeat(~is_prompt, lengths)
+    prompt_rows = np.flatnonzero(np.repeat(is_prompt, counts))
+    kept = np.sort(np.concatenate([rows[is_tree_row], prompt_rows]))  # nodes of a path are in order
+    return kept, np.where(is_prompt, counts, lengths).cumsum()
 
 
-class Emission(NamedTuple):
-    """What a step adds to a request: the values that its chunk is made of.
+class Emitted(NamedTuple):
+    """What a step adds to a request.
 
-    tree: that was verified; None for prompt rows. depth: its levels. path: its accepted nodes, the root first; may be empty
-    unless the request asks for verify steps. num_drafted: how many of the tokens the drafter guessed. The others are as in
-    Chunk.
+    Attributes:
+        number: of the request in the step.
+        token_ids: the tokens, cut at the end of the output.
+        finish_reason: why the output ends with them; None if it goes on.
+        prompt_logprobs: see Chunk.
+        num_cached: see Chunk.
     """
 
-    request: Request
-    tree: DraftTree | None
-    depth: int
-    path: tuple[int, ...]
+    number: int
     token_ids: tuple[int, ...]
-    num_drafted: int
     finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached: int = 0
 
-    def chunk(self) -> Chunk:
-        """The chunk for the request's reader."""
-        tree, num_drafted, step, details = self.tree, self.num_drafted, None, None
-        if tree is not None and self.request.return_verify_steps:
-            path = self.path[1 : 1 + num_drafted]
-            details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
+
+def chunks_of(batch: SequenceOf[ScheduledSequence], outputs: StepOutputs, emitted: SequenceOf[Emitted]) -> list[Chunk]:
+    """Return the chunks of a step for the readers of its requests."""
+    chunks, levels, ends = list[Chunk](), outputs.levels.tolist(), [0, *outputs.ends.tolist()]
+    for number, tokens, reason, prompt_logprobs, num_cached in emitted:
+        request, tree, step = batch[number].sequence.request, batch[number].tree, None
+        num_drafted = min(len(tokens), ends[number + 1] - ends[number] - 1)
         if tree is not None:
-            step = VerifyStep(tree.num_drafted, self.depth, num_drafted, tree.grown_ahead, details)
-        return changed(
-            _CHUNK,
-            request_id=self.request.id,
-            token_ids=self.token_ids,
-            is_draft_token=(True,) * num_drafted + (False,) * (len(self.token_ids) - num_drafted),
+            details = None
+            if request.return_verify_steps:
+                path = tuple(outputs.nodes[ends[number] + 1 : ends[number] + 1 + num_drafted].tolist())
+                details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
+            step = VerifyStep(tree.num_nodes - 1, levels[number], num_drafted, tree.grown_ahead, details)
+        own = outputs.details.get(number)
+        chunk = Chunk(
+            request_id=request.id,
+            token_ids=tokens,
+            is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
             verify_step=step,
-            finish_reason=self.finish_reason,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached=self.num_cached,
+            finish_reason=reason,
+            logprobs=own.logprobs[: len(tokens)] if own else (),
+            prompt_logprobs=prompt_logprobs,
+            num_cached=num_cached,
         )
+        chunks.append(chunk)
+    return chunks
 
 
 class Chunks(SequenceOf[Chunk]):
@@ -208,10 +215,10 @@ class Chunks(SequenceOf[Chunk]):
     def __init__(
         self,
         last: SequenceOf[Chunk],
-        emissions: Callable[[], SequenceOf[Emission]] = tuple,
+        emissions: Callable[[], SequenceOf[Chunk]] = tuple,
         finished: SequenceOf[str] = (),
     ) -> None:
-        """last: final chunks of requests that are cancelled or fail. emissions: makes what others emit. finished: ids of
+        """last: final chunks of requests that are cancelled or fail. emissions: makes the chunks of others. finished: ids of
         those that end with it."""
         self.last, self.emissions, self.finished = last, emissions, finished
         self.ended = [*(chunk.request_id for chunk in last), *finished]
@@ -227,4 +234,4 @@ class Chunks(SequenceOf[Chunk]):
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        return [*self.last, *(emission.chunk() for emission in self.emissions())]
+        return [*self.last, *self.emissions()]

@@ -104,7 +104,7 @@ class TreeSegments(Sequence[Segment]):
         tables: Sequence[TableId | None],
     ) -> None:
         """positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
-        self.rows = SegmentRows(trees.batch.tokens, positions, slots, np.arange(len(slots)), trees.batch.counts)
+        self.rows = SegmentRows(trees.trees.tokens, positions, slots, np.arange(len(slots)), trees.trees.counts)
         self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
         self.trees = trees
 
@@ -376,14 +376,14 @@ def _packed_paths(trees: PackedTrees) -> TreePaths:
     """`_path_words` of each tree: in each turn all rows go one node up."""
     # Example: trees of the shapes root - a - b and root - {a, b}, rows 0 1 2 | 3 4 5. The first is causal, so it needs no
     # path; the second has the paths [0 .], [0 1], [0 2], each own key at its depth.
-    rows, firsts = np.arange(len(trees.roots)), trees.batch.firsts
+    rows, firsts = np.arange(len(trees.roots)), trees.trees.firsts
     is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
     depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
-    sizes, own = trees.batch.counts * depths, rows - trees.roots
+    sizes, own = trees.trees.counts * depths, rows - trees.roots
     words = np.zeros(int(sizes.sum()), dtype=np.int32)
     # at: the place in `words` at which the path of each row begins.
-    at = np.repeat(sizes.cumsum() - sizes, trees.batch.counts) + own * np.repeat(depths, trees.batch.counts)
-    key = kept = np.flatnonzero(np.repeat(depths, trees.batch.counts))
+    at = np.repeat(sizes.cumsum() - sizes, trees.trees.counts) + own * np.repeat(depths, trees.trees.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.trees.counts))
     for _ in range(int(depths.max())):
         words[at[kept] + trees.depths[key]] = own[key]
         key = trees.above[key]

@@ -1,18 +1,22 @@
-"""Draft trees: tokens and parents, with depths, masks and children.
+"""Draft trees: flat arrays of their nodes from the drafter to the commit, and a view of each single tree.
 
 Node 0 is the root: the last committed token. Every other node is a guess for the token after its parent. A tree of one node
-is ordinary decoding.
+is ordinary decoding. Two trees as arrays, with the tokens of the roots first:
+
+    the (0) -- cat (1) -- sat (3)      a (0) -- dog (1)          counts   4, 2
+           `-- dog (2)                                           tokens   the cat dog sat, a dog
+                                                                 parents  0   0   0   1,   0 0
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby, repeat
+from itertools import groupby
 from operator import attrgetter, lt
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +25,14 @@ from eyas.errors import InvalidTree
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Cells = npt.NDArray[np.generic]
 
 MASS_TOLERANCE = 1e-4
 WORD = (1 << 64) - 1
+ARRAYS: Callable[[DraftTree], DraftTrees] = attrgetter("trees")
+NUMBER: Callable[[DraftTree], int] = attrgetter("number")
 
 
 @dataclass(frozen=True)
@@ -67,56 +73,233 @@ class SampledProposal:
     replacement: bool = False
 
 
-@dataclass(frozen=True)
-class DraftTree:
-    """A tree of guesses below the last committed token.
+@dataclass(frozen=True, eq=False)
+class DraftTrees(Sequence["DraftTree"]):
+    """Draft trees as flat arrays, one tree after the other: B trees with R nodes in all. An item is a view of one tree.
 
-    tokens: token id of each node; tokens[0] is the root.
-    parents: index of each node's parent, always smaller than the node's own; the root is its own parent.
-    log_probs: cumulative score of each node under the drafter; 0.0 at the root. Used only to rank nodes.
-    grown_ahead: whether the tree was grown before its root was known.
-    sampled: how the nodes were drawn; None for a deterministic proposal.
-    sources: of a combined drafter, which of its parts proposed each node: 1 for the first, 2 for the second, 3 for both; 0
-        for the root. Empty for other drafters, and unless the commit wants them.
-    batch, number: arrays that hold its nodes too, if any, and its number among the trees there.
-    num_nodes: the root included.
+    Attributes:
+        counts: nodes of each tree, the root included, int64 [B].
+        tokens: token of each node, int64 [R]; the first one of a tree is its root.
+        parents: number of each node's parent in its own tree, smaller than the node's own, int64 [R]; 0 for roots.
+        log_probs: cumulative score of each node under the drafter, 0 at roots, float64 [R]. Used only to rank nodes.
+        grown_ahead: whether each tree was grown before its root was known, bool [B].
+        sampled: how the nodes of each tree were drawn, None for a deterministic proposal; empty if none was drawn.
+        sources: of combined drafters, which of the parts proposed each node: 1 for the first, 2 for the second, 3 for both,
+            0 for roots, int64 [R]. None for other drafters, and unless the commit wants them.
     """
 
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    grown_ahead: bool = False
-    sampled: SampledProposal | None = None
-    sources: tuple[int, ...] = ()
-    batch: TreeBatch | None = field(default=None, init=False, repr=False, compare=False)
-    number: int = field(default=0, init=False, repr=False, compare=False)
-    num_nodes: int = field(init=False, repr=False, compare=False)
+    counts: Ints
+    tokens: Ints
+    parents: Ints
+    log_probs: Floats
+    grown_ahead: Bools
+    sampled: tuple[SampledProposal | None, ...] = ()
+    sources: Ints | None = None
 
-    if not TYPE_CHECKING:  # to which attributes are as declared
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> DraftTrees:
+        """Return the arrays of at least one tree; without a copy if they are all trees of the same arrays, in order."""
+        runs = [(arrays, list(map(NUMBER, run))) for arrays, run in groupby(trees, ARRAYS)]
+        parts = [arrays if numbers == list(range(len(arrays.counts))) else arrays.taken(numbers) for arrays, numbers in runs]
+        if len(parts) == 1:
+            return parts[0]
+        counts, tokens, parents, log_probs, grown_ahead = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("counts", "tokens", "parents", "log_probs", "grown_ahead")
+        )
+        sampled = tuple([tree.sampled for tree in trees]) if [part for part in parts if part.sampled] else ()
+        sources = None
+        if [part for part in parts if part.sources is not None]:
+            whole = [np.zeros_like(part.tokens) if part.sources is None else part.sources for part in parts]
+            sources = np.concatenate(whole)
+        return cls(counts, tokens, parents, log_probs, grown_ahead, sampled, sources)
 
-        def __getattr__(self, name: str) -> Any:
-            """Make on first use what `TreeBatch.trees` leaves out."""
-            if name == "num_nodes":
-                found = {name: len(self.tokens)}
-            elif name in ("tokens", "parents", "log_probs") and self.batch is not None:
-                found = self.batch.columns(self.number)
-            else:
-                raise AttributeError(f"a draft tree has no {name!r}")
-            self.__dict__.update(found)
-            return found[name]
+    @classmethod
+    def below(
+        cls,
+        roots: Sequence[int],
+        tokens: Cells,
+        parents: Cells,
+        log_probs: Cells,
+        counts: Ints,
+        grown_ahead: Bools | None = None,
+    ) -> DraftTrees:
+        """Return trees of drafted nodes below roots.
+
+        Args:
+            roots: token of each root, B of them.
+            tokens: of the drafted nodes of each tree, [B, N]; only the first `counts` of a row count.
+            parents: of the same nodes; 0 is the root [B, N].
+            log_probs: of the same nodes [B, N].
+            counts: drafted nodes of each tree [B].
+            grown_ahead: of each tree [B]; none was by default.
+        """
+        is_filled, firsts = np.arange(tokens.shape[1]) < counts[:, None], counts.cumsum() - counts + np.arange(len(counts))
+        num_nodes = int(counts.sum()) + len(counts)
+        is_drafted = np.ones(num_nodes, np.bool_)
+        is_drafted[firsts] = False
+        ahead = np.zeros(len(counts), np.bool_) if grown_ahead is None else grown_ahead
+        zeros = np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64), np.zeros(num_nodes)
+        trees = cls(counts + 1, *zeros, ahead)
+        trees.tokens[firsts] = roots
+        trees.tokens[is_drafted], trees.parents[is_drafted] = tokens[is_filled], parents[is_filled]
+        trees.log_probs[is_drafted] = log_probs[is_filled]
+        return trees
+
+    @classmethod
+    def root_only(cls, roots: Sequence[int]) -> DraftTrees:
+        """Return trees of plain decoding."""
+        size = len(roots)
+        zeros = np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.bool_)
+        return cls(np.ones(size, np.int64), np.array(roots, np.int64), *zeros)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, number: int) -> DraftTree: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[DraftTree]: ...
+
+    def __getitem__(self, number: int | slice) -> DraftTree | list[DraftTree]:
+        return list(self)[number]
+
+    def __iter__(self) -> Iterator[DraftTree]:
+        return iter([DraftTree(self, number, count) for number, count in enumerate(self.counts.tolist())])
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """The row of each root [B]."""
+        firsts: Ints = self.counts.cumsum() - self.counts
+        return firsts
+
+    def cut(self, is_kept: Bools) -> DraftTrees:
+        """Return the trees with some of their nodes only: all roots, and no node without its parent.
+
+        A tree that was sampled must stay whole. is_kept: [R].
+        """
+        numbers, firsts = is_kept.cumsum() - 1, np.repeat(self.firsts, self.counts)
+        parents = (numbers[self.parents + firsts] - numbers[firsts])[is_kept]
+        counts = np.add.reduceat(is_kept, self.firsts, dtype=np.int64)
+        sources = None if self.sources is None else self.sources[is_kept]
+        columns = counts, self.tokens[is_kept], parents, self.log_probs[is_kept]
+        return DraftTrees(*columns, self.grown_ahead, self.sampled, sources)
+
+    def taken(self, numbers: list[int]) -> DraftTrees:
+        """Return some trees, in this order."""
+        counts, firsts = self.counts[numbers], self.firsts[numbers]
+        rows = np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
+        sampled = tuple([self.sampled[number] for number in numbers]) if self.sampled else ()
+        sources = None if self.sources is None else self.sources[rows]
+        columns = counts, self.tokens[rows], self.parents[rows], self.log_probs[rows]
+        return DraftTrees(*columns, self.grown_ahead[numbers], sampled, sources)
+
+
+class DraftTree:
+    """A view of one of several trees, for what looks at single trees: grammars, penalties, JSON, errors and tests.
+
+    Its nodes lie in the arrays of `trees`; see there for what they are. Tuples of them are made on first use.
+    """
+
+    def __init__(self, trees: DraftTrees, number: int, num_nodes: int) -> None:
+        """number: of the tree among `trees`. num_nodes: the root included."""
+        self.trees = trees
+        self.number = number
+        self.num_nodes = num_nodes
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int] | Ints,
+        parents: Sequence[int] | Ints,
+        log_probs: Sequence[float] | npt.NDArray[np.floating],
+        grown_ahead: bool = False,
+        sampled: SampledProposal | None = None,
+        sources: Sequence[int] = (),
+    ) -> DraftTree:
+        """Return a tree of these nodes. Raises InvalidTree for none, and for lists of different lengths."""
+        num_nodes = len(tokens)
+        if not num_nodes == len(parents) == len(log_probs):
+            raise InvalidTree(f"{num_nodes} tokens, {len(parents)} parents, {len(log_probs)} scores")
+        if len(sources) not in (0, num_nodes):
+            raise InvalidTree(f"sources of {len(sources)} nodes in a tree of {num_nodes}")
+        if not num_nodes:
+            raise InvalidTree("a tree without nodes")
+        columns = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float64)
+        ahead = np.array([grown_ahead])
+        trees = DraftTrees(
+            np.array([num_nodes]),
+            *columns,
+            ahead,
+            (sampled,) if sampled else (),
+            np.array(sources, np.int64) if sources else None,
+        )
+        return cls(trees, 0, num_nodes)
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
-        """The tree of plain decoding."""
-        return cls((token,), (0,), (0.0,))
+        """Return the tree of plain decoding."""
+        return cls(DraftTrees.root_only([token]), 0, 1)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int]) -> DraftTree:
-        """A single path; tokens[0] is the root."""
-        return cls(tuple(tokens), tuple(max(i - 1, 0) for i in range(len(tokens))), (0.0,) * len(tokens))
+    def chain(
+        cls, tokens: Sequence[int], log_probs: Sequence[float] = (), sampled: SampledProposal | None = None
+    ) -> DraftTree:
+        """Return a single path; tokens[0] is the root. log_probs: 0 by default."""
+        parents = [max(node - 1, 0) for node in range(len(tokens))]
+        return cls.of(tokens, parents, log_probs or (0.0,) * len(tokens), sampled=sampled)
 
     def __len__(self) -> int:
         return self.num_nodes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DraftTree) and self._fields == other._fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"DraftTree.of{self._fields}"
+
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return (self.tokens, self.parents, self.log_probs, self.grown_ahead, self.sampled, self.sources)
+
+    @property
+    def _rows(self) -> slice:
+        """The tree's rows in the arrays."""
+        first = int(self.trees.firsts[self.number])
+        return slice(first, first + self.num_nodes)
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Floats]:
+        """Tokens, parents and scores of its nodes [N]."""
+        return self.trees.tokens[self._rows], self.trees.parents[self._rows], self.trees.log_probs[self._rows]
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.arrays[0].tolist())
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        return tuple(self.arrays[1].tolist())
+
+    @cached_property
+    def log_probs(self) -> tuple[float, ...]:
+        return tuple(self.arrays[2].tolist())
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        sources = self.trees.sources
+        return () if sources is None else tuple(sources[self._rows].tolist())
+
+    @property
+    def grown_ahead(self) -> bool:
+        return bool(self.trees.grown_ahead[self.number])
+
+    @property
+    def sampled(self) -> SampledProposal | None:
+        return self.trees.sampled[self.number] if self.trees.sampled else None
 
     @property
     def num_drafted(self) -> int:
@@ -144,40 +327,36 @@ class DraftTree:
             families.setdefault(parent, []).append(node)
         return families
 
-    @cached_property
-    def guesses(self) -> dict[tuple[int, int], int]:
-        """By node and token, the first child that guesses it."""
-        return dict(
-            zip(zip(self.parents[:0:-1], self.tokens[:0:-1], strict=True), range(len(self.tokens) - 1, 0, -1), strict=True)
-        )
-
     def child(self, node: int, token: int) -> int | None:
-        """The first child of `node` that guesses `token`, or None."""
-        return self.guesses.get((node, token))
+        """Return the first child of `node` that guesses `token`, or None."""
+        return next((child for child in self.families.get(node, ()) if self.tokens[child] == token), None)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
 
     def pruned(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of these nodes only, for a deterministic proposal.
+        """Return the tree of these nodes only, of a deterministic proposal.
 
         nodes: ascending, the root first, all with their parents.
         """
-        numbers = {node: number for number, node in enumerate(nodes)}
-        return DraftTree(
-            tokens=tuple(self.tokens[node] for node in nodes),
-            parents=tuple(numbers[self.parents[node]] for node in nodes),
-            log_probs=tuple(self.log_probs[node] for node in nodes),
-            grown_ahead=self.grown_ahead,
-            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
-        )
+        is_kept = np.zeros(self.num_nodes, np.bool_)
+        is_kept[list(nodes)] = True
+        return DraftTrees.of([self]).cut(is_kept)[0]
+
+    def with_sources(self, sources: Sequence[int]) -> DraftTree:
+        """Return the tree with the parts that proposed each node."""
+        return replace(DraftTrees.of([self]), sources=np.array(sources, np.int64))[0]
+
+    def with_sampled(self, sampled: SampledProposal | None) -> DraftTree:
+        """Return the tree with how its nodes were drawn."""
+        return replace(DraftTrees.of([self]), sampled=(sampled,))[0]
 
     def ancestor_mask(self) -> Bools:
-        """mask[i, j] is true where node j lies on the path from the root to node i, i itself included; [N, N]."""
+        """Return mask[i, j]: whether node j lies on the path from the root to node i, i itself included; [N, N]."""
         seen = [1]  # of each node, the nodes on its path as the bits of a number
         for node, parent in enumerate(self.parents[1:], 1):
             seen.append(seen[parent] | 1 << node)
@@ -185,15 +364,50 @@ class DraftTree:
         packed = np.ascontiguousarray(np.array(words, dtype="<u8").T).reshape(len(self), -1).view(np.uint8)
         return np.unpackbits(packed, axis=1, count=len(self), bitorder="little").view(np.bool_)
 
+    def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
+        """Return the best descendants of the node after a path of tokens, as a tree grown ahead; None if there are none.
+
+        Ties go to the earlier node. A node ranks no higher than its parent, whatever an untrusted drafter says; one whose
+        score is no number is left out.
+
+        Args:
+            path: tokens below the root.
+            max_nodes: counts the new root.
+            max_depth: levels below the new root.
+        """
+        (tokens, parents, log_probs), root = self.arrays, 0
+        for token in path:
+            found = np.flatnonzero((tokens[root + 1 :] == token) & (parents[root + 1 :] == root))
+            if not len(found):
+                return None
+            root += 1 + int(found[0])
+        with np.errstate(invalid="ignore"):  # infinite ones
+            scores = log_probs - log_probs[root]
+        scores[root] = 0.0
+        level = np.array([root])
+        levels = list[Ints]()
+        while len(level) and len(levels) < max_depth:
+            is_above = np.zeros(len(self), np.bool_)
+            is_above[level] = True
+            children = root + 1 + np.flatnonzero(is_above[parents[root + 1 :]])
+            level = children[scores[children] > -np.inf]
+            scores[level] = np.minimum(scores[level], scores[parents[level]])
+            levels.append(level)
+        below = np.concatenate(levels) if levels else level[:0]
+        if not len(below):
+            return None
+        best = np.sort(below[np.lexsort((below, -scores[below]))[: max_nodes - 1]])
+        kept = np.append(root, best)
+        numbers = np.append(0, np.searchsorted(kept, parents[best]))
+        return DraftTree.of(tokens[kept], numbers, scores[kept], grown_ahead=True)
+
     def validate(self, root: int, vocab_size: int, max_nodes: int, max_depth: int) -> None:
         """Range-check a tree that may come from an untrusted drafter.
 
         root: the token that must stand at node 0; max_nodes counts the root.
         Raises InvalidTree saying which rule is broken.
         """
-        tokens, parents, num_nodes = self.tokens, self.parents, len(self.tokens)
-        if not num_nodes == len(parents) == len(self.log_probs):
-            raise InvalidTree(f"{num_nodes} tokens, {len(parents)} parents, {len(self.log_probs)} scores")
+        tokens, parents, num_nodes = self.tokens, self.parents, self.num_nodes
         if not 1 <= num_nodes <= max_nodes:
             raise InvalidTree(f"{num_nodes} nodes where 1 to {max_nodes} are allowed")
         if tokens[0] != root or parents[0] != 0:
@@ -203,8 +417,6 @@ class DraftTree:
             self._name_fault(vocab_size)
         if max(self.depths) > max_depth:
             raise InvalidTree(f"depth {self.depth} where {max_depth} is allowed")
-        if self.sources and len(self.sources) != len(self):
-            raise InvalidTree(f"sources of {len(self.sources)} nodes in a tree of {len(self)}")
         if self.sampled is not None:
             self._validate_sampled(self.sampled, vocab_size)
 
@@ -232,184 +444,6 @@ class DraftTree:
                 raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")
 
 
-@dataclass(frozen=True, eq=False)
-class TreeBatch:
-    """The nodes of several trees as arrays, one tree after the other.
-
-    A drafter that has arrays makes trees of them by `trees`, and `of` gives these arrays back. So nothing is copied node by
-    node from the drafter to the pass.
-
-    counts: nodes of each tree, int64 [B]. tokens, parents: int64 [R], log_probs: float64 [R], as those of DraftTree.
-    """
-
-    counts: Ints
-    tokens: Ints
-    parents: Ints
-    log_probs: npt.NDArray[np.float64]
-
-    @classmethod
-    def of(cls, trees: Sequence[DraftTree]) -> TreeBatch:
-        """The arrays of at least one tree.
-
-        Raises InvalidTree for one without nodes, or with lists of different lengths.
-        """
-        runs = groupby(trees, attrgetter("batch"))
-        parts = [
-            cls._packed(list(run)) if batch is None else batch.taken([tree.number for tree in run]) for batch, run in runs
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(*((part.counts, part.tokens, part.parents, part.log_probs) for part in parts), strict=True)
-        return cls(*map(np.concatenate, columns))
-
-    @classmethod
-    def below(cls, roots: Sequence[int], tokens: Cells, parents: Cells, log_probs: Cells, counts: Ints) -> TreeBatch:
-        """Trees of drafted nodes below roots.
-
-        tokens, parents, log_probs: of the first `counts` nodes of each row; 0 is the root's number [B, N].
-        """
-        is_filled, firsts = np.arange(tokens.shape[1]) < counts[:, None], counts.cumsum() - counts + np.arange(len(counts))
-        num_nodes = int(counts.sum()) + len(counts)
-        batch = cls(counts + 1, np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64), np.zeros(num_nodes))
-        is_drafted = np.ones(num_nodes, np.bool_)
-        is_drafted[firsts], batch.tokens[firsts] = False, roots
-        batch.tokens[is_drafted], batch.parents[is_drafted] = tokens[is_filled], parents[is_filled]
-        batch.log_probs[is_drafted] = log_probs[is_filled]
-        return batch
-
-    @cached_property
-    def firsts(self) -> Ints:
-        """The row of each root [B]."""
-        firsts: Ints = self.counts.cumsum() - self.counts
-        return firsts
-
-    def trees(self, grown_ahead: Iterable[bool] = repeat(False)) -> list[DraftTree]:
-        """The trees. Their tuples are made on first use. grown_ahead: of each."""
-        trees = []
-        for number, (num_nodes, ahead) in enumerate(zip(self.counts.tolist(), grown_ahead, strict=False)):
-            tree = object.__new__(DraftTree)
-            tree.__dict__.update(batch=self, number=number, num_nodes=num_nodes, grown_ahead=ahead)
-            trees.append(tree)
-        return trees
-
-    def cut(self, is_kept: Bools) -> TreeBatch:
-        """The trees with some of their nodes only: all roots, and no node without its parent. is_kept: [R]."""
-        numbers, firsts = is_kept.cumsum() - 1, np.repeat(self.firsts, self.counts)
-        parents = numbers[self.parents + firsts] - numbers[firsts]
-        counts = np.add.reduceat(is_kept, self.firsts, dtype=np.int64)
-        return TreeBatch(counts, self.tokens[is_kept], parents[is_kept], self.log_probs[is_kept])
-
-    def columns(self, number: int) -> dict[str, tuple[Any, ...]]:
-        """The tuples of one tree."""
-        first = int(self.firsts[number])
-        own = slice(first, first + int(self.counts[number]))
-        columns = {"tokens": self.tokens, "parents": self.parents, "log_probs": self.log_probs}
-        return {name: tuple(values[own].tolist()) for name, values in columns.items()}
-
-    @classmethod
-    def _packed(cls, trees: Sequence[DraftTree]) -> TreeBatch:
-        """`of` trees without arrays. They are kept, as they may be asked for again."""
-        counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
-        others = np.array([[len(tree.parents), len(tree.log_probs), len(tree.sources or tree.tokens)] for tree in trees])
-        if not counts.all() or (others != counts[:, None]).any():
-            raise InvalidTree("there is a tree without nodes, or with lists of different lengths")
-        flat = {n: chain.from_iterable(map(attrgetter(n), trees)) for n in ("tokens", "parents", "log_probs")}
-        tokens, parents = (np.fromiter(flat[name], np.int64) for name in ("tokens", "parents"))
-        batch = cls(counts, tokens, parents, np.fromiter(flat["log_probs"], np.float64))
-        for number, tree in enumerate(trees):
-            tree.__dict__.update(batch=batch, number=number)
-        return batch
-
-    def taken(self, numbers: list[int]) -> TreeBatch:
-        """The arrays of some trees, in this order."""
-        if len(numbers) == len(self.counts) and numbers == list(range(len(numbers))):
-            return self
-        counts, firsts = self.counts[numbers], self.firsts[numbers]
-        rows = np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
-        return TreeBatch(counts, self.tokens[rows], self.parents[rows], self.log_probs[rows])
-
-
-def cut_trees(trees: Sequence[DraftTree], is_kept: Bools) -> list[DraftTree]:
-    """Trees with some of their nodes: roots, and what is kept of the drafted nodes of all trees, one after the other."""
-    if is_kept.all():
-        return list(trees)
-    batch = TreeBatch.of(trees)
-    is_drafted = np.ones(len(batch.tokens), np.bool_)
-    is_drafted[batch.firsts] = False
-    kept = ~is_drafted
-    kept[is_drafted] = is_kept
-    parts = batch.cut(kept).trees([tree.grown_ahead for tree in trees])
-    return [
-        tree.pruned(np.flatnonzero(kept[first : first + len(tree)]).tolist()) if tree.sources else part
-        for tree, part, first in zip(trees, parts, batch.firsts.tolist(), strict=True)
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class TreeArrays:
-    """A deterministic tree of many nodes, as arrays: tokens, parents int32 [N], log_probs float32 [N], as in DraftTree."""
-
-    tokens: Int32s
-    parents: Int32s
-    log_probs: Floats
-
-    @classmethod
-    def of(cls, tree: DraftTree) -> TreeArrays:
-        """The same tree."""
-        return cls(np.array(tree.tokens, np.int32), np.array(tree.parents, np.int32), np.array(tree.log_probs, np.float32))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def tree(self) -> DraftTree:
-        """The same tree, grown ahead."""
-        return DraftTree(
-            tuple(self.tokens.tolist()), tuple(self.parents.tolist()), tuple(self.log_probs.tolist()), grown_ahead=True
-        )
-
-    def validate(self, vocab_size: int, max_nodes: int) -> None:
-        """As `DraftTree.validate`, for any root and depth."""
-        num_nodes = len(self)
-        if 1 <= num_nodes == len(self.parents) == len(self.log_probs) <= max_nodes and self.parents[0] == 0:
-            comes_before = self.parents.min() >= 0 and bool((self.parents[1:] < np.arange(1, num_nodes)).all())
-            if comes_before and 0 <= self.tokens.min() <= self.tokens.max() < vocab_size:
-                return
-        tree = self.tree()
-        tree.validate(tree.tokens[0] if tree.tokens else 0, vocab_size, max_nodes, num_nodes)
-
-    def below(self, path: Sequence[int], max_nodes: int, max_depth: int) -> DraftTree | None:
-        """The best descendants of the node behind a path of tokens, as a tree grown ahead; None if there are none.
-
-        path: of tokens below the root. max_nodes: counts the new root. Ties go to the earlier node. A node ranks no higher
-        than its parent, whatever an untrusted drafter says; without a score that is a number it is left out.
-        """
-        parents, root = self.parents, 0
-        for token in path:
-            found = np.flatnonzero((self.tokens[root + 1 :] == token) & (parents[root + 1 :] == root))
-            if not len(found):
-                return None
-            root += 1 + int(found[0])
-        with np.errstate(invalid="ignore"):  # infinite ones
-            scores = self.log_probs.astype(np.float64) - self.log_probs[root]
-        scores[root], level, levels = 0.0, np.array([root]), list[Ints]()
-        while len(level) and len(levels) < max_depth:
-            is_above = np.zeros(len(self), np.bool_)
-            is_above[level] = True
-            children = root + 1 + np.flatnonzero(is_above[parents[root + 1 :]])
-            level = children[scores[children] > -np.inf]
-            scores[level] = np.minimum(scores[level], scores[parents[level]])
-            levels.append(level)
-        below = np.concatenate(levels) if levels else level[:0]
-        if not len(below):
-            return None
-        best = np.sort(below[np.lexsort((below, -scores[below]))[: max_nodes - 1]])
-        kept = np.append(root, best)
-        numbers = np.searchsorted(kept, parents[best])
-        return DraftTree(
-            tuple(self.tokens[kept].tolist()), (0, *numbers.tolist()), tuple(scores[kept].tolist()), grown_ahead=True
-        )
-
-
 @dataclass(frozen=True)
 class PreparedTree:
     """A tree that holds the next drafts of likely next commits. Its root is the committed token before `committed_length`.
@@ -422,4 +456,4 @@ class PreparedTree:
     session: str
     epoch: int
     committed_length: int
-    tree: TreeArrays
+    tree: DraftTree

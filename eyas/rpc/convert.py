@@ -31,7 +31,7 @@ from eyas.api.request import (
     VerifyStepDetails,
 )
 from eyas.api.validation import MAX_CHOICES, MAX_INT, check_request_id
-from eyas.errors import InvalidRequest
+from eyas.errors import InvalidRequest, InvalidTree
 from eyas.protocol.commit import (
     Commit,
     KnownLogitBias,
@@ -42,7 +42,7 @@ from eyas.protocol.commit import (
     TensorBytes,
     TreeBudget,
 )
-from eyas.protocol.tree import DraftProbs, DraftTree, PreparedTree, SampledProposal, TreeArrays
+from eyas.protocol.tree import DraftProbs, DraftTree, PreparedTree, SampledProposal
 from eyas.rpc.messages import (
     DraftClientStatus,
     DrafterInfo,
@@ -362,21 +362,29 @@ def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResp
 
 
 def prepared_to_proto(value: PreparedTree) -> draft_pb2.PreparedTree:
-    tree = value.tree
+    tokens, parents, log_probs = value.tree.arrays
     return draft_pb2.PreparedTree(
         session=value.session,
         epoch=value.epoch,
         committed_length=value.committed_length,
-        tokens=tree.tokens.astype("<i4", copy=False).tobytes(),
-        parents=tree.parents.astype("<i4", copy=False).tobytes(),
-        log_probs=tree.log_probs.astype("<f4", copy=False).tobytes(),
+        tokens=tokens.astype("<i4").tobytes(),
+        parents=parents.astype("<i4").tobytes(),
+        log_probs=log_probs.astype("<f4").tobytes(),
     )
 
 
 def prepared_from_proto(message: draft_pb2.PreparedTree) -> PreparedTree:
     tokens, parents = _numbers(message.tokens, "<i4"), _numbers(message.parents, "<i4")
-    tree = TreeArrays(tokens, parents, _numbers(message.log_probs, "<f4"))
+    tree = _tree_of(tokens, parents, _numbers(message.log_probs, "<f4"), True)
     return PreparedTree(message.session, message.epoch, message.committed_length, tree)
+
+
+def _tree_of(*fields: Any) -> DraftTree:
+    """Return the tree of `DraftTree.of`. Lists of different lengths give one that fails its checks, as other faults do."""
+    try:
+        return DraftTree.of(*fields)
+    except InvalidTree:
+        return DraftTree.root_only(-1)
 
 
 def _numbers(data: bytes, dtype: str) -> npt.NDArray[Any]:
@@ -423,14 +431,8 @@ def session_tree_from_proto(message: draft_pb2.Tree) -> SessionTree:
             entry.parent: DraftProbs(tuple(entry.token_ids), tuple(entry.probs)) for entry in message.sampled.draft_probs
         }
         sampled = SampledProposal(probs, message.sampled.replacement)
-    tree = DraftTree(
-        tokens=tuple(message.tokens),
-        parents=tuple(message.parents),
-        log_probs=tuple(message.log_probs),
-        grown_ahead=message.grown_ahead,
-        sampled=sampled,
-        sources=tuple(message.sources),
-    )
+    nodes = message.tokens, message.parents, message.log_probs
+    tree = _tree_of(*nodes, message.grown_ahead, sampled, message.sources)
     return SessionTree(message.session, message.epoch, message.committed_length, tree)
 
 

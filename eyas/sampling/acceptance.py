@@ -16,16 +16,17 @@ Example. The last committed token is "the"; the drafter guesses "cat sat" and "d
            `-- dog (2)
 
 At node 0 the target draws "cat", which node 1 holds: accepted. At node 1 it draws "ran", which no child holds: "ran" is the
-bonus token. `accept` returns path (0, 1), whose KV stays, and tokens (cat, ran).
+bonus token. So the path is (0, 1), whose KV stays, and the tokens are (cat, ran).
 
 `eyas.sampling.rejection` has the second rule. This module needs no torch, so that the scheduler can use its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ from eyas.sampling.packed_trees import PackedTrees, accepted_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from eyas.kernels.arguments import Draws
 
 
 class LogitRows(NamedTuple):
@@ -90,63 +93,122 @@ class VerifyOutput(NamedTuple):
     is_invalid: bool = False
 
 
-class TreeOutputs(Sequence[VerifyOutput]):
-    """The outputs of requests with trees that ask for nothing but the tokens that are drawn, as arrays. Those of one request
-    are made on first use.
+NOTHING_MORE = VerifyOutput(None)
 
-    rows: packed rows of all accepted paths, one path after the other [A]. tokens: what is emitted after each [A]. ends:
-    where the path of each tree ends among these [B].
+
+class DrawnRows(NamedTuple):
+    """The rows of a step at which tokens are drawn.
+
+    Attributes:
+        trees: of the D requests that draw, a lone root at the end of a prompt, N nodes in all; None if none draws.
+        places: numbers of these requests among all of the step, int64 [D].
+        num_requests: B requests of the step.
+        draws: at each node [N].
     """
 
-    def __init__(self, trees: PackedTrees, samples: Ints) -> None:
-        """Apply the rule `match`. samples: the target's sample at every row [R]."""
-        self.rows, self.ends = accepted_rows(trees, samples)
-        self.tokens = samples[self.rows]
-        self._trees, self._samples = trees, samples
+    trees: PackedTrees | None
+    places: Ints
+    num_requests: int
+    draws: Draws
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutputs(Sequence[VerifyOutput]):
+    """What a step gives its B requests, as arrays. An item is the values of one request.
+
+    Attributes:
+        nodes: accepted nodes of each tree, its root first, one request after the other, int64 [A].
+        tokens: what is emitted after each of these nodes, int64 [A].
+        ends: where the nodes of each request end among these, int64 [B]. A request inside a prompt has none.
+        samples: the target's sample at every node of the trees, int64 [N].
+        sample_ends: where the samples of each request end among these, int64 [B].
+        levels: below the root of each request's tree, int64 [B].
+        details: by number of a request, what else it gets, in VerifyOutput's fields; most requests get nothing else.
+    """
+
+    nodes: Ints
+    tokens: Ints
+    ends: Ints
+    samples: Ints
+    sample_ends: Ints
+    levels: Ints
+    details: Mapping[int, VerifyOutput] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outputs: Sequence[VerifyOutput], levels: Sequence[int] = ()) -> StepOutputs:
+        """Return the outputs of single requests. levels: of their trees, if somebody reads them."""
+        accepted = [output.accepted or Accepted((), ()) for output in outputs]
+        nodes, tokens, samples = (
+            np.array(list(chain.from_iterable(values)), np.int64)
+            for values in (
+                [each.path for each in accepted],
+                [each.tokens for each in accepted],
+                [o.samples for o in outputs],
+            )
+        )
+        ends = np.cumsum([len(each.path) for each in accepted], dtype=np.int64)
+        sample_ends = np.cumsum([len(output.samples) for output in outputs], dtype=np.int64)
+        details = {number: output for number, output in enumerate(outputs) if any(output[2:])}
+        own = np.array(levels or [0] * len(outputs), np.int64)
+        return cls(nodes, tokens, ends, samples, sample_ends, own, details)
+
+    @classmethod
+    def without_draws(cls, num_requests: int) -> StepOutputs:
+        """Return the outputs of a step inside prompts."""
+        return cls.of([NOTHING_MORE] * num_requests)
+
+    @classmethod
+    def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
+        """Walk down the trees of a step that has some. names, wanted: see `accepted_rows`; the others are of all nodes [N].
+
+        samples: drawn from the target. emitted: after each node if it is accepted.
+        """
+        trees, places = rows.trees, rows.places
+        assert trees is not None, "no request draws"
+        kept, ends = accepted_rows(trees, names, wanted)
+        nodes, tokens = kept - trees.roots[kept], emitted[kept]
+        counts, levels = trees.trees.counts, np.maximum.reduceat(trees.depths, trees.trees.firsts)
+        if len(places) == rows.num_requests:
+            return cls(nodes, tokens, ends, samples, counts.cumsum(), levels)
+        of_all = np.zeros((3, rows.num_requests), np.int64)  # nothing for requests inside prompts
+        of_all[:, places] = np.diff(ends, prepend=0), counts, levels
+        return cls(nodes, tokens, of_all[0].cumsum(), samples, of_all[1].cumsum(), of_all[2])
+
+    @classmethod
+    def joined(cls, first: StepOutputs, second: StepOutputs) -> StepOutputs:
+        """Return the outputs of a step that was run in two parts."""
+        pairs = [(getattr(first, name), getattr(second, name)) for name in ("nodes", "tokens", "samples", "levels")]
+        nodes, tokens, samples, levels = map(np.concatenate, pairs)
+        ends = np.concatenate([first.ends, second.ends + len(first.nodes)])
+        sample_ends = np.concatenate([first.sample_ends, second.sample_ends + len(first.samples)])
+        details = {**first.details, **{len(first) + number: each for number, each in second.details.items()}}
+        return cls(nodes, tokens, ends, samples, sample_ends, levels, details)
+
+    def shortened(self, lengths: Mapping[int, int]) -> StepOutputs:
+        """Return the outputs with shorter paths. lengths: accepted nodes of some requests, by their number."""
+        own = np.diff(self.ends, prepend=0)
+        owners = np.repeat(np.arange(len(own)), own)
+        most = own.copy()
+        most[list(lengths)] = list(lengths.values())
+        is_kept = np.arange(len(self.nodes)) - np.repeat(self.ends - own, own) < most[owners]
+        return replace(self, nodes=self.nodes[is_kept], tokens=self.tokens[is_kept], ends=np.minimum(own, most).cumsum())
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __iter__(self) -> Iterator[VerifyOutput]:
-        return iter(self._outputs)
-
     def __getitem__(self, index: Any) -> Any:
         return self._outputs[index]
 
-    @cached_property
-    def depths(self) -> Ints:
-        """Levels of each tree [B]."""
-        levels: Ints = np.maximum.reduceat(self._trees.depths, self._trees.batch.firsts)
-        return levels
+    def __iter__(self) -> Iterator[VerifyOutput]:
+        return iter(self._outputs)
 
     @cached_property
     def _outputs(self) -> list[VerifyOutput]:
-        nodes, tokens = (self.rows - self._trees.roots[self.rows]).tolist(), self.tokens.tolist()
-        samples, outputs, start, first = self._samples.tolist(), list[VerifyOutput](), 0, 0
-        for end, last in zip(self.ends.tolist(), self._trees.batch.counts.cumsum().tolist(), strict=True):
-            accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end]))
-            outputs.append(VerifyOutput(accepted, tuple(samples[first:last])))
+        nodes, tokens, samples = self.nodes.tolist(), self.tokens.tolist(), self.samples.tolist()
+        outputs, start, first = list[VerifyOutput](), 0, 0
+        for number, (end, last) in enumerate(zip(self.ends.tolist(), self.sample_ends.tolist(), strict=True)):
+            accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end])) if end > start else None
+            details = self.details.get(number, NOTHING_MORE)
+            outputs.append(VerifyOutput(accepted, tuple(samples[first:last]), *details[2:]))
             start, first = end, last
         return outputs
-
-
-def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:
-    """Apply the rule `match`. sampled[i]: the target's sample at node i."""
-    guesses, node, path = tree.guesses, 0, [0]
-    while (child := guesses.get((node, sampled[node]))) is not None:
-        path.append(node := child)
-    return Accepted(tuple(path), tuple([sampled[node] for node in path]))
-
-
-def walk(tree: DraftTree, passed: Sequence[bool], drawn: Sequence[int]) -> Accepted:
-    """Walk down to the first child that passed, as long as there is one.
-
-    passed[i]: whether node i is accepted if its parent is and the siblings before it are not. drawn[i]: the bonus token if
-    the walk ends at node i. `accepted_paths` in eyas.sampling.logprobs is the same walk on the device: log-probabilities of
-    a path must be computed before its tokens reach the host, because a step waits for the device only once.
-    """
-    path, child = [0], next((node for node in tree.families.get(0, ()) if passed[node]), None)
-    while child is not None:
-        path.append(child)
-        child = next((node for node in tree.families.get(child, ()) if passed[node]), None)
-    return Accepted(tuple(path), (*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]))

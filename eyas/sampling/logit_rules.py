@@ -59,11 +59,6 @@ class TreeMasks:
     nodes: Seq[NodeMask | None]
     unvisited: frozenset[int] = frozenset()
 
-    def cut(self, accepted: Accepted) -> Accepted:
-        """The accepted path up to the first unvisited node, whose token is the last one."""
-        end = next((place for place, node in enumerate(accepted.path) if node in self.unvisited), len(accepted.path))
-        return Accepted(accepted.path[:end], accepted.tokens[:end])
-
 
 @dataclass(frozen=True)
 class TokenMasks:
@@ -94,10 +89,12 @@ class TokenMasks:
         tree = self.trees.get(request_id)
         return None if tree is None else np.array([mask is not None and mask.must_end for mask in tree.nodes])
 
-    def cut(self, request_id: str, accepted: Accepted) -> Accepted:
-        """What is accepted of a request, without what has no masks for want of time."""
+    def length(self, request_id: str, accepted: Accepted | None) -> int | None:
+        """Return how many accepted nodes of a request come before one that there was no time for; None if all do."""
         tree = self.trees.get(request_id)
-        return tree.cut(accepted) if tree and tree.unvisited else accepted
+        if accepted is None or tree is None or not tree.unvisited:
+            return None
+        return next((place for place, node in enumerate(accepted.path) if node in tree.unvisited), None)
 
     def error(self, request_id: str, accepted: Accepted | None) -> str:
         """Why a request cannot go on: it has no masks, or draws what they do not allow, as nothing else is left. Else empty.

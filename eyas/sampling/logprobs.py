@@ -88,7 +88,10 @@ def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
 
 
 def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> tuple[Tensor, Tensor]:
-    """`eyas.sampling.acceptance.walk` on the device, for at least one tree, by the drawn row of its root.
+    """Walk at least one tree on the device as `eyas.sampling.packed_trees.accepted_rows` does on the host.
+
+    trees: by the drawn row of the root. Log-probabilities of a path must be computed before its tokens reach the host,
+    because a step waits for the device only once.
 
     Returns the drawn row of each accepted node of a tree, the last one repeated, and what is emitted after it; both int64
     [T, L].

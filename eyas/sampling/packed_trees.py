@@ -6,7 +6,6 @@ Kernels compiled with numba do this in a tenth of the time; where numba is not i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.device.host import has_numba
-from eyas.errors import InvalidTree
-from eyas.protocol.tree import Bools, DraftTree, Ints, TreeBatch
+from eyas.protocol.tree import Bools, DraftTree, DraftTrees, Ints
 
 TreeWords = npt.NDArray[np.uint64]
 
@@ -34,11 +32,15 @@ def kernels() -> Any:
 class PackedTrees(NamedTuple):
     """The nodes of several trees, one tree after the other, [R].
 
-    batch: what was packed. above, roots: packed rows of each node's parent and root. depths: as those of DraftTree. words:
-    which nodes of its own tree each node sees, as bits [R, W], the first node in the lowest bit.
+    Attributes:
+        trees: the nodes themselves.
+        above: packed row of each node's parent [R].
+        roots: packed row of each node's root [R].
+        depths: distance of each node from its root [R].
+        words: which nodes of its own tree each node sees, as bits [R, W], the first node in the lowest bit.
     """
 
-    batch: TreeBatch
+    trees: DraftTrees
     above: Ints
     roots: Ints
     depths: Ints
@@ -61,8 +63,8 @@ class TreeLimits(NamedTuple):
 
 def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
     """Pack at least one tree."""
-    batch = TreeBatch.of(trees)
-    return PackedTrees(batch, *(kernels() or PlainKernels).layout(batch.counts, batch.parents))
+    nodes = DraftTrees.of(trees)
+    return PackedTrees(nodes, *(kernels() or PlainKernels).layout(nodes.counts, nodes.parents))
 
 
 def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
@@ -70,25 +72,30 @@ def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
 
     `DraftTree.validate` is the plain way, which also says what is wrong.
     """
-    if not trees or [tree for tree in trees if tree.sampled is not None]:
+    if not trees:
         return False
-    with suppress(InvalidTree):
-        batch = TreeBatch.of(trees)
-        bounds = np.array(limits[:3], dtype=np.int64)
-        kernel = (kernels() or PlainKernels).are_valid
-        return bool(kernel(batch.counts, batch.tokens, batch.parents, bounds, limits.vocab_size))
-    return False
+    nodes, bounds = DraftTrees.of(trees), np.array(limits[:3], dtype=np.int64)
+    if any(nodes.sampled):
+        return False
+    kernel = (kernels() or PlainKernels).are_valid
+    return bool(kernel(nodes.counts, nodes.tokens, nodes.parents, bounds, limits.vocab_size))
 
 
-def accepted_rows(trees: PackedTrees, samples: Ints) -> tuple[Ints, Ints]:
-    """Apply the rule `match`. samples: the target's sample at every row [R].
+def accepted_rows(trees: PackedTrees, names: Ints, wanted: Ints) -> tuple[Ints, Ints]:
+    """Walk down every tree as long as a node has a child that is wanted there.
 
-    A node passes if it is the first child of its parent that guesses the parent's sample, and if those above it pass.
+    By the rule `match` a node's name is its token, and wanted is what the target has drawn. By the rule `rejection` a node's
+    name is its row, and wanted is the row of the child that is accepted.
+
+    Args:
+        trees: the nodes [R].
+        names: of each node [R].
+        wanted: name of the child that goes on from each node; the first child with it does [R].
 
     Returns:
         Rows of all accepted paths, one path after the other [A], and where the path of each tree ends among these [B].
     """
-    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.batch.counts, trees.batch.tokens, trees.above, samples)
+    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.trees.counts, names, trees.above, wanted)
     return rows, ends
 
 

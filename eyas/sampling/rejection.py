@@ -27,7 +27,7 @@ from eyas.device.transfer import upload
 from eyas.kernels.arguments import Draw
 from eyas.kernels.noise import uniform_noise
 from eyas.protocol.tree import DraftProbs, DraftTree
-from eyas.sampling.acceptance import Accepted, LogitRows, walk
+from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.sampler import draw_tokens, target_probs
 
 
@@ -47,17 +47,10 @@ class SiblingVerdicts:
         """The drawn row of each node with children."""
         return [start + node for start, tree in self.trees.items() for node in tree.families]
 
-    def accepted(self, cells: Sequence[Sequence[int]], samples: Sequence[int]) -> dict[int, Accepted]:
-        """Walk the trees, once the cells and the target's samples are on the host; outcomes by the drawn row of the root."""
-        verdicts, outcomes = iter(cells), {}
-        for start, tree in self.trees.items():
-            passed, drawn = [False] * len(tree), list(samples[start : start + len(tree)])
-            for node, children in tree.families.items():
-                *family, drawn[node] = next(verdicts)
-                for child, verdict in zip(children, family, strict=False):
-                    passed[child] = verdict == 1
-            outcomes[start] = walk(tree, passed, drawn)
-        return outcomes
+    @property
+    def children(self) -> list[list[int]]:
+        """The drawn rows of the children of each of `parents`, in order."""
+        return [[start + child for child in own] for start, tree in self.trees.items() for own in tree.families.values()]
 
 
 def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence[Draw]) -> SiblingVerdicts:

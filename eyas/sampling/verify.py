@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from eyas.device.transfer import Ints, download
 from eyas.kernels.arguments import Draw, Draws
-from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted, LogitRows, StepOutput, TreeOutputs, VerifyOutput, accept
+from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
-from eyas.sampling.packed_trees import PackedTrees
-from eyas.sampling.rejection import rejection_sample
+from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
 from eyas.sampling.sampler import MAX_CANDIDATES, sample
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
@@ -28,40 +27,135 @@ def nothing() -> None:
 
 def verify(
     batch: Sequence[LogitRows],
+    rows: DrawnRows,
     output: StepOutput,
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], None] = nothing,
-    trees: PackedTrees | None = None,
-) -> Sequence[VerifyOutput]:
+) -> StepOutputs:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
-    batch: the requests of the step, in the order of their rows. output: logits of all of them, or tokens of some.
-    wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
-    meanwhile: other work of the host, called once before it waits. trees: those of the batch, if every request has one and
-    they are packed; outputs are then found for all at once, unless some request asks for more than tokens.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
+
+    Args:
+        batch: the requests of the step, in the order of their rows; empty if all of them want nothing but tokens.
+        rows: where tokens are drawn.
+        output: logits of all requests, or tokens of some.
+        rules: what requests ask of their logits.
+        wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
+        meanwhile: other work of the host, called once before it waits.
     """
-    if output.tokens is None:
-        return _verify_logits(batch, output.logits, rules, wait_for_masks(), None, meanwhile, trees)[0]
-    kinds = list(zip(batch, output.is_drawn, strict=True))
-    whole, drawn = ([rows for rows, is_drawn in kinds if is_drawn == kind] for kind in (False, True))
-    outputs, tokens = _verify_logits(whole, output.logits, rules, wait_for_masks(), output.tokens, meanwhile)
-    of_whole = iter(outputs)
-    of_drawn = iter(_verify_tokens([rows.tree for rows in drawn], tokens, output.logits.shape[1]))
-    return [next(of_drawn if is_drawn else of_whole) for is_drawn in output.is_drawn]
-
-
-def verify_trees(
-    trees: PackedTrees, draws: Draws, output: StepOutput, meanwhile: Callable[[], None] = nothing
-) -> Sequence[VerifyOutput]:
-    """`verify` of deterministic trees of requests that want tokens alone, for all at once.
-
-    draws: at all nodes. output: logits of all of them, or tokens of all. meanwhile: as for `verify`.
-    """
-    tokens = sample(output.logits, draws) if output.tokens is None else output.tokens
+    vocab_size = output.logits.shape[1]
+    if not batch and rows.trees is not None:
+        tokens = sample(output.logits, rows.draws) if output.tokens is None else output.tokens
+        meanwhile()
+        samples = download(tokens)[0].astype(np.int64)
+        return _usable(StepOutputs.accepted(rows, samples, rows.trees.trees.tokens, samples, samples), vocab_size)
+    if not batch:
+        meanwhile()
+        return StepOutputs.without_draws(rows.num_requests)
+    is_drawn = output.is_drawn or (False,) * len(batch)
+    whole = [each for each, drawn in zip(batch, is_drawn, strict=True) if not drawn]
+    masks = wait_for_masks()
+    logits = masks.applied(output.logits, whole)
+    ruled = rules.applied(drawn_rows(whole, logits), whole, masks)
+    is_here = np.repeat([not drawn for drawn in is_drawn], [len(each.positions) for each in batch])
+    draws = rows.draws if is_here.all() else Draws.of([rows.draws[row] for row in np.flatnonzero(is_here).tolist()])
+    tokens = sample(ruled, draws)
+    verdicts = rejection_sample(whole, ruled, draws)
+    logprobs = compute_logprobs(whole, logits, tokens, verdicts)
+    elsewhere = tokens[:0] if output.tokens is None else output.tokens
     meanwhile()
-    return _verify_packed(trees, download(tokens)[0].astype(np.int64), output.logits.shape[1])
+    own, cells, values, others = download(tokens, verdicts.cells, logprobs, elsewhere)
+    samples = np.empty(len(is_here), np.int64)
+    samples[is_here], samples[~is_here] = own, others
+    outputs = accept_drafts(rows, samples, verdicts, cells.astype(np.int64), np.flatnonzero(is_here))
+    cut = {number: masks.length(each.request.id, outputs[number].accepted) for number, each in enumerate(batch)}
+    if shorter := {number: length for number, length in cut.items() if length is not None}:
+        outputs = outputs.shortened(shorter)
+    starts = np.cumsum([0, *(len(each.prompt_tokens) + len(each.positions) for each in whole)])
+    return _with_details(batch, is_drawn, outputs, _Logits(logits, starts), masks, values)
+
+
+def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cells: Ints, places: Ints) -> StepOutputs:
+    """Apply the rule of each tree.
+
+    Args:
+        rows: where tokens were drawn.
+        samples: drawn from the target, at each of N nodes.
+        verdicts: on the children of sampled trees.
+        cells: the cells of the verdicts, on the host.
+        places: number of the node that each row is which the verdicts count, at most [N].
+    """
+    trees = rows.trees
+    if trees is None:
+        return StepOutputs.without_draws(rows.num_requests)
+    if not verdicts.trees:
+        return StepOutputs.accepted(rows, samples, trees.trees.tokens, samples, samples)
+    names, wanted, emitted = trees.trees.tokens.copy(), samples.copy(), samples.copy()
+    for first, tree in verdicts.trees.items():
+        own = slice(places[first], places[first] + len(tree))
+        names[own], wanted[own] = np.arange(own.start, own.stop), -1
+    for parent, children, line in zip(verdicts.parents, verdicts.children, cells.tolist(), strict=True):
+        row = places[parent]
+        passed = next((child for child, verdict in zip(children, line, strict=False) if verdict == 1), None)
+        wanted[row] = -1 if passed is None else places[passed]
+        emitted[row] = line[-1] if passed is None else trees.trees.tokens[places[passed]]
+    return StepOutputs.accepted(rows, samples, names, wanted, emitted)
+
+
+def _usable(outputs: StepOutputs, vocab_size: int) -> StepOutputs:
+    """Return the outputs, with an error for requests whose last token, `vocab_size`, stands for logits that are NaN."""
+    if (outputs.tokens < vocab_size).all():
+        return outputs
+    unusable = VerifyOutput(None, error=UNUSABLE_LOGITS)
+    found = {number: unusable for number, output in enumerate(outputs) if is_unusable(output, vocab_size)}
+    return replace(outputs, details=found)
+
+
+def is_unusable(output: VerifyOutput, vocab_size: int) -> bool:
+    """Return whether the last token of a request, `vocab_size`, stands for logits that are NaN."""
+    return output.accepted is not None and output.accepted.tokens[-1] >= vocab_size
+
+
+class _Logits(NamedTuple):
+    """Logits [R, V], and where the rows of each request begin among them [B + 1]."""
+
+    values: Tensor
+    starts: Ints
+
+
+def _with_details(
+    batch: Sequence[LogitRows],
+    is_drawn: Sequence[bool],
+    outputs: StepOutputs,
+    logits: _Logits,
+    masks: TokenMasks,
+    logprobs: npt.NDArray[np.float64],
+) -> StepOutputs:
+    """Return the outputs with errors and log-probabilities. is_drawn: of which requests the logits are elsewhere [B]."""
+    found, vocab_size = list(outputs), logits.values.shape[1]
+    numbers = [number for number, drawn in enumerate(is_drawn) if not drawn]
+    whole = [batch[number] for number in numbers]
+    reported = iter(read_logprobs(whole, [found[number].accepted for number in numbers], logprobs))
+    details, place = dict[int, VerifyOutput](), 0
+    for number, (rows, output) in enumerate(zip(batch, found, strict=True)):
+        error, unusable = "", is_unusable(output, vocab_size)
+        if is_drawn[number]:
+            if unusable:
+                details[number] = VerifyOutput(None, error=UNUSABLE_LOGITS)
+            continue
+        prompt, own = next(reported)
+        start, end = logits.starts[place : place + 2]
+        place += 1
+        error = masks.error(rows.request.id, output.accepted)
+        if unusable and (not error or bool(logits.values[start:end].isnan().any())):
+            details[number] = VerifyOutput(None, error=UNUSABLE_LOGITS)
+        elif error:
+            details[number] = VerifyOutput(None, error=error, is_invalid=True)
+        elif prompt or own:
+            details[number] = VerifyOutput(None, (), own, prompt)
+    return replace(outputs, details=details)
 
 
 def can_draw_in_parts(rows: LogitRows) -> bool:
@@ -79,102 +173,3 @@ def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
     """The tokens of a step whose requests ask for nothing but a draw at each row."""
     tokens: list[int] = (sample(output.logits, draws) if output.tokens is None else output.tokens).tolist()
     return tokens
-
-
-def _verify_packed(trees: PackedTrees, drawn: Ints, vocab_size: int) -> Sequence[VerifyOutput]:
-    """`_verify_tokens`, all at once where no logits are NaN."""
-    if (drawn < vocab_size).all():
-        return TreeOutputs(trees, drawn)
-    return _verify_tokens(trees.batch.trees(), drawn, vocab_size)
-
-
-def _verify_tokens(trees: Sequence[DraftTree | None], drawn: Ints, vocab_size: int) -> list[VerifyOutput]:
-    """The outputs of requests that ask for nothing but the tokens that are drawn, by the rule `match`. A token `vocab_size`
-    stands for logits that are NaN. trees: of each request; None inside a prompt."""
-    outputs, end, tokens = list[VerifyOutput](), 0, drawn.tolist()
-    for tree in trees:
-        start, end = end, end + (0 if tree is None else len(tree))
-        samples = tuple(tokens[start:end])
-        accepted = None if tree is None else accept(tree, samples)
-        if accepted is not None and accepted.tokens[-1] >= vocab_size:
-            outputs.append(VerifyOutput(accepted, error=UNUSABLE_LOGITS))
-        else:
-            outputs.append(VerifyOutput(accepted, samples))
-    return outputs
-
-
-def _verify_logits(
-    batch: Sequence[LogitRows],
-    logits: Tensor,
-    rules: LogitRules,
-    masks: TokenMasks,
-    drawn: Tensor | None,
-    meanwhile: Callable[[], None],
-    trees: PackedTrees | None = None,
-) -> tuple[Sequence[VerifyOutput], Ints]:
-    """The outputs of requests whose logits [R, V] are there. `drawn`: tokens of others, to be copied with them."""
-    logits = masks.applied(logits, batch)
-    ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
-    draws = _draws(batch)
-    tokens = sample(ruled, draws)
-    verdicts = rejection_sample(batch, ruled, draws)
-    others, logprobs = tokens[:0] if drawn is None else drawn, compute_logprobs(batch, logits, tokens, verdicts)
-    is_bare = not (masks.trees or masks.errors or verdicts.trees or len(logprobs))
-    meanwhile()
-    for rows in () if is_bare and trees is not None else batch:
-        if rows.tree is not None:
-            rows.tree.guesses  # noqa: B018  the walk down the tree reads them
-    on_host = download(tokens, verdicts.cells, logprobs, others)
-    drawn_here, drawn_elsewhere = on_host[0].astype(np.int64), on_host[3].astype(np.int64)
-    if is_bare and trees is not None:
-        return _verify_packed(trees, drawn_here, logits.shape[1]), drawn_elsewhere
-    if is_bare:
-        return _verify_tokens([rows.tree for rows in batch], drawn_here, logits.shape[1]), drawn_elsewhere
-    samples = drawn_here.tolist()
-    rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
-    return _verify_whole(batch, logits, masks, samples, rejected, on_host[2]), drawn_elsewhere
-
-
-def _draws(batch: Sequence[LogitRows]) -> Draws:
-    positions = [rows.positions for rows in batch]
-    at = np.array(list(chain.from_iterable(positions)), dtype=np.int64)
-    return Draws([rows.request.noise_key for rows in batch], list(map(len, positions)), at)
-
-
-def _verify_whole(
-    batch: Sequence[LogitRows],
-    logits: Tensor,
-    masks: TokenMasks,
-    samples: Sequence[int],
-    rejected: Mapping[int, Accepted],
-    logprobs: npt.NDArray[np.float64],
-) -> list[VerifyOutput]:
-    """The outputs of requests that may have masks, trees of the rule `rejection`, or log-probabilities.
-
-    samples: of all drawn rows. rejected: outcomes of that rule, by the drawn row of the root. logprobs: of
-    `compute_logprobs`.
-    """
-    accepted: list[Accepted | None] = []
-    sampled: list[tuple[int, ...]] = []
-    row = 0
-    for rows in batch:
-        sampled.append(tuple(samples[row : row + len(rows.positions)]))
-        if rows.tree:
-            accepted.append(masks.cut(rows.request.id, rejected.get(row) or accept(rows.tree, sampled[-1])))
-        else:
-            accepted.append(None)
-        row += len(rows.positions)
-    reported = read_logprobs(batch, accepted, logprobs)
-    outputs, start = [], 0
-    for rows, of_request, own, (prompt, output) in zip(batch, accepted, sampled, reported, strict=True):
-        end = start + len(rows.prompt_tokens) + len(rows.positions)
-        error = masks.error(rows.request.id, of_request)
-        is_unusable = of_request is not None and of_request.tokens[-1] >= logits.shape[1]  # stands for logits that are NaN
-        if is_unusable and (not error or bool(logits[start:end].isnan().any())):
-            outputs.append(VerifyOutput(of_request, error=UNUSABLE_LOGITS))
-        elif error:
-            outputs.append(VerifyOutput(of_request, error=error, is_invalid=True))
-        else:
-            outputs.append(VerifyOutput(of_request, own, output, prompt))
-        start = end
-    return outputs

@@ -224,7 +224,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
             raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")
     _check_noise(commit.noise)
     features = _features(commit, info) if info.needs_features else None
-    return Commit(**{**vars(commit), "session": session, "features": features})
+    return Commit(**{**commit._asdict(), "session": session, "features": features})
 
 
 @lru_cache(1024)

@@ -8,7 +8,7 @@ import torch
 
 from eyas.device.transfer import tensor_to_bytes, to_host
 from eyas.drafters.base import DraftContext
-from eyas.protocol.commit import Commit, TensorBytes, TreeBudget, changed
+from eyas.protocol.commit import Commit, TensorBytes, TreeBudget
 
 NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
 
@@ -40,7 +40,7 @@ def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
     if all(part.device.type == "cpu" for part in features):
         return list(contexts)
     parts = iter(torch.split(to_host(torch.cat(features)), [len(part) for part in features]))
-    return [context if context.features is None else changed(context, features=next(parts)) for context in contexts]
+    return [context if context.features is None else context._replace(features=next(parts)) for context in contexts]
 
 
 def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -27,6 +27,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
+from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 from eyas.services.verifier.breaker import CircuitBreaker
 from eyas.services.verifier.commits import NO_TREE, split_commits
 from eyas.v1 import draft_pb2, draft_pb2_grpc
@@ -179,9 +180,9 @@ class RemoteDrafter:
         pending.stream, pending.sent_at = stream, time.perf_counter()
         contexts = self._use_prepared(contexts, pending)
         if not stream.info.needs_features:
-            contexts = [replace(context, features=None) for context in contexts]
+            contexts = [context._replace(features=None) for context in contexts]
         if not stream.info.needs_samples:
-            contexts = [replace(context, samples=()) for context in contexts]
+            contexts = [context._replace(samples=()) for context in contexts]
         messages = split_commits(contexts, self.config.max_message_tokens)
         timeout_s = self.config.draft_timeout_s
         requests = [DraftRequest(next(self._steps), tuple(commits), timeout_s=timeout_s) for commits in messages]
@@ -204,7 +205,7 @@ class RemoteDrafter:
                 if not context.budget.wants_tree:
                     pending.drafts[i] = DraftTree.root_only(context.tokens[-1])
                 elif tree := self.prepared.take(context):
-                    pending.drafts[i], sent[i] = tree, replace(context, has_tree=True)
+                    pending.drafts[i], sent[i] = tree, context._replace(has_tree=True)
                     self._num_missed[context.session] = 0
             wanting = [i for i, context in enumerate(contexts) if context.budget.wants_tree]
             missing = [i for i in wanting if pending.drafts[i] is None]
@@ -216,7 +217,7 @@ class RemoteDrafter:
                 self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
                 if self._num_missed[session]:
                     pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-                    sent[i] = replace(contexts[i], has_tree=True, budget=NO_TREE)
+                    sent[i] = contexts[i]._replace(has_tree=True, budget=NO_TREE)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:
@@ -360,8 +361,11 @@ class RemoteDrafter:
         """Whether a prepared tree may be kept."""
         stream = self._stream
         assert stream is not None, "replies come from an open stream"
+        root, most, vocab_size = int(prepared.tree.arrays[0][0]), PreparedTree.MAX_NODES, stream.info.model.vocab_size
+        if are_valid_trees([prepared.tree], TreeLimits([root], [most], [most], vocab_size)):
+            return True
         try:
-            prepared.tree.validate(stream.info.model.vocab_size, PreparedTree.MAX_NODES)
+            prepared.tree.validate(root, vocab_size, most, most)
         except InvalidTree as error:
             log.warning("dropped a prepared tree for %s: %s", prepared.session, error, extra={"rate_limited": True})
             return False

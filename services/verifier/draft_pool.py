@@ -183,7 +183,7 @@ class DraftPool:
         if self._traceparent is None or not context.budget.wants_tree:
             return context
         traceparent = self._traceparent(context.session)
-        return replace(context, traceparent=traceparent) if traceparent else context
+        return context._replace(traceparent=traceparent) if traceparent else context
 
     def _rows_by_drafter(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
         rows: dict[RemoteDrafter, list[int]] = {}

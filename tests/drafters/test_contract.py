@@ -148,7 +148,7 @@ def test_bookkeeping_gets_the_root_alone(drafter: Drafter) -> None:
 def test_banned_tokens_are_never_proposed(drafter: Drafter, proposal: Proposal) -> None:
     if proposal == "sampled" and not drafter.can_sample:
         pytest.skip("the drafter cannot sample")
-    free = replace(commit("free", 20, noise=NOISES[1]), proposal=proposal)
+    free = commit("free", 20, noise=NOISES[1])._replace(proposal=proposal)
     draft = propose(drafter, [free])[0]
     assert isinstance(draft, DraftTree)
     first, deep = (
@@ -157,7 +157,7 @@ def test_banned_tokens_are_never_proposed(drafter: Drafter, proposal: Proposal) 
     )
     bans = [KnownLogitBias(token, -math.inf, 1) for token in first]
     bans += [KnownLogitBias(token, -math.inf, 9) for token in deep] + [KnownLogitBias(47, 0.5, 9)]
-    others = propose(drafter, [replace(free, session="bound", logit_biases=tuple(bans)), replace(free, session="other")])
+    others = propose(drafter, [free._replace(session="bound", logit_biases=tuple(bans)), free._replace(session="other")])
     bound, other = (draft for draft in others if isinstance(draft, DraftTree))
     assert not deep & set(bound.tokens[1:])
     assert not first & {bound.tokens[node] for node in bound.families.get(0, ())}
@@ -211,7 +211,7 @@ def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: No
     if not drafter.can_sample:
         pytest.skip("the drafter cannot sample")
     contexts = [
-        replace(commit(f"s{i}", 5 + 7 * i, seed=i, noise=noise), proposal=proposal)
+        commit(f"s{i}", 5 + 7 * i, seed=i, noise=noise)._replace(proposal=proposal)
         for i, proposal in enumerate(("sampled", "deterministic", "sampled"))
     ]
     drafts = propose(drafter, contexts)
@@ -220,7 +220,7 @@ def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: No
         draft.validate(context.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
         assert draft.num_drafted > 0
         assert (draft.sampled is not None) == (context.proposal == "sampled")
-        alone = propose(drafter, [replace(context, session=f"{context.session} alone")])
+        alone = propose(drafter, [context._replace(session=f"{context.session} alone")])
         assert _shape(alone[0]) == _shape(draft)
 
 
@@ -228,12 +228,12 @@ def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: No
 def test_features_that_are_no_numbers_cost_one_tree(drafter: Drafter, proposal: Proposal) -> None:
     if not drafter.needs.features or (proposal == "sampled" and not drafter.can_sample):
         pytest.skip("the drafter has no features, or cannot sample")
-    good, bad = (replace(commit(name, 20, noise=NOISES[2]), proposal=proposal) for name in ("good", "bad"))
+    good, bad = (commit(name, 20, noise=NOISES[2])._replace(proposal=proposal) for name in ("good", "bad"))
     assert bad.features is not None
-    drafts = propose(drafter, [replace(bad, features=torch.full_like(bad.features, torch.nan)), good])
+    drafts = propose(drafter, [bad._replace(features=torch.full_like(bad.features, torch.nan)), good])
     assert isinstance(drafts[0], DraftTree)
     drafts[0].validate(bad.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
-    assert _shape(drafts[1]) == _shape(propose(drafter, [replace(good, session="alone")])[0])
+    assert _shape(drafts[1]) == _shape(propose(drafter, [good._replace(session="alone")])[0])
     after = propose(drafter, [commit("bad", 24, base=20), commit("good", 24, base=20)])
     assert all(isinstance(draft, DraftTree) for draft in after), "both sessions are known still"
 
@@ -269,7 +269,7 @@ def test_a_token_whose_logits_are_no_numbers_is_not_drafted(
     save_file(tensors, folder / "model.safetensors")
     drafter = replace(case, own_folder=str(folder)).drafter(shape)
     for proposal in ("deterministic", "sampled"):
-        context = replace(commit(proposal, 20, noise=noise), proposal=proposal)
+        context = commit(proposal, 20, noise=noise)._replace(proposal=proposal)
         draft = drafter.propose([context])[0]
         assert isinstance(draft, DraftTree)
         draft.validate(context.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)

@@ -1,5 +1,6 @@
 """Deterministic mode: logits of a token depend on the tokens before it alone, bit for bit, also in bfloat16."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.engine.deterministic import BatchInvariantRunner
-from eyas.engine.runner import ModelRunner, segment_of
+from eyas.engine.runner import ModelRunner, drawn_rows, step_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_fuser
+from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
@@ -26,7 +28,7 @@ from tests.support.families import FAMILIES, VOCAB, config_of, write_model
 from tests.support.tiny import DEMO, fixed_config
 
 ROWS = 8
-TREE = DraftTree((7, 8, 9, 10, 11, 12), (0, 0, 1, 0, 2, 4), (0.0,) * 6)
+TREE = DraftTree.of((7, 8, 9, 10, 11, 12), (0, 0, 1, 0, 2, 4), (0.0,) * 6)
 PROMPT = np.random.default_rng(0).integers(3, 48, 21).tolist()
 
 
@@ -40,24 +42,32 @@ def runner_of(target: TargetModel) -> BatchInvariantRunner:
 
 
 def new_sequence(tokens: list[int]) -> Sequence:
-    return Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens), np.empty(len(tokens), np.int64))
+    return Sequence(
+        Request("a", tuple(tokens), SamplingParams(seed=0)), QueueKey(0.0, 0), list(tokens), np.empty(len(tokens), np.int64)
+    )
+
+
+def segments_of(*batch: ScheduledSequence) -> Seq[Segment]:
+    return step_segments(batch, drawn_rows(batch))
 
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
     sequence = new_sequence(tokens)
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))]).logits
+        logits = runner.forward(segments_of(ScheduledSequence(sequence, slots[start:end], start))).logits
         sequence.extend(slots[start:end])
     return logits[-1]
 
 
 def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
     own = np.empty(len(prefix), np.int64)
-    sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]], own)
+    sequence = Sequence(
+        Request("b", tuple(prefix), SamplingParams(seed=0)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]], own
+    )
     sequence.extend(slots[: len(prefix)])
     scheduled = ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)
-    return runner.forward([segment_of(scheduled)]).logits
+    return runner.forward(segments_of(scheduled)).logits
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -117,10 +127,10 @@ def test_the_cpu_keeps_batches_and_bits(name: str, stored: str, tmp_path: Path, 
     passes = []
     monkeypatch.setattr(target, "forward", lambda *args: passes.append(args) or type(target).forward(target, *args))
     both = [
-        segment_of(ScheduledSequence(new_sequence(tokens), slots[at : at + len(tokens)], 0))
+        ScheduledSequence(new_sequence(tokens), slots[at : at + len(tokens)], 0)
         for tokens, at in ((PROMPT, 300), (prompt, 200))
     ]
-    assert torch.equal(runner.forward(both).logits[-1], whole)
+    assert torch.equal(runner.forward(segments_of(*both)).logits[-1], whole)
     assert len(passes) == 1
 
 

@@ -114,7 +114,7 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
     tree: DraftTree | None, before: list[int], num_prompt: int, kind: SamplingParams
 ) -> None:
     prompt = before[:num_prompt]
-    tree = DraftTree((before[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) if tree else None
+    tree = DraftTree.of((before[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) if tree else None
     sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before), NO_SLOTS)
     work = ScheduledSequence(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
     other = ScheduledSequence(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)

@@ -105,7 +105,9 @@ def reported(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
     features = torch.cat([c.features for c in recorder.contexts if c.features is not None])
     assert len(features) == base - 1
     trees = [
-        replace(d, log_probs=()) for d, c in zip(recorder.drafts, recorder.contexts, strict=True) if c.budget.wants_tree
+        (d.tokens, d.parents, d.sampled)
+        for d, c in zip(recorder.drafts, recorder.contexts, strict=True)
+        if c.budget.wants_tree
     ]  # type: ignore[type-var]
     return trees, features  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted, VerifyOutput
+from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
 
 EOS = 1
 
@@ -45,7 +45,7 @@ def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> VerifyOutpu
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
     drafts = [DraftReply(s, chain(scheduler.tree_budget(s), tokens), 0, 0) for s in scheduler.running]
     batch = scheduler.schedule(drafts)
-    return scheduler.commit(batch, [output(each, tokens if each.tree else tokens[-1:]) for each in batch])
+    return scheduler.commit(batch, StepOutputs.of([output(each, tokens if each.tree else tokens[-1:]) for each in batch]))
 
 
 def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
@@ -59,7 +59,7 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     for _ in range(3):
         works = scheduler.schedule([])
         sizes.append([len(work.slots) for work in works])
-        scheduler.commit(works, [output(works[0], (20,))])
+        scheduler.commit(works, StepOutputs.of([output(works[0], (20,))]))
     assert sizes == [[3], [3], [1]]
 
 
@@ -137,7 +137,7 @@ def test_trees_shrink_so_that_a_step_keeps_its_rows() -> None:
     nodes = []
     for count in range(1, 13):
         scheduler.add(request(f"{count}", max_tokens=20))
-        scheduler.commit(works := scheduler.schedule([]), [output(work, (20,)) for work in works])
+        scheduler.commit(works := scheduler.schedule([]), StepOutputs.of([output(work, (20,)) for work in works]))
         nodes.append(scheduler.tree_budget(scheduler.running[-1]).max_nodes)
     assert nodes == [8, 8, 6, 5, 4, 3, 2, 2, 2, 2, 1, 1]
 

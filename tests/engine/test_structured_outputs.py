@@ -391,7 +391,7 @@ def test_a_dead_end_in_a_draft_ends_no_drafts(target: str) -> None:
     request, engine = Request("r", (5,), SamplingParams(seed=1, structured_outputs=structured)), make_engine(target)
     engine._grammars.add(request, matchers_of(engine, structured))
     output = engine._grammars.outputs["r"]
-    tree = DraftTree((5, token["z"], token["k"], token["k"]), (0, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
+    tree = DraftTree.of((5, token["z"], token["k"], token["k"]), (0, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
     masks = output.masks(request.prompt_ids, tree, 1.0)
     assert masks.unvisited == {1}
     assert [mask is not None and mask.allows(token["k"]) for mask in masks.nodes] == [True, False, True, True]
@@ -467,8 +467,8 @@ def test_a_sampled_tree_is_cut_between_families(max_nodes: int, target: str) -> 
     token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "kabz"}
     tokens = (request.prompt_ids[-1], *(token[text] for text in "kzazb"))
     probs = DraftProbs(tuple(sorted(token.values())), (0.25,) * 4)
-    tree = DraftTree(tokens, (0, 0, 0, 1, 1, 3), (0.0, -1.0, -1.0, -2.0, -2.0, -3.0))
-    tree = replace(tree, sampled=SampledProposal({0: probs, 1: probs, 3: probs}))
+    tree = DraftTree.of(tokens, (0, 0, 0, 1, 1, 3), (0.0, -1.0, -1.0, -2.0, -2.0, -3.0))
+    tree = tree.with_sampled(SampledProposal({0: probs, 1: probs, 3: probs}))
     pruned = output.pruned(request.prompt_ids, tree, max_nodes, 8, 1.0)
     assert len(pruned) == {1: 1, 2: 1, 4: 3, 12: 6}[max_nodes]
     assert pruned.sampled is None or pruned.sampled.draft_probs.keys() == pruned.families.keys()

@@ -43,7 +43,7 @@ def tree_rows(tree: DraftTree, start: int, slots: Any, prefix: Any) -> Segment:
 def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, folder: str) -> None:
     kv_cache, slots = make_kv_cache(target), np.random.default_rng(0).permutation(400)
     prefix, short = PROMPTS[1], PROMPTS[0]
-    tree = DraftTree((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 1, 3, 4, 2), (0.0,) * 7)
+    tree = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 1, 3, 4, 2), (0.0,) * 7)
     first = run(target, [segment(prefix[:20], 0, slots[:20], slots[:0])], kv_cache)
     second = run(
         target,

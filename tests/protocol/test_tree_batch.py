@@ -3,14 +3,13 @@
 import copy
 import pickle
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from eyas.engine.draft_costs import SurvivalModel
 from eyas.errors import InvalidTree
-from eyas.protocol.tree import DraftTree, TreeBatch, cut_trees
+from eyas.protocol.tree import DraftTree, DraftTrees
 
 MOST = 20
 
@@ -23,7 +22,7 @@ def some_trees(rng: random.Random, count: int) -> list[DraftTree]:
             parents.append(rng.randrange(node))
             scores.append(scores[parents[-1]] - 3 * rng.random())
         tokens = tuple(rng.randrange(50) for _ in parents)
-        trees.append(DraftTree(tokens, tuple(parents), tuple(scores), grown_ahead=rng.random() < 0.5))
+        trees.append(DraftTree.of(tokens, tuple(parents), tuple(scores), grown_ahead=rng.random() < 0.5))
     return trees
 
 
@@ -35,14 +34,15 @@ def as_batch(trees: list[DraftTree]) -> list[DraftTree]:
 
     columns = cells("tokens", -7), cells("parents", -7), cells("log_probs", np.nan)
     counts = np.array([tree.num_drafted for tree in trees])
-    return TreeBatch.below([tree.tokens[0] for tree in trees], *columns, counts).trees([t.grown_ahead for t in trees])
+    ahead = np.array([tree.grown_ahead for tree in trees])
+    return list(DraftTrees.below([tree.tokens[0] for tree in trees], *columns, counts, ahead))
 
 
 def mixed(trees: list[DraftTree], rng: random.Random) -> tuple[list[DraftTree], list[DraftTree]]:
-    """Some of the trees in another order, with arrays of their own, those of all, or none; and the same without arrays."""
+    """Some of the trees in another order, in arrays of their own or those of all; and the same apart."""
     order = rng.sample(range(len(trees)), rng.randrange(1, len(trees) + 1))
     found = as_batch(trees), as_batch(trees), trees
-    return [rng.choice(found)[i] for i in order], [replace(trees[i]) for i in order]
+    return [rng.choice(found)[i] for i in order], [trees[i] for i in order]
 
 
 @pytest.fixture(params=range(40))
@@ -54,13 +54,14 @@ def test_arrays_make_the_trees_of_lists(rng: random.Random) -> None:
     trees = some_trees(rng, 6)
     assert [len(tree) for tree in as_batch(trees)] == [len(tree) for tree in trees]
     assert as_batch(trees) == trees
-    for again in (copy.deepcopy, lambda tree: pickle.loads(pickle.dumps(tree)), replace):
+    for again in (copy.deepcopy, lambda tree: pickle.loads(pickle.dumps(tree))):
         assert [again(tree) for tree in as_batch(trees)] == trees
 
 
 def test_arrays_of_any_trees_are_their_nodes(rng: random.Random) -> None:
     found, trees = mixed(some_trees(rng, 6), rng)
-    batch = TreeBatch.of(found)
+    batch = DraftTrees.of(found)
+    assert list(batch) == trees
     assert batch.counts.tolist() == list(map(len, trees))
     for name in ("tokens", "parents", "log_probs"):
         assert getattr(batch, name).tolist() == [value for tree in trees for value in getattr(tree, name)]
@@ -70,8 +71,8 @@ def test_arrays_of_any_trees_are_their_nodes(rng: random.Random) -> None:
 def test_cut_arrays_equal_cut_trees(has_sources: bool, rng: random.Random) -> None:
     found, trees = mixed(some_trees(rng, 6), rng)
     if has_sources:
-        found = [replace(tree, sources=tuple(i % 3 for i in range(len(tree)))) for tree in found]
-        trees = [replace(tree, sources=tuple(i % 3 for i in range(len(tree)))) for tree in trees]
+        found = [tree.with_sources([i % 3 for i in range(len(tree))]) for tree in found]
+        trees = [tree.with_sources([i % 3 for i in range(len(tree))]) for tree in trees]
     kept = list[list[bool]]()
     for tree in trees:
         own = [True]
@@ -79,7 +80,7 @@ def test_cut_arrays_equal_cut_trees(has_sources: bool, rng: random.Random) -> No
             own.append(own[parent] and rng.random() < 0.7)
         kept.append(own)
     expected = [tree.pruned(np.flatnonzero(own).tolist()) for tree, own in zip(trees, kept, strict=True)]
-    assert cut_trees(found, np.array([is_kept for own in kept for is_kept in own[1:]], dtype=np.bool_)) == expected
+    assert list(DraftTrees.of(found).cut(np.array([is_kept for own in kept for is_kept in own]))) == expected
 
 
 def test_survival_is_learned_alike_from_tuples_and_arrays(rng: random.Random) -> None:
@@ -91,6 +92,14 @@ def test_survival_is_learned_alike_from_tuples_and_arrays(rng: random.Random) ->
         assert np.allclose(a, b)
 
 
-def test_trees_without_nodes_have_no_arrays() -> None:
-    with pytest.raises(InvalidTree, match="without nodes"):
-        TreeBatch.of([DraftTree.root_only(1), DraftTree((), (), ())])
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (((), (), ()), "without nodes"),
+        (((3, 4), (0,), (0.0, 0.0)), "2 tokens, 1 parents"),
+        (((3, 4), (0, 0), (0.0, 0.0), False, None, (0,)), "sources of 1 nodes in a tree of 2"),
+    ],
+)
+def test_lists_of_different_lengths_are_no_tree(nodes: tuple, reason: str) -> None:
+    with pytest.raises(InvalidTree, match=reason):
+        DraftTree.of(*nodes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from eyas.api.request import (
 from eyas.api.validation import MAX_SEED
 from eyas.device.transfer import tensor_from_bytes, tensor_to_bytes
 from eyas.errors import InvalidRequest
-from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TensorBytes, TreeBudget, changed
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TensorBytes, TreeBudget
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.rpc import convert
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, GenerateCall, ModelInfo, SessionTree, TargetInfo
@@ -94,7 +93,13 @@ commits = st.builds(
 )
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())
-trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled, ids)
+nodes = st.lists(st.tuples(counts, counts, float32s, counts), min_size=1, max_size=5).map(
+    lambda rows: list(zip(*rows, strict=True))
+)
+trees = st.builds(
+    lambda columns, ahead, drawn, has_sources: DraftTree.of(*columns[:3], ahead, drawn, columns[3] if has_sources else ()),
+    *(nodes, st.booleans(), st.none() | sampled, st.booleans()),
+)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
 resyncs = st.builds(ResyncRequired, names, counts, counts)
 
@@ -159,13 +164,6 @@ def test_a_draft_response_comes_back(
 @given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))
 def test_a_drafter_info_comes_back(drafter: DrafterInfo) -> None:
     assert convert.drafter_info_from_proto(convert.drafter_info_to_proto(drafter)) == drafter
-
-
-@given(commits)
-def test_a_changed_commit_equals_a_replaced_one(commit: Commit[TensorBytes]) -> None:
-    budget = changed(commit.budget, max_nodes=7)
-    assert budget == replace(commit.budget, max_nodes=7)
-    assert changed(commit, tokens=(3,), budget=budget) == replace(commit, tokens=(3,), budget=budget)
 
 
 def test_unset_sampling_fields_take_their_defaults() -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scripts.host_work import keep_features
-from eyas.api.request import Chunk, Request, SamplingParams
+from eyas.api.request import Chunk, Request
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
 from eyas.device.transfer import download
@@ -29,17 +29,17 @@ from eyas.models.backends.cuda import KernelBackend
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.sampling import verify
-from eyas.sampling.acceptance import LogitRows, StepOutput, TreeOutputs, accept
-from eyas.sampling.logit_rules import LogitRules, TokenMasks
+from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
+from eyas.sampling.logit_rules import LogitRules
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.rejection import SiblingVerdicts
+from eyas.sampling.verify import accept_drafts, verify
 from tests.sampling.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.device_syncs import Waits, unwatched, watched
 from tests.support.devices.launches import FREE
-from tests.support.strategies import trees
+from tests.support.strategies import accept, trees, walk
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
@@ -147,7 +147,7 @@ def test_little_stands_between_results_and_the_next_pass(
         noted.append("results")
         return found
 
-    monkeypatch.setattr(verify, "download", noted_download)
+    monkeypatch.setattr("eyas.sampling.verify.download", noted_download)
     for i in range(num_requests):
         engine.submit(Request(f"{i}", tuple(range(3, 10)), replace(GREEDY, seed=i, max_tokens=30)))
     with Operations(noted), Uploads(noted):
@@ -233,60 +233,90 @@ def on_host(
     return own.tolist(), emitted.astype(int).tolist()
 
 
+def rows_of(found: Sequence[DraftTree | None], positions: Sequence[int] = ()) -> DrawnRows:
+    """The drawn rows of requests with these trees. positions: of the tokens at the roots, of which they draw."""
+    packed = pack_trees([tree for tree in found if tree is not None])
+    places = np.array([number for number, tree in enumerate(found) if tree is not None])
+    at = packed.depths + np.repeat(positions or [1] * len(places), packed.trees.counts)
+    keys = [Request(f"{number}", (3,), replace(PARAMS, seed=number)).noise_key for number in places.tolist()]
+    return DrawnRows(packed, places, len(found), Draws(keys, packed.trees.counts, at))
+
+
 @given(st.lists(trees(vocab_size=4), min_size=2, max_size=4), st.data())
-def test_bare_requests_get_what_the_whole_way_gives(found: list[DraftTree], data: st.DataObject) -> None:
+def test_a_step_accepts_what_the_plain_walk_does(found: list[DraftTree], data: st.DataObject) -> None:
     """Token 4 stands for logits that are NaN, which end a request only on its path."""
     total = sum(map(len, found))
     tokens = data.draw(st.lists(st.integers(0, data.draw(st.integers(3, 4))), min_size=total, max_size=total))
-    batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree)) for i, tree in enumerate(found)]
-    batch.insert(1, LogitRows(Request("prompt", (3, 4)), (3, 4), None, ()))
-    whole = verify._verify_whole(batch, torch.zeros(total, 4), TokenMasks(), tokens, {}, np.zeros((0, 1)))
-    assert verify._verify_tokens([rows.tree for rows in batch], np.array(tokens), 4) == whole
     drawn = StepOutput(torch.zeros(0, 4), torch.tensor(tokens), (True,) * len(found))
-    packed = verify.verify_trees(pack_trees(found), Draws([], [], np.zeros(0, np.int64)), drawn)
-    assert list(packed) == [whole[0], *whole[2:]]
-    assert isinstance(packed, TreeOutputs) == (max(tokens) < 4)
-    if isinstance(packed, TreeOutputs):
-        assert packed.depths.tolist() == [tree.depth for tree in found]
-        accepted = [output.accepted for output in packed if output.accepted]
-        starts = np.cumsum([0, *map(len, found)]).tolist()
-        rows = [start + node for start, outcome in zip(starts, accepted, strict=False) for node in outcome.path]
-        assert packed.rows.tolist() == rows
-        assert packed.tokens.tolist() == [token for outcome in accepted for token in outcome.tokens]
-        assert packed.ends.tolist() == np.cumsum([len(outcome.path) for outcome in accepted]).tolist()
+    whole = [found[0], None, *found[1:]]
+    outputs = verify((), rows_of(whole), drawn, LogitRules(frozenset()))
+    batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree, (1,) * len(tree) if tree else ()) for i, tree in enumerate(whole)]
+    of_rules = verify(batch, rows_of(whole), replace(drawn, is_drawn=(True,) * len(batch)), LogitRules(frozenset()))
+    assert list(outputs) == list(of_rules), "requests that ask for more than tokens change nothing of what others get"
+    start = 0
+    for tree, output, levels in zip(whole, outputs, outputs.levels.tolist(), strict=True):
+        if tree is None:
+            assert output == VerifyOutput(None)
+            continue
+        samples = tuple(tokens[start : start + len(tree)])
+        start += len(tree)
+        assert output.accepted == accept(tree, samples)
+        assert output.samples == samples
+        assert bool(output.error) == (output.accepted.tokens[-1] == 4)
+        assert levels == tree.depth
 
 
-@given(st.lists(trees(vocab_size=4), min_size=1, max_size=4), st.sampled_from([0.0, 0.7]), st.integers(0, 99))
-def test_all_trees_at_once_draw_as_each_alone(found: list[DraftTree], temperature: float, seed: int) -> None:
-    packed, lengths = pack_trees(found), [3 + 5 * number for number in range(len(found))]
-    sampling = [SamplingParams(temperature=temperature, seed=seed + number) for number in range(len(found))]
-    batch = [
-        LogitRows(Request(f"{length}", (3,), own), (3,), tree, tuple(length + depth for depth in tree.depths))
-        for length, own, tree in zip(lengths, sampling, found, strict=True)
-    ]
-    output = StepOutput(torch.randn(len(packed.batch.tokens), 4, generator=torch.Generator().manual_seed(seed)))
-    positions = packed.depths + np.repeat(lengths, packed.batch.counts)
-    draws = Draws([rows.request.noise_key for rows in batch], packed.batch.counts, positions)
-    assert list(verify.verify_trees(packed, draws, output)) == verify.verify(batch, output, LogitRules(frozenset()))
+@given(st.lists(trees(vocab_size=4), min_size=1, max_size=4), st.integers(0, 99))
+def test_all_trees_at_once_draw_as_each_alone(found: list[DraftTree], seed: int) -> None:
+    logits = torch.randn(sum(map(len, found)), 4, generator=torch.Generator().manual_seed(seed))
+    at = [3 + 5 * number for number in range(len(found))]
+    rows, start = rows_of(found, at), 0
+    together = verify((), rows, StepOutput(logits), LogitRules(frozenset()))
+    for number, tree in enumerate(found):
+        own, end = rows_of([*[None] * number, tree], at[number : number + 1]), start + len(tree)
+        alone = verify((), own, StepOutput(logits[start:end]), LogitRules(frozenset()))
+        assert alone[number] == together[number]
+        start = end
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.lists(trees(), min_size=1, max_size=3), st.integers(0, 5))
+def test_outputs_of_two_parts_are_those_of_one(first: list[DraftTree], second: list[DraftTree], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = []
+    for found in (first, second):
+        samples = rng.integers(0, 8, sum(map(len, found)))
+        tokens = StepOutput(torch.zeros(0, 8), torch.from_numpy(samples), (True,) * len(found))
+        parts.append(verify((), rows_of(found), tokens, LogitRules(frozenset())))
+    joined = StepOutputs.joined(*parts)
+    assert list(joined) == [*parts[0], *parts[1]]
+    assert list(StepOutputs.of(list(joined))) == list(joined)
 
 
 @given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())
-def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject) -> None:
+def test_paths_on_host_and_device_equal_the_walk(found: list[DraftTree], data: st.DataObject) -> None:
     """Some trees follow the rule `match`, the others `rejection`."""
     total = sum(map(len, found))
     tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
     tried = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
     probs = DraftProbs((0, 1, 2), (0.5, 0.3, 0.2))
     starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
-    drawn = [replace(tree, sampled=SampledProposal(dict.fromkeys(tree.families, probs), True)) for tree in found]
+    drawn = [tree.with_sampled(SampledProposal(dict.fromkeys(tree.families, probs), True)) for tree in found]
     held = {start: tree for start, tree, yes in zip(starts, drawn, tried, strict=True) if yes and tree.families}
     width = max((len(family) for tree in held.values() for family in tree.families.values()), default=0)
     rows = [[data.draw(st.integers(0, 1)) for _ in range(width)] + [7] for tree in held.values() for _ in tree.families]
     verdicts = SiblingVerdicts(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
     walked, emitted = on_host(found, tokens, verdicts)
-    outcomes = verdicts.accepted(rows, tokens)
-    for start, tree, path, new_tokens in zip(starts, found, walked, emitted, strict=True):
-        expected = outcomes.get(start) or accept(tree, tokens[start : start + len(tree)])
+    everything = np.array(rows, np.int64).reshape(-1, width + 1)
+    outputs = accept_drafts(rows_of(found), np.array(tokens), verdicts, everything, np.arange(total))
+    lines, columns = iter(rows), zip(starts, found, walked, emitted, outputs, strict=True)
+    for start, tree, path, new_tokens, output in columns:
+        own, passed = tokens[start : start + len(tree)], [False] * len(tree)
+        for node, children in tree.families.items() if start in held else ():
+            *family, own[node] = next(lines)
+            for child, verdict in zip(children, family, strict=False):
+                passed[child] = verdict == 1
+        expected = walk(tree, passed, own) if start in held else accept(tree, own)
+        assert output.accepted == expected
         length = len(expected.path)
         assert tuple(path[:length]) == expected.path
         assert set(path[length:]) <= {expected.path[-1]}

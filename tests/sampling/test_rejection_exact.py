@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.sampling.acceptance import walk
 from eyas.sampling.rejection import Families, accept_probs
 from tests.sampling.toy_probs import (
     CPU,
@@ -18,7 +17,6 @@ from tests.sampling.toy_probs import (
     random_distribution,
     total_variation,
 )
-from tests.support.strategies import trees
 
 VOCAB = 4
 SHAPES = [(1,), (1, 1), (1, 1, 1), (2,), (3,), (4,), (2, 1), (2, 2), (1, 3)]
@@ -70,7 +68,7 @@ def test_disjoint_distributions_never_accept_but_emit_the_target(replacement: bo
 
 def test_equal_distributions_accept_every_first_draw() -> None:
     row = np.array([0.1, 0.2, 0.7, 0.0])
-    tree = DraftTree(
+    tree = DraftTree.of(
         (0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((0, 1, 2), tuple(row[:3].tolist()))})
     )
     trial = accept_probs(torch.from_numpy(row)[None], Families.of([tree], CPU))
@@ -84,7 +82,7 @@ def test_reordered_siblings_change_the_output_distribution(replacement: bool) ->
     """The exact sums detect siblings that are ranked by their probabilities after the draw."""
     target, draft = random_distribution(1, VOCAB), random_distribution(2, VOCAB)
     ranked = [
-        Drawn(DraftTree((0, *sorted(d.tree.tokens[1:], key=lambda t: -draft(())[t])), *_rest(d.tree)), d.chance)
+        Drawn(DraftTree.of((0, *sorted(d.tree.tokens[1:], key=lambda t: -draft(())[t])), *_rest(d.tree)), d.chance)
         for d in every_tree(draft, (2,), replacement)
     ]
     assert total_variation(emitted_probs(target, ranked, 1), target, 1) > 0.01
@@ -121,21 +119,7 @@ def test_accept_probs_do_not_depend_on_other_trees(seed: int, shapes: list[tuple
 
 
 def test_logits_that_are_not_numbers_accept_nothing() -> None:
-    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((2, 3), (0.5, 0.5))}))
+    tree = DraftTree.of((0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((2, 3), (0.5, 0.5))}))
     trial = accept_probs(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
     assert not (trial.chances > 0).any()
     assert trial.residual.isnan().all()
-
-
-@given(trees(), st.data())
-def test_the_walk_takes_the_first_accepted_child(tree: DraftTree, data: st.DataObject) -> None:
-    passed = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
-    drawn = list(range(100, 100 + len(tree)))
-    outcome = walk(tree, passed, drawn)
-    last = outcome.path[-1]
-    assert outcome.path == tree.path(last)
-    assert outcome.tokens == (*(tree.tokens[node] for node in outcome.path[1:]), 100 + last)
-    for node in outcome.path:
-        children = [child for child in range(1, len(tree)) if tree.parents[child] == node]
-        chosen = [child for child in children if passed[child]][:1]
-        assert chosen == [child for child in outcome.path if child in children]

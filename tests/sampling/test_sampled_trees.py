@@ -18,7 +18,7 @@ NAN = float("nan")
 def family(*tokens: int, probs: DraftProbs = WHOLE, replacement: bool = False) -> DraftTree:
     """A root with children."""
     size = len(tokens) + 1
-    return DraftTree((3, *tokens), (0,) * size, (0.0,) * size, sampled=SampledProposal({0: probs}, replacement))
+    return DraftTree.of((3, *tokens), (0,) * size, (0.0,) * size, sampled=SampledProposal({0: probs}, replacement))
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
         (family(4, probs=DraftProbs((4, 9), (0.5, 0.5))), "outside"),
         (family(4, probs=DraftProbs((-1, 4), (0.5, 0.5))), "outside"),
         (
-            DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({})),
+            DraftTree.of((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({})),
             r"draft probabilities for nodes \[\], children below nodes \[0\]",
         ),
         (
-            DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: WHOLE, 1: WHOLE})),
+            DraftTree.of((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: WHOLE, 1: WHOLE})),
             r"draft probabilities for nodes \[0, 1\]",
         ),
-        (DraftTree((3,), (0,), (0.0,), sampled=SampledProposal({0: WHOLE})), "children below nodes"),
+        (DraftTree.of((3,), (0,), (0.0,), sampled=SampledProposal({0: WHOLE})), "children below nodes"),
     ],
 )
 def test_a_broken_proposal_contract_is_named(tree: DraftTree, reason: str) -> None:

@@ -59,7 +59,7 @@ def every_tree(draft: Distribution, widths: tuple[int, ...], replacement: bool) 
     found: list[Drawn] = []
 
     def grow(tokens: Prefix, parents: Prefix, sampled_from: dict[int, DraftProbs], node: int, chance: float) -> None:
-        tree = DraftTree(tokens, parents, (0.0,) * len(tokens), sampled=SampledProposal(sampled_from, replacement))
+        tree = DraftTree.of(tokens, parents, (0.0,) * len(tokens), sampled=SampledProposal(sampled_from, replacement))
         if node == len(tokens):
             found.append(Drawn(tree, chance))
             return

@@ -34,7 +34,7 @@ class RandomDrafter(LocalDrafter):
         size = int(rng.integers(1, context.budget.max_nodes + (3 if kind == 2 else 1)))
         tokens = rng.integers(0, self._vocab_size + (9 if kind == 3 else 0), size).tolist()
         parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
-        return DraftTree((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
+        return DraftTree.of((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
 
 
 class KnowingDrafter(LocalDrafter):
@@ -64,7 +64,7 @@ class KnowingDrafter(LocalDrafter):
             tokens += [*wrong[: where - len(tokens)], token, *wrong[where - len(tokens) :]]
             parents += [last] * 3
             last = where
-        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+        return DraftTree.of(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
 
 class DyingDrafter(LocalDrafter):

@@ -43,4 +43,4 @@ def grown(root: int, steps: Sequence[tuple[int, int, float]]) -> DraftTree:
     for parent, token, score in steps:
         nodes.setdefault((parent % (len(nodes) + 1), token), score)
     parents, tokens = zip(*nodes, strict=True) if nodes else ((), ())
-    return DraftTree((root, *tokens), (0, *parents), (0.0, *nodes.values()), grown_ahead=len(steps) % 5 == 4)
+    return DraftTree.of((root, *tokens), (0, *parents), (0.0, *nodes.values()), grown_ahead=len(steps) % 5 == 4)

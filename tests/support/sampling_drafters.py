@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,9 +40,9 @@ class BigramDrafter(LocalDrafter):
             sampled_from[node] = self._probs(tree.tokens[node], context)
             position = context.committed_length + tree.depths[node]
             siblings = self._siblings(sampled_from[node], width, context.noise.seed, position)
-            tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * width)
-            tree = DraftTree(tokens, parents, (0.0,) * len(tokens))
-        return replace(tree, sampled=SampledProposal(sampled_from, self._replacement)) if sampled_from else tree
+            tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * len(siblings))
+            tree = DraftTree.of(tokens, parents, (0.0,) * len(tokens))
+        return tree.with_sampled(SampledProposal(sampled_from, self._replacement)) if sampled_from else tree
 
     def _probs(self, token: int, context: DraftContext) -> DraftProbs:
         keys, cpu = [context.noise], torch.device("cpu")
@@ -67,17 +66,17 @@ def bigram_logits(target: str) -> Tensor:
 
 
 class Disguised(LocalDrafter):
-    """Returns the trees of another drafter with changed fields, and claims to sample."""
+    """Returns the trees of another drafter with another claim of how they were drawn."""
 
     needs = DrafterNeeds()
     can_sample = True
 
-    def __init__(self, drafter: LocalDrafter, **changes: object) -> None:
-        self._drafter, self._changes = drafter, changes
+    def __init__(self, drafter: LocalDrafter, sampled: SampledProposal | None) -> None:
+        self._drafter, self._sampled = drafter, sampled
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         drafts = self._drafter.propose(contexts)
-        return [replace(draft, **self._changes) if isinstance(draft, DraftTree) else draft for draft in drafts]
+        return [draft.with_sampled(self._sampled) if isinstance(draft, DraftTree) else draft for draft in drafts]
 
     def release(self, sessions: Sequence[str]) -> None:
         self._drafter.release(sessions)

@@ -14,7 +14,8 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted, VerifyOutput, accept
+from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
+from tests.strategies import accept
 
 VOCAB = 3
 TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)
@@ -69,7 +70,7 @@ class ToyEngine:
         batch = self.scheduler.schedule(drafts)
         self.num_rows = sum(len(scheduled.slots) for scheduled in batch)
         outputs = [VerifyOutput(self._forward(*each)) for each in zip(batch, self._prefixes(batch), strict=True)]
-        chunks += self.scheduler.commit(batch, outputs)
+        chunks += self.scheduler.commit(batch, StepOutputs.of(outputs))
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         self.scheduler.check()
@@ -93,7 +94,7 @@ class ToyEngine:
                 tokens.append(self._random.randrange(VOCAB))
                 parents.append(parent)
                 depths.append(depths[parent] + 1)
-        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+        return DraftTree.of(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
     def _prefixes(self, batch: Seq[ScheduledSequence]) -> list[list[int]]:
         """The slots before the rows of each sequence, as a receiver of new slots has them."""

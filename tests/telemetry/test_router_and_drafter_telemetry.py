@@ -139,7 +139,7 @@ def test_a_drafter_counts_commits_by_result_and_continues_traces() -> None:
         return Commit(session, 0, 0, (1,), features, NoiseKey(0), TreeBudget(nodes, nodes - 1), traceparent=traceparent)
 
     contexts = [context("a", 8, TRACE[0][1]), context("b", 8), context("c", 1), context("d", 8), context("e", 8, "nonsense")]
-    tree = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -0.1, -0.2))
+    tree = DraftTree.of((1, 2, 3), (0, 0, 1), (0.0, -0.1, -0.2))
     drafts: list[Draft] = [tree, ResyncRequired("b", 0, 4), DraftTree.root_only(1), None, tree]
     telemetry.drafted(contexts, drafts, 10**9, 10**9 + 5_000_000)
     outcomes = ("tree", "resync", "no_tree", "dropped")

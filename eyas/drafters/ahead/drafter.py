@@ -90,7 +90,7 @@ class DraftAheadDrafter(LocalDrafter):
         if self._is_ahead:
             return self._propose_ahead(contexts, began)
         whole = [self._with_backlog(context) for context in contexts]
-        whole = [replace(c, budget=BOOKKEEPING) if c.has_tree else c for c in whole]
+        whole = [c._replace(budget=BOOKKEEPING) if c.has_tree else c for c in whole]
         drafts = self.drafter.propose(whole)
         self._drop_evicted()
         self._note(contexts, drafts, began)
@@ -122,7 +122,7 @@ class DraftAheadDrafter(LocalDrafter):
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         paths = {i: self._path(contexts[i]) for i in missing}
         whole = {i: self._with_backlog(contexts[i]) for i in missing}
-        whole |= {i: replace(whole[i], budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
+        whole |= {i: whole[i]._replace(budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
         sampled = [i for i in missing if contexts[i].proposal == "sampled"]
         others = [i for i in missing if contexts[i].proposal != "sampled"]
         made = self.ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
@@ -210,7 +210,7 @@ class DraftAheadDrafter(LocalDrafter):
             return found
         sessions, own = [self.sessions[contexts[i].session] for i in places], [contexts[i] for i in places]
         paths = [(*session.path, *context.tokens) for session, context in zip(sessions, own, strict=True)]
-        within_tree = [replace(context, budget=within(context.budget, self.drafter.tree)) for context in own]
+        within_tree = [context._replace(budget=within(context.budget, self.drafter.tree)) for context in own]
         for i, session, path, tree in zip(places, sessions, paths, self.ahead.trees(within_tree, paths), strict=True):
             found[i] = tree
             if tree is not None:
@@ -244,7 +244,7 @@ class DraftAheadDrafter(LocalDrafter):
         keys, self._due = [key for key in self._due if key in self.sessions], {}
         behind = [key for key in keys if self.sessions[key].backlog]
         if behind:
-            commits = [replace(_joined(self.sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
+            commits = [_joined(self.sessions[key].backlog)._replace(budget=BOOKKEEPING) for key in behind]
             answers = self.ahead.commit(commits, [self.sessions[key].path for key in behind])
             for key, answer in zip(behind, answers, strict=True):
                 if isinstance(answer, DraftTree):
@@ -267,6 +267,5 @@ def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
     first, last = contexts[0], contexts[-1]
     features = [context.features for context in contexts if context.features is not None]
     tokens = tuple(token for context in contexts for token in context.tokens)
-    return replace(
-        last, start_position=first.start_position, tokens=tokens, features=torch.cat(features) if features else None
-    )
+    whole = torch.cat(features) if features else None
+    return last._replace(start_position=first.start_position, tokens=tokens, features=whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -188,7 +187,7 @@ class AheadTrees:
         for context, path in zip(contexts, paths, strict=True):
             tree = self.grown.get(context.session)
             below = tree.below(path, context.budget) if tree else None
-            found.append(without_banned(below.tree(), context) if below else None)
+            found.append(without_banned(below, context) if below else None)
         return found
 
     def draft(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
@@ -205,7 +204,7 @@ class AheadTrees:
                 tree.move_root(root)
             else:
                 self.release([context.session])
-        drafts = self._drafter.propose([replace(context, budget=BOOKKEEPING) for context in contexts])
+        drafts = self._drafter.propose([context._replace(budget=BOOKKEEPING) for context in contexts])
         can_grow = [
             i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
         ]
@@ -215,7 +214,7 @@ class AheadTrees:
             return drafts
         self._set_roots([contexts[i] for i in places])
         for i, cut in zip(places, self._grown([contexts[i] for i in places]), strict=True):
-            drafts[i] = without_banned(replace(cut, grown_ahead=False), contexts[i])
+            drafts[i] = without_banned(cut, contexts[i])
         return drafts
 
     def _grown(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
@@ -228,8 +227,8 @@ class AheadTrees:
         return [self._cut(context, within(context.budget, self._drafter.tree)) for context in contexts]
 
     def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        found = self.grown[context.session].below((), budget)
-        return found.tree() if found else DraftTree.root_only(context.tokens[-1])
+        found = self.grown[context.session].below((), budget, grown_ahead=False)
+        return found or DraftTree.root_only(context.tokens[-1])
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""

@@ -25,7 +25,7 @@ from eyas.device.transfer import Bools, Ints, Reals, upload
 from eyas.drafters.trees.growth import best_places
 from eyas.drafters.trees.rows import GrownRows
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import TreeArrays
+from eyas.protocol.tree import DraftTree
 
 # A node that was run behind an older state of its parent is worth this share of a new one: most of what it says still holds.
 REPAIR_SHARE = 0.1
@@ -112,7 +112,7 @@ class GrownTree:
                 return None
         return node
 
-    def below(self, path: Sequence[int], budget: TreeBudget) -> TreeArrays | None:
+    def below(self, path: Sequence[int], budget: TreeBudget, grown_ahead: bool = True) -> DraftTree | None:
         """Return the tree below the end of a path of tokens, within `budget`; None if that is not expanded."""
         root = self.find(path)
         chosen = np.zeros(0, np.int64) if root is None else self.best(root, budget.max_nodes - 1, budget.max_depth)
@@ -121,11 +121,9 @@ class GrownTree:
         assert root is not None
         above, parents = self._parents_among(chosen, root)
         scores = self.cumulative[above] + self.scores.ravel()[chosen] - self.cumulative[root]
-        return TreeArrays(
-            np.append(self.tokens[root], self.candidates.ravel()[chosen]).astype(np.int32),
-            np.append(0, parents).astype(np.int32),
-            np.append(0.0, np.minimum(scores, 0.0)).astype(np.float32),
-        )
+        tokens = np.append(self.tokens[root], self.candidates.ravel()[chosen])
+        rounded = np.append(0.0, np.minimum(scores, 0.0)).astype(np.float32)
+        return DraftTree.of(tokens, np.append(0, parents), rounded, grown_ahead)
 
     def move_root(self, root: int) -> None:
         """Keep only what stands below an expanded node, which becomes the root."""

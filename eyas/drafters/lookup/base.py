@@ -28,8 +28,8 @@ from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import first_of_groups, forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at, signed
-from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget, changed
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.sampler import filtered_probs, filtering, filters_of
 
 # Most leaves of a tree that are continued.
@@ -87,7 +87,9 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
         return [attached(tree, parts[i]) if i in parts else tree for i, tree in enumerate(trees)]
 
     @abstractmethod
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]) -> list[DraftTree]:
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]
+    ) -> Sequence[DraftTree]:
         """The trees of contexts that want one. paths: tokens behind those that the memories have."""
 
 
@@ -110,16 +112,16 @@ def attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTr
         tokens += below.tokens[1:]
         parents += [places[parent] for parent in below.parents[1:]]
         log_probs += [above + log_prob for log_prob in below.log_probs[1:]]
-    return replace(tree, tokens=tuple(tokens), parents=tuple(parents), log_probs=tuple(log_probs))
+    return DraftTree.of(tokens, parents, log_probs, tree.grown_ahead)
 
 
 def _behind(context: DraftContext, path: Path) -> DraftContext:
     """The context as if `path` were committed."""
     depth = len(path)
     biases = tuple(replace(b, num_levels=b.num_levels - depth) for b in context.logit_biases if b.num_levels > depth)
-    budget = changed(context.budget, max_depth=context.budget.max_depth - depth)
+    budget = context.budget._replace(max_depth=context.budget.max_depth - depth)
     start = context.committed_length + depth - 1
-    return changed(context, start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
+    return context._replace(start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals
     return steps
 
 
-def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]) -> list[DraftTree]:
+def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]) -> DraftTrees:
     """Each session's best `max_nodes - 1` nodes within `max_depth`, by cumulative scores [K] in float32.
 
     Ties go to the shallower node, then to the lower tokens. As scores never grow along a path, a selected node's parent is

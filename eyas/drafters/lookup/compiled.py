@@ -26,7 +26,7 @@ from eyas.kernels.cpu.lookups import (
     grow_tree,
     move_entries,
 )
-from eyas.protocol.tree import DraftTree, TreeBatch
+from eyas.protocol.tree import Bools, DraftTree, DraftTrees
 
 FIRST_ROOM = 16  # tokens of a new index
 
@@ -77,7 +77,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         indices = {i: session.memory for i, session in enumerate(sessions) if session and session.memory}
         if not indices:
             return list(trees)
-        nodes, budgets = TreeBatch.of(trees), [within(context.budget, self._tree) for context in contexts]
+        nodes, budgets = DraftTrees.of(trees), [within(context.budget, self._tree) for context in contexts]
         room = int(nodes.counts.max()) + MAX_CONTINUED * max(budget.max_nodes for budget in budgets)
         forest, is_filled = _Forest(len(trees), room), np.arange(room) < nodes.counts[:, None]
         forest.tokens[is_filled], forest.parents[is_filled] = nodes.tokens, nodes.parents
@@ -88,19 +88,19 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
                 limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
                 inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False), NO_IDS, leaves, *limits
                 forest.grow(i, *inputs)
-        grown = forest.batch().trees([tree.grown_ahead for tree in trees])
+        grown = forest.trees(nodes.grown_ahead)
         return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[CompiledIndex], paths: Sequence[Path]
-    ) -> list[DraftTree]:
+    ) -> Sequence[DraftTree]:
         budgets = [within(context.budget, self._tree) for context in contexts]
         forest = _Forest(len(contexts), max(budget.max_nodes for budget in budgets))
         forest.tokens[:, 0] = [context.tokens[-1] for context in contexts]
         for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
             inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64), np.zeros(1, np.int64)
             forest.grow(i, *inputs, budget.max_nodes - 1, budget.max_depth, budget.max_depth)
-        return forest.batch().trees()
+        return forest.trees(np.zeros(len(contexts), np.bool_))
 
 
 class _Forest:
@@ -114,10 +114,10 @@ class _Forest:
         """Grow one tree. inputs: of `grow_tree`."""
         self.counts[i] = grow_tree(*inputs, self.tokens[i], self.parents[i], self.scores[i], self.counts[i])
 
-    def batch(self) -> TreeBatch:
-        """The nodes that are filled."""
+    def trees(self, grown_ahead: Bools) -> DraftTrees:
+        """Return the nodes that are filled. grown_ahead: of each tree [S]."""
         is_filled = np.arange(self.tokens.shape[1]) < self.counts[:, None]
-        return TreeBatch(self.counts, self.tokens[is_filled], self.parents[is_filled], self.scores[is_filled])
+        return DraftTrees(self.counts, self.tokens[is_filled], self.parents[is_filled], self.scores[is_filled], grown_ahead)
 
 
 def bans_of(context: DraftContext, has_root: bool = True) -> Bans:

@@ -62,7 +62,7 @@ class TreeBuilder:
 
     def build(self) -> DraftTree:
         """The tree of all nodes so far."""
-        return DraftTree(tuple(self._tokens), tuple(self._parents), tuple(self._scores))
+        return DraftTree.of(self._tokens, self._parents, self._scores)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, LocalDrafter, Path, within
 from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, DraftTrees
 
 # Weight of a match relative to the next better one.
 MATCH_DECAY = 0.8
@@ -102,14 +102,14 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
-    ) -> list[DraftTree]:
+    ) -> Sequence[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
         found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
         sessions = np.repeat(np.arange(len(found)), [len(each) for each in found])
         if not len(sessions) or depth < 1:
-            return [DraftTree.root_only(root) for root in roots]
+            return DraftTrees.root_only(roots)
         places = np.fromiter(chain.from_iterable(found), np.int64, len(sessions))
         tokens, lengths = np.empty((len(sessions), depth), np.int64), np.empty(len(sessions), np.int64)
         owners, distinct = np.array([id(index) for index in memories])[sessions], {id(index): index for index in memories}
@@ -119,7 +119,7 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         ranks = np.concatenate([np.arange(len(each)) for each in found])
         matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
         if not matches.lengths.any():
-            return [DraftTree.root_only(root) for root in roots]
+            return DraftTrees.root_only(roots)
         length_indices = np.array([length - self._config.min_ngram for each in found for length in each.values()])
         rates = {owner: index.rates.logs() for owner, index in distinct.items()}
         log_rates = np.stack([rates[id(index)] for index in memories])

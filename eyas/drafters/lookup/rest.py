@@ -29,7 +29,7 @@ from eyas.drafters.lookup.datastore import Datastore, Ranges, open_datastore, vo
 from eyas.drafters.sessions import MemoryLedger
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config, resolve
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.text.tokenizer import load_tokenizer
 
 # Weight of a match that is shorter than the longest, relative to the next longer length.
@@ -70,14 +70,14 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd], paths: Sequence[TokenPath]
-    ) -> list[DraftTree]:
+    ) -> Sequence[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
         ends = [end.with_path(path) for end, path in zip(memories, paths, strict=True)]
         matches = only_allowed(self._search(ends, depth), contexts)
         if not matches.lengths.any():
-            return [DraftTree.root_only(root) for root in roots]
+            return DraftTrees.root_only(roots)
         trie = build_trie(matches)
         steps = _log_steps(trie, perturbed_log_shares(trie, contexts, self._drafting))
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)

@@ -21,7 +21,7 @@ from eyas.config import SuffixConfig, TreeConfig
 from eyas.drafters.base import DraftContext, Path, within
 from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, DraftTrees
 
 # Weight of a match relative to those with the next longer match.
 MATCH_DECAY = 0.5
@@ -155,14 +155,14 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
 
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession], paths: Sequence[Path]
-    ) -> list[DraftTree]:
+    ) -> Sequence[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
         ends = zip(memories, paths, strict=True)
         found = [(row, *match) for row, end in enumerate(ends) for match in self._matches(*end, depth)]
         if not found:
-            return [DraftTree.root_only(root) for root in roots]
+            return DraftTrees.root_only(roots)
         sessions, lengths = np.array([(row, length) for row, length, _, _ in found]).T
         tokens = np.zeros((len(found), depth), np.int64)
         counts = np.array([len(continuation) for *_, continuation in found])
@@ -170,7 +170,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         weights = np.array([MATCH_DECAY**rank for _, _, rank, _ in found])
         matches = only_allowed(Matches(sessions, tokens, counts, weights), contexts)
         if not matches.lengths.any():
-            return [DraftTree.root_only(root) for root in roots]
+            return DraftTrees.root_only(roots)
         trie = build_trie(matches)
         rates = np.stack([memory.rates.logs() for memory in memories])
         steps = match_steps(trie, lengths - self._config.min_ngram, rates)

@@ -18,7 +18,7 @@ from eyas.drafters.trees.growth import (
 from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.packed_weights import PackedProduct
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTrees
 
 
 class LevelGrowth:
@@ -63,7 +63,7 @@ class LevelGrowth:
         spans, top_k = zip(self._scores, self.firsts.tolist(), self._counts.tolist(), strict=True), self.frontiers.shape[1]
         return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
 
-    def trees(self, roots: Sequence[int]) -> list[DraftTree]:
+    def trees(self, roots: Sequence[int]) -> DraftTrees:
         """The trees below the roots, the target's ids."""
         from eyas.kernels.cpu import drafting as cpu_kernels
 
@@ -133,7 +133,7 @@ class CompiledGrowth:
 
     def trees(
         self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
-    ) -> list[DraftTree]:
+    ) -> DraftTrees:
         """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.trees.growth`.
 
         logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `scoring.noise_words`.

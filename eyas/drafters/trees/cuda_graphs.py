@@ -52,7 +52,7 @@ from eyas.models.backends.attention_metadata import bucket_shape, build_words, m
 from eyas.models.backends.cuda_graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets
 from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.sampler import filtered_probs_no_sync
 
 # Columns of a tree that `select_columns` returns.
@@ -287,7 +287,7 @@ class TreeGraphs:
 
     def grow(
         self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
-    ) -> tuple[list[DraftTree], Ints]:
+    ) -> tuple[DraftTrees, Ints]:
         """Grow the trees of sessions, each with its slots, its slots for a tree if it needs some, and its row of states.
 
         Returns the trees and the rows in their slots [S, 2, R], see TreeSpec.

@@ -35,7 +35,7 @@ from eyas.drafters.trees.scoring import Scorer, Scores, draws_by_kernels, rank_c
 from eyas.kernels.arguments import Frontier
 from eyas.kernels.noise import exponential_noise_at
 from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal, TreeBatch
+from eyas.protocol.tree import DraftProbs, DraftTree, DraftTrees, SampledProposal
 from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
 
 
@@ -352,17 +352,17 @@ def _levels(ends: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.cat([torch.full((end - start,), i, dtype=torch.int64, device=device) for i, (start, end) in spans])
 
 
-def trees_from_columns(columns: Reals, roots: Sequence[int]) -> list[DraftTree]:
-    """The trees behind the output of `select_columns`, copied to the host."""
+def trees_from_columns(columns: Reals, roots: Sequence[int]) -> DraftTrees:
+    """Return the trees of the output of `select_columns`, copied to the host."""
     is_filled, tokens, parents, is_closed, scores = columns
     assert is_closed.all(), "a node was selected without its parent"
-    return TreeBatch.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64)).trees()
+    return DraftTrees.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64))
 
 
-def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> list[DraftTree]:
+def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> DraftTrees:
     """Return the trees that kernels of the CPU wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
     (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
-    return TreeBatch.below(roots, tokens, parents, scores, counts).trees()
+    return DraftTrees.below(roots, tokens, parents, scores, counts)
 
 
 def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
@@ -431,8 +431,7 @@ def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
     tokens = [int(row[int(row[-1])]) for row in rows]
     probs = [row[size + int(row[-1])] / math.fsum(level.probs) for row, level in zip(rows, levels, strict=True)]
     log_probs = accumulate((math.log(prob) for prob in probs), initial=0.0)
-    chain = DraftTree.chain([root, *tokens])
-    return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=SampledProposal(dict(enumerate(levels))))
+    return DraftTree.chain([root, *tokens], list(log_probs), SampledProposal(dict(enumerate(levels))))
 
 
 def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
@@ -442,7 +441,7 @@ def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
 
 def forest_trees(
     sessions: Ints, parents: Ints, tokens: Ints, scores: Reals, chosen: npt.NDArray[np.bool_], roots: Sequence[int]
-) -> list[DraftTree]:
+) -> DraftTrees:
     """For each of the S sessions, the tree of its chosen nodes below its root.
 
     Args:
@@ -462,7 +461,7 @@ def forest_trees(
     assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
     nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
     nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
-    return TreeBatch.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends)).trees()
+    return DraftTrees.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends))
 
 
 def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:

@@ -48,7 +48,7 @@ def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch
 def going_on(last: Commit[torch.Tensor], tokens: Sequence[int]) -> Commit[torch.Tensor]:
     """The commit after `last` that brings `tokens`."""
     features = torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(last.committed_length))
-    return replace(last, start_position=last.committed_length, tokens=tuple(tokens), features=features)
+    return last._replace(start_position=last.committed_length, tokens=tuple(tokens), features=features)
 
 
 def work(drafter: DraftAheadDrafter) -> None:
@@ -120,9 +120,8 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
                 above = int(tree.parents[above])
             if tree.find(path) != node:
                 continue  # no longer a candidate
-            below = tree.below(path, budget)
-            assert below is not None
-            found = below.tree()
+            found = tree.below(path, budget)
+            assert found is not None
             found.validate(([1, *path])[-1], 9, budget.max_nodes, budget.max_depth)
             expected = naive_below(tree, path, budget)
             assert [steps for steps, _ in sorted(paths(found))] == [steps for steps, _ in expected]
@@ -202,7 +201,7 @@ def test_grown_trees_become_those_of_true_features(
                 assert_equal_trees(drafter.ahead.trees([context], [()])[0], tree)
         first = [going_on(last, likeliest(tree)) for last, tree in zip(first, expected, strict=True)]
         if number == 2:  # a commit that was not foreseen
-            first[1] = replace(first[1], tokens=(47,))
+            first[1] = first[1]._replace(tokens=(47,))
         trees, expected = last_of(drafter, first), last_of(plain, first)
         assert trees[0].grown_ahead or number > 2
         assert trees[1].grown_ahead or number > 1
@@ -240,8 +239,8 @@ def test_commits_with_prepared_trees_keep_the_session_in_step(tiny_target: str, 
         assert cut.num_drafted == BUDGET.max_nodes - 1
         cut.validate(first.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
         if number == 2:  # the drafter does not foresee any longer what it has sent
-            first = replace(first, tokens=(unknown,))
-        last_of(drafter, [replace(first, has_tree=True)])
+            first = first._replace(tokens=(unknown,))
+        last_of(drafter, [first._replace(has_tree=True)])
         trees = [trees[0], *last_of(plain, [first])]
     assert not drafter.sessions["a"].backlog
     first = going_on(first, [unknown])
@@ -255,10 +254,10 @@ def test_gaps_epochs_and_releases_match_the_wrapped_drafter(tiny_target: str, ti
     work(drafter)
     hit = going_on(first, outcome(tree))  # type: ignore[arg-type]
     assert drafter.propose([hit])[0].grown_ahead  # type: ignore[union-attr]
-    assert drafter.propose([replace(hit, start_position=hit.start_position + 40)]) == [ResyncRequired("a", 0, 9)]
+    assert drafter.propose([hit._replace(start_position=hit.start_position + 40)]) == [ResyncRequired("a", 0, 9)]
     assert isinstance(drafter.propose([hit])[0], DraftTree), "a resend from there is taken"
     work(drafter)
-    assert drafter.propose([replace(hit, epoch=1)]) == [ResyncRequired("a", 1, 0)]
+    assert drafter.propose([hit._replace(epoch=1)]) == [ResyncRequired("a", 1, 0)]
     drafter.release(["a"])
     assert drafter.propose([hit]) == [ResyncRequired("a", 0, 0)]
     assert not drafter.draft_ahead()
@@ -298,7 +297,7 @@ def test_a_hit_does_not_wait_for_the_level_that_grows(vocab_size: int, tmp_path:
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
-    (drawn,) = drafter.propose([replace(session("a", 9, NOISES[1]), proposal="sampled")])
+    (drawn,) = drafter.propose([session("a", 9, NOISES[1])._replace(proposal="sampled")])
     assert isinstance(drawn, DraftTree)
     assert drawn.num_drafted
     assert not drafter.draft_ahead()
@@ -324,7 +323,7 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
     first = session("a", 9, NOISES[1])
     tree = drafter.propose([first])[0]
     work(drafter)
-    (drawn,) = drafter.propose([replace(going_on(first, outcome(tree)), proposal="sampled")])  # type: ignore[arg-type]
+    (drawn,) = drafter.propose([going_on(first, outcome(tree))._replace(proposal="sampled")])  # type: ignore[arg-type]
     assert isinstance(drawn, DraftTree)
     assert drawn.sampled is not None
     assert not drawn.grown_ahead
@@ -351,7 +350,7 @@ def test_trees_are_prepared_after_a_commit_that_wanted_none(tiny_target: str, ti
     (tree,) = last_of(drafter, [first])
     work(drafter)
     drafter.take_prepared()
-    last_of(drafter, [replace(going_on(first, likeliest(tree)), has_tree=True, budget=TreeBudget(1, 0))])
+    last_of(drafter, [going_on(first, likeliest(tree))._replace(has_tree=True, budget=TreeBudget(1, 0))])
     work(drafter)
     (prepared,) = drafter.take_prepared()
     assert len(prepared.tree) > BUDGET.max_nodes + 1

@@ -300,7 +300,7 @@ def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
     drafter, first = growing(tiny_target, tiny_head), session("a", 9)
     missed = going_on(first, [47])
     monkeypatch.setattr(drafter.drafter, "_admit_all", None)
-    (answer,) = drafter.propose([replace(missed, has_tree=True, budget=TreeBudget(1, 0))])
+    (answer,) = drafter.propose([missed._replace(has_tree=True, budget=TreeBudget(1, 0))])
     monkeypatch.undo()
     assert answer == DraftTree.root_only(47), "without a pass"
     work(drafter)

@@ -29,7 +29,7 @@ def naive_merge(root: int, trees: Sequence[DraftTree], budget: TreeBudget, floor
         if len(kept) < capacity:
             kept.add(node)
     order = [0, *sorted(kept)]
-    return DraftTree(
+    return DraftTree.of(
         tokens=tuple(nodes[node].token for node in order),
         parents=tuple(order.index(nodes[node].parent) for node in order),
         log_probs=tuple(nodes[node].score for node in order),

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -44,7 +43,7 @@ ROOMY = TreeBudget(24, 5)
 def tree(*nodes: tuple[int, int, float]) -> DraftTree:
     """A tree below token 7 of (parent, token, score)."""
     parents, tokens, scores = zip(*nodes, strict=True)
-    return DraftTree((7, *tokens), (0, *parents), (0.0, *scores))
+    return DraftTree.of((7, *tokens), (0, *parents), (0.0, *scores))
 
 
 LEFT = tree((0, 1, -0.1), (1, 2, -0.2), (2, 3, -0.9), (0, 4, -2.0))
@@ -66,10 +65,10 @@ SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(TreeBudget, st.intege
 def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], TreeBudget]], floor: float) -> None:
     trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
-    assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
+    assert list(merge_trees([7] * len(sessions), trees, budgets, floor)) == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eyas.drafters.combined.has_numba", lambda: False)
-        assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
+        assert list(merge_trees([7] * len(sessions), trees, budgets, floor)) == expected
 
 
 def test_a_merged_tree_keeps_the_best_nodes_without_duplicates() -> None:
@@ -172,7 +171,7 @@ def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_he
     lookup.release(["a"])
     assert combined.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
     (healed,) = combined.propose([fed_commit("a", 15)])
-    (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=TreeBudget(5, 3))])
+    (alone,) = eagle.propose([fed_commit("b", 15)._replace(budget=TreeBudget(5, 3))])
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)
     assert set(alone.tokens) <= set(healed.tokens)
@@ -192,7 +191,7 @@ def test_a_lookup_continues_what_is_not_committed(name: str) -> None:
     assert below.tokens == (4, 5, 6, 7), "three levels are left below the path"
     assert below.depth == 3
     bans = (KnownLogitBias(5, -math.inf, 2), KnownLogitBias(6, -math.inf, 4))
-    (below,) = drafters[name].continue_paths([replace(context, logit_biases=bans)], [path])
+    (below,) = drafters[name].continue_paths([context._replace(logit_biases=bans)], [path])
     assert below.tokens == (4, 5), "bans count from the root"
     assert drafters[name].continue_paths([commit("unknown", text)], [path]) == [DraftTree.root_only(4)]
 
@@ -207,8 +206,8 @@ def test_the_leaves_of_a_head_are_continued(tiny_target: str, tiny_head: str) ->
     leaf = max((node for node in range(len(alone)) if alone.depths[node] == 2), key=lambda node: alone.log_probs[node])
     path = [alone.tokens[node] for node in alone.path(leaf)[1:]]
     start = fed_commit("b", 8)
-    context = replace(start, tokens=(*path, 33, 34, *start.tokens), budget=TreeBudget(24, 6), wants_sources=True)
-    context = replace(context, features=torch.cat([torch.zeros(4, 32), start.features]))
+    context = start._replace(tokens=(*path, 33, 34, *start.tokens), budget=TreeBudget(24, 6), wants_sources=True)
+    context = context._replace(features=torch.cat([torch.zeros(4, 32), start.features]))
     lookup = PromptLookupDrafter(TreeConfig(24, 6), PromptLookupConfig(min_ngram=2))
     (tree,) = CombinedDrafter(eagle, lookup, TreeConfig(24, 6), CombinedConfig()).propose([context])
     assert isinstance(tree, DraftTree)

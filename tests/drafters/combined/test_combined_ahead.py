@@ -1,7 +1,6 @@
 """A combined drafter prepares trees by lookups below the leaves of its last tree, and goes on from those that were used."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from eyas.config import CombinedConfig, PromptLookupConfig, SuffixConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext
@@ -9,7 +8,7 @@ from eyas.drafters.combined import CombinedDrafter, joined_arrays
 from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.protocol.commit import ResyncRequired, TreeBudget
-from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
+from eyas.protocol.tree import DraftTree, PreparedTree
 from tests.support.corpora import commit
 
 TREE = TreeConfig(num_draft_tokens=8, num_steps=7, top_k=1)
@@ -42,7 +41,7 @@ def test_what_follows_a_tree_is_prepared_and_used_on_and_on() -> None:
         assert below is not None
         assert below.tokens == TEXT[length + 7 : length + 7 + len(below)]
         assert len(below) > 4
-        assert isinstance(drafter.propose([replace(following, has_tree=True)])[0], DraftTree)
+        assert isinstance(drafter.propose([following._replace(has_tree=True)])[0], DraftTree)
         length += 8
         # only what was verified is accepted
         length_of_tree = below.num_drafted
@@ -60,7 +59,7 @@ def test_a_session_that_used_a_prepared_tree_drafts_as_any_other() -> None:
         each.propose([commit("a", TEXT[:200], budget=BUDGET)])
     assert prepared(drafter)
     assert prepared(other) == []
-    drafter.propose([replace(commit("a", TEXT[:208], 200, budget=BUDGET), has_tree=True)])
+    drafter.propose([commit("a", TEXT[:208], 200, budget=BUDGET)._replace(has_tree=True)])
     other.propose([commit("a", TEXT[:208], 200, budget=BUDGET)])
     following = commit("a", (*TEXT[:208], 5, *TEXT[:3]), 208, budget=BUDGET)
     assert drafter.propose([following]) == other.propose([following])
@@ -72,7 +71,7 @@ def test_nothing_is_prepared_for_sessions_that_ended_or_went_on() -> None:
     drafter.release(["a"])
     drafter.propose([commit("b", TEXT[:201], 200, budget=TreeBudget(1, 0))])
     assert prepared(drafter) == []
-    (found,) = drafter.propose([replace(commit("a", TEXT[:208], 200, budget=BUDGET), has_tree=True)])
+    (found,) = drafter.propose([commit("a", TEXT[:208], 200, budget=BUDGET)._replace(has_tree=True)])
     assert isinstance(found, ResyncRequired)
     assert found.committed_length == 0
 
@@ -97,7 +96,7 @@ class Preparing(SuffixDrafter):
     def take_prepared(self) -> list[PreparedTree]:
         chains = {name: (context.tokens[-1], *range(40, 41 + self._num_steps)) for name, context in self._last.items()}
         return [
-            PreparedTree(name, 0, self._last[name].committed_length, TreeArrays.of(DraftTree.chain(chain)))
+            PreparedTree(name, 0, self._last[name].committed_length, DraftTree.chain(chain))
             for name, chain in chains.items()
         ]
 
@@ -125,7 +124,7 @@ def test_prepared_trees_hold_no_path_twice_and_are_bounded() -> None:
     drafter = combined()
     drafter.propose([commit("a", TEXT[:200], budget=BUDGET)])
     (found,) = prepared(drafter)
-    pairs = list(zip(found.tree.parents.tolist()[1:], found.tree.tokens.tolist()[1:], strict=True))
+    pairs = list(zip(found.tree.parents[1:], found.tree.tokens[1:], strict=True))
     assert len(set(pairs)) == len(pairs) > 10
-    long = TreeArrays.of(DraftTree.chain(range(PreparedTree.MAX_NODES + 9)))
+    long = DraftTree.chain(range(PreparedTree.MAX_NODES + 9))
     assert len(joined_arrays([long])) == PreparedTree.MAX_NODES

@@ -1,7 +1,6 @@
 """A combined drafter passes samples to a side that needs them, for the side's own verified nodes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -37,7 +36,7 @@ class Scripted(LocalDrafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.samples += [context.samples for context in contexts]
         tree = self.trees.pop(0)
-        return [DraftTree((c.tokens[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) for c in contexts]
+        return [DraftTree.of((c.tokens[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) for c in contexts]
 
     def prune(self, session: str, nodes: Sequence[int]) -> None:
         self.nodes.append(nodes)
@@ -74,7 +73,7 @@ def test_samples_belong_to_the_remaining_nodes(mine: DraftTree, other: DraftTree
 def test_sources_say_which_side_proposed_a_node(mine: DraftTree, other: DraftTree, nodes: int) -> None:
     for wants_sources in (True, False):
         sides = Scripted([mine], False), Scripted([other], False)
-        context = replace(commit("a", [1, 2, 0], budget=TreeBudget(nodes, 3)), wants_sources=wants_sources)
+        context = commit("a", [1, 2, 0], budget=TreeBudget(nodes, 3))._replace(wants_sources=wants_sources)
         (draft,) = CombinedDrafter(*sides, SHAPE, CombinedConfig()).propose([context])
         assert isinstance(draft, DraftTree)
         first, second = ({path(tree, node) for node in range(1, len(tree))} for tree in (mine, other))

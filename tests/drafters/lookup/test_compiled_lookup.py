@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from eyas.drafters.base import Draft
 from eyas.drafters.lookup.base import PRIOR_TRIALS, tokens_to
 from eyas.drafters.lookup.prompt_lookup import NgramIndex, PromptLookupDrafter, prompt_lookup
 from eyas.protocol.commit import KnownLogitBias, TreeBudget
-from eyas.protocol.tree import DraftTree, TreeBatch
+from eyas.protocol.tree import DraftTree, DraftTrees
 from tests.support.corpora import commit, grown
 
 lookups = pytest.importorskip("eyas.drafters.lookup.compiled", reason="numba is not installed")
@@ -49,13 +48,13 @@ def test_the_compiled_drafter_proposes_the_same_trees(
     drafters = lookups.CompiledPromptLookup(SHAPE, config), PromptLookupDrafter(SHAPE, config)
     for start, end in ((0, 5), (5, 40), (40, 70)):
         contexts = [
-            replace(commit(f"{i}", text[:end], base=start, budget=budget), logit_biases=bans, allowed=allowed)
+            commit(f"{i}", text[:end], base=start, budget=budget)._replace(logit_biases=bans, allowed=allowed)
             for i, (text, budget, bans, allowed) in enumerate(sessions)
             if len(text) > start
         ]
         check_equal(*(drafter.propose(contexts) for drafter in drafters))
         trees = [grown(context.tokens[-1], own) for context, own in zip(contexts, steps, strict=False)]
-        lazy = TreeBatch.of(trees).trees([tree.grown_ahead for tree in trees]) if trees else []
+        lazy = list(DraftTrees.of(trees)) if trees else []
         check_equal(*(drafter.continue_trees(contexts, own) for drafter, own in zip(drafters, (lazy, trees), strict=True)))
         paths = [tokens_to(tree, len(tree) - 1) for tree in trees]
         asked = [place for place, path in enumerate(paths) if path]
@@ -86,7 +85,7 @@ def test_a_long_text_keeps_all_of_its_matches() -> None:
 
 def test_of_equal_leaves_the_first_eight_are_continued() -> None:
     text = [token for leaf in range(1, 12) for token in (leaf, 100 + leaf)] + [0]
-    tree = DraftTree((0, *range(1, 12)), (0,) * 12, (0.0, *[-0.5] * 8, -0.25, -0.5, -0.5))
+    tree = DraftTree.of((0, *range(1, 12)), (0,) * 12, (0.0, *[-0.5] * 8, -0.25, -0.5, -0.5))
     for kind in (lookups.CompiledPromptLookup, PromptLookupDrafter):
         drafter, context = kind(TreeConfig(40, 2), PromptLookupConfig()), commit("a", text, budget=TreeBudget(40, 2))
         drafter.propose([context])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from eyas.config import LookaheadConfig, TreeConfig
 from eyas.drafters.lookup.lookahead import LookaheadDrafter, NgramPool
@@ -84,7 +83,7 @@ def test_neither_guesses_nor_window_have_banned_tokens() -> None:
     tokens = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1]
     (free,) = drafter(window=4, ngram=3).propose([commit("a", tokens, budget=BUDGET)])
     bans = (KnownLogitBias(2, -math.inf, 1), KnownLogitBias(6, -math.inf, 2**31 - 1), KnownLogitBias(5, -3.0, 9))
-    (bound,) = drafter(window=4, ngram=3).propose([replace(commit("a", tokens, budget=BUDGET), logit_biases=bans)])
+    (bound,) = drafter(window=4, ngram=3).propose([commit("a", tokens, budget=BUDGET)._replace(logit_biases=bans)])
     assert isinstance(free, DraftTree)
     assert isinstance(bound, DraftTree)
     assert {(2, 6), (2, 5)} <= paths(free)
@@ -95,7 +94,7 @@ def test_neither_guesses_nor_window_have_banned_tokens() -> None:
 
 def test_a_first_token_is_one_that_the_grammar_allows() -> None:
     tokens = [1, 2, 3, 1, 2, 4, 1, 3, 1]
-    context = replace(commit("a", tokens, budget=BUDGET), allowed=bytes([1 << 3 | 1 << 4]))
+    context = commit("a", tokens, budget=BUDGET)._replace(allowed=bytes([1 << 3 | 1 << 4]))
     (tree,) = drafter(window=3, ngram=3).propose([context])
     assert isinstance(tree, DraftTree)
     assert {path[0] for path in paths(tree)} <= {3, 4}

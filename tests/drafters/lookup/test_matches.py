@@ -73,7 +73,7 @@ def naive_tree(nodes: list[tuple[float, Path]], budget: TreeBudget) -> DraftTree
     numbers = {(): 0} | {nodes[i][1]: number for number, i in enumerate(chosen, 1)}
     parents = [numbers[nodes[i][1][:-1]] for i in chosen]
     tokens, scores = [nodes[i][1][-1] for i in chosen], [nodes[i][0] for i in chosen]
-    return DraftTree((7, *tokens), (0, *parents), (0.0, *scores))
+    return DraftTree.of((7, *tokens), (0, *parents), (0.0, *scores))
 
 
 @given(FOUND, BUDGETS, st.integers(0, 1000))
@@ -91,4 +91,4 @@ def test_trees_are_the_best_nodes_within_each_budget(
         naive_tree([(score, path) for s, score, path in nodes if s == session], budget)
         for session, budget in enumerate(budgets)
     ]
-    assert trie_trees(trie, trie.along_paths(steps), [7] * 4, budgets) == expected
+    assert list(trie_trees(trie, trie.along_paths(steps), [7] * 4, budgets)) == expected

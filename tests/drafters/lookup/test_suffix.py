@@ -1,7 +1,6 @@
 """Suffix decoding: drafts from the session and from its tenant's earlier outputs, and from no other tenant's."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,9 +62,9 @@ def test_an_output_is_kept_once_if_its_session_begins_again() -> None:
     drafter = make()
     drafter.propose([commit("again", [40, *OUTPUT[:1]])])
     drafter.propose([commit("again", OUTPUT[1:4], 2)])
-    restarted = replace(commit("again", [40, *OUTPUT[:4]]), epoch=1)
+    restarted = commit("again", [40, *OUTPUT[:4]])._replace(epoch=1)
     drafter.propose([restarted])
-    drafter.propose([replace(commit("again", OUTPUT[4:], 5), epoch=1)])
+    drafter.propose([commit("again", OUTPUT[4:], 5)._replace(epoch=1)])
     drafter.release(["again"])
     (index,) = drafter.outputs.of("a")
     assert index.tokens.tolist() == [5, 6, 7, 8, SEPARATOR, 8, 9, 10, 11, SEPARATOR]

@@ -1,7 +1,6 @@
 """Trees of Medusa and Hydra equal those of the obvious implementation, path by path."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -109,7 +108,7 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
     drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=7), NaiveHeads(kind, tiny_target)
     sessions = [session(i, 4 + 5 * i) for i in range(3)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)) for i, (t, f) in enumerate(sessions)]
-    trees = drafter.propose([replace(context, proposal="sampled") for context in contexts])
+    trees = drafter.propose([context._replace(proposal="sampled") for context in contexts])
     for (tokens, features), tree in zip(sessions, trees, strict=True):
         assert isinstance(tree, DraftTree)
         assert tree.sampled is not None

@@ -90,7 +90,7 @@ def test_chains_state_the_probabilities_they_are_drawn_from(
 ) -> None:
     drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=48), naive(kind, tiny_target, tiny_head)
     tokens, features = session(5, 12)
-    (tree,) = drafter.propose([replace(commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4)), proposal="sampled")])
+    (tree,) = drafter.propose([commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4))._replace(proposal="sampled")])
     assert isinstance(tree, DraftTree)
     assert tree.sampled is not None
     assert tree.num_drafted == 4

@@ -135,7 +135,7 @@ def test_captured_chains_are_the_plain_ones(method: str, tiny_target: str, tiny_
     plain = make(method, tiny_target, tiny_head, TreeConfig(5, 3, 2), CONFIG, None)
     for name, noise in (("free", NOISED), ("filtered", FILTERED)):
         contexts = [
-            replace(commit(f"{name}{n}", *session(n, n), 0, n, each, BUDGETS[n % 2]), proposal="sampled")
+            commit(f"{name}{n}", *session(n, n), 0, n, each, BUDGETS[n % 2])._replace(proposal="sampled")
             for n, each in ((6, noise), (11, NOISED), (3, noise))
         ]
         assert_same(drafter, plain, contexts)
@@ -163,7 +163,7 @@ def test_captured_trees_ahead_are_the_plain_ones(tiny_target: str, tiny_head: st
         path = tree.path(len(tree) - 1)[1:]
         features = torch.zeros(len(path), 32)
         further = tuple(tree.tokens[node] for node in path)
-        (found,) = assert_same(*drafters, [replace(context, start_position=9, tokens=further, features=features)])
+        (found,) = assert_same(*drafters, [context._replace(start_position=9, tokens=further, features=features)])
         assert found.grown_ahead
         for drafter in drafters:
             drafter.draft_ahead()  # the next growth leaves what the other sessions still need
@@ -263,7 +263,7 @@ def test_chains_of_the_kernels_are_the_plain_ones(
     shape = TreeConfig(5, 3, 2)
     drafter, plain = (make(method, tiny_target, tiny_head, shape, CONFIG, way) for way in (lambda run: run, None))
     contexts = [
-        replace(commit(f"{n}", *session(n, n), 0, n, each, BUDGETS[0]), proposal="sampled")
+        commit(f"{n}", *session(n, n), 0, n, each, BUDGETS[0])._replace(proposal="sampled")
         for n, each in ((6, NOISED), (11, FILTERED), (3, replace(FILTERED, temperature=0.05)))
     ]
     expected = plain.propose(contexts)

@@ -1,7 +1,5 @@
 """Chains that the EAGLE-3 drafter draws equal those of the obvious implementation."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -38,7 +36,7 @@ def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: st
     drafter, plain = make(tiny_target, tiny_head, proposal_top_k=PROPOSAL_TOP_K), naive(tiny_target, tiny_head)
     sessions = [session(i, 4 + 5 * i) for i in range(4)]
     contexts = [
-        replace(commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)), proposal="sampled")
+        commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4))._replace(proposal="sampled")
         for i, (t, f) in enumerate(sessions)
     ]
     for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
@@ -56,7 +54,7 @@ def test_chains_stay_within_each_sessions_budget(tiny_target: str, tiny_head: st
     drafter, (tokens, features) = make(tiny_target, tiny_head), session(4, 8)
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(3, 3), TreeBudget(40, 9)]
     contexts = [
-        replace(commit(f"{i}", tokens, features, 0, 8, NOISES[0], b), proposal="sampled") for i, b in enumerate(budgets)
+        commit(f"{i}", tokens, features, 0, 8, NOISES[0], b)._replace(proposal="sampled") for i, b in enumerate(budgets)
     ]
     trees = [tree for tree in drafter.propose(contexts) if isinstance(tree, DraftTree)]
     assert [tree.num_drafted for tree in trees] == [4, 1, 2, 4]

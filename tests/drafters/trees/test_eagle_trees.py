@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -88,7 +87,7 @@ def test_kernels_grow_the_trees_of_the_plain_path(
             drafts += drafter.propose(
                 [
                     commit(
-                        f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], replace(budgets[i % 5], tokens_per_s=speed)
+                        f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], budgets[i % 5]._replace(tokens_per_s=speed)
                     )
                     for i, (tokens, features) in enumerate(sessions)
                 ]
@@ -274,7 +273,7 @@ def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: st
 
 def rated(ranking: Ranking, num_visits: int, claimed: float, right: int, key: NoiseKey = GREEDY) -> float:
     """The ranking temperature after trees of one child that claims a probability; every `right`-th was right."""
-    tree = DraftTree((5, 6), (0, 0), (0.0, math.log(claimed)))
+    tree = DraftTree.of((5, 6), (0, 0), (0.0, math.log(claimed)))
     for visit in range(num_visits):
         context = Commit("a", 0, visit, (6 if visit % right == 0 else 7,), None, key, TreeBudget(2, 1))
         ranking.observe(context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class Simulation:
         """The drafted tree of a request."""
         most = 1 if not self.available else 2 if number < max(self.small, self.ending) else NODES
         tree = DraftTree.chain(range(min(size.nodes, size.depth + 1, most)))
-        return replace(tree, sampled=SampledProposal({})) if number < self.sampled else tree
+        return tree.with_sampled(SampledProposal({})) if number < self.sampled else tree
 
     def _wait(self, sizes: dict[str, TreeSize]) -> float:
         """A drafter gets only sequences that have trees."""

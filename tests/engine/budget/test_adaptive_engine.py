@@ -111,7 +111,7 @@ class FeatureDrafter(LocalDrafter):
         for context in contexts:
             assert context.features is not None
             self.features.setdefault(context.session, []).append(context.features)
-        return [DraftTree((context.tokens[-1],), (0,), (0.0,)) for context in contexts]
+        return [DraftTree.of((context.tokens[-1],), (0,), (0.0,)) for context in contexts]
 
     def release(self, sessions: Sequence[str]) -> None:
         pass

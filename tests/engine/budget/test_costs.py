@@ -75,7 +75,7 @@ def test_a_drafter_elsewhere_is_known_by_its_fastest_rounds() -> None:
 
 def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
     recent, survival = RecentTrees(), SurvivalModel()
-    tree = DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
+    tree = DraftTree.of((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
     recent.observe(DraftTree.chain((0, 5)), 2)
     for _ in range(4):
         recent.observe(tree, 4)
@@ -90,7 +90,7 @@ def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
 
 def test_cuts_leave_out_the_unlikeliest_nodes() -> None:
     recent, survival = RecentTrees(), SurvivalModel()
-    recent.observe(DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0)), 4)
+    recent.observe(DraftTree.of((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0)), 4)
     rows, accepted = recent.yields(survival, 4, [TreeSize(4, 2)], cuts=True) or (np.zeros(0), np.zeros(0))
     assert rows.tolist() == [[1, 2, 3]]
     assert (np.diff(accepted, 2) < 0).all(), "the likeliest first"

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,8 +187,8 @@ def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     return budget
 
 
-LIKELY = DraftTree((1, 2, 3, 4, 5), (0, 0, 1, 2, 0), (0.0, -0.02, -0.05, -0.06, -4.5))
-UNLIKELY = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -3.5, -3.6))
+LIKELY = DraftTree.of((1, 2, 3, 4, 5), (0, 0, 1, 2, 0), (0.0, -0.02, -0.05, -0.06, -4.5))
+UNLIKELY = DraftTree.of((1, 2, 3), (0, 0, 1), (0.0, -3.5, -3.6))
 
 
 def test_nodes_that_cost_more_than_they_yield_are_left_out() -> None:
@@ -293,7 +292,7 @@ def test_drawn_nodes_are_estimated_apart_from_ranked_ones(right: float, sampled_
     simulation = Simulation(row=0.01, right=right, batch=8, sampled=4, sampled_right=sampled_right)
     budget, chain = simulation.budget(), DraftTree.chain(range(4))
     simulation.sizes(budget, 150)
-    ranked, drawn = budget._survival.survival([chain, replace(chain, sampled=SampledProposal({}))])
+    ranked, drawn = budget._survival.survival([chain, chain.with_sampled(SampledProposal({}))])
     assert ranked.tolist() == pytest.approx([right**depth for depth in range(4)], abs=0.1)
     assert drawn.tolist() == pytest.approx([sampled_right**depth for depth in range(4)], abs=0.1)
 

@@ -1,5 +1,6 @@
 """The sizes that passes are padded to."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.api.request import Request, SamplingParams
-from eyas.engine.runner import segment_of, tree_segments
+from eyas.engine.runner import drawn_rows, step_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.models.backends.attention_metadata import Tiling, bucket_shape, build_words, max_words, tight_shape, words_of_all
 from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
@@ -66,6 +67,26 @@ def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: 
         assert ours.tolist() == plain.tolist()
 
 
+def segments_of(batch: Seq[ScheduledSequence], draws_on_ranks: bool = False) -> Seq[Segment]:
+    return step_segments(batch, drawn_rows(batch), draws_on_ranks)
+
+
+def alone(scheduled: ScheduledSequence, draws_on_ranks: bool) -> Segment:
+    """The nodes of a tree as a segment of their own."""
+    sequence, tree, rows = scheduled.sequence, scheduled.tree, np.arange(len(scheduled.slots))
+    assert tree is not None
+    return Segment(
+        tokens=np.array(tree.tokens),
+        positions=scheduled.first + np.array(tree.depths),
+        slots=scheduled.slots,
+        prefix=sequence.slots[: scheduled.first],
+        visible=tree.ancestor_mask(),
+        logits_indices=rows,
+        noise_key=sequence.request.noise_key if draws_on_ranks else None,
+        table=sequence.table,
+    )
+
+
 def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
     """A tree behind a prefix of some length, in slots of its own."""
     prompt, slots = tuple(range(3, 5 + 7 * number)), np.arange(100 * number, 100 * (number + 1))
@@ -86,14 +107,14 @@ def test_tall_tiles_are_for_passes_of_prompts() -> None:
         assert tight_shape(segments, replace(fixed, prefill_rows=128)) == tight_shape(segments, fixed)
     for segments in (trees, [*trees, *make_pass([(False, 60, 9)])], make_pass([(True, 60, 9)])):
         assert tight_shape(segments, tiling) == tight_shape(segments, usual)
-    whole_trees = tree_segments([scheduled(DraftTree.chain(range(60)), number) for number in range(2)], False)
+    whole_trees = segments_of([scheduled(DraftTree.chain(range(60)), number) for number in range(2)])
     assert tight_shape(whole_trees, tiling) == tight_shape(whole_trees, usual)
     assert bucket_shape(1024, 32, tiling) == bucket_shape(1024, 32, usual)
 
 
 def test_more_tiles_than_a_pass_has_are_no_words() -> None:
     batch = [scheduled(DraftTree.chain(range(40)), number) for number in range(2)]
-    ours = tree_segments(batch, draws_on_ranks=False)
+    ours = segments_of(batch)
     assert isinstance(ours, TreeSegments)
     shape = tight_shape(ours, Tiling(2, 2, 16))
     for build in (build_words, words_of_all):
@@ -106,7 +127,7 @@ def test_more_tiles_than_a_pass_has_are_no_words() -> None:
 def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_on_ranks: bool) -> None:
     """Each way has its own words, for masks and for parts at fixed positions, and its own inputs of a plain pass."""
     batch = [scheduled(tree, number) for number, tree in enumerate(found)]
-    plain, ours = [segment_of(each, draws_on_ranks) for each in batch], tree_segments(batch, draws_on_ranks)
+    plain, ours = [alone(each, draws_on_ranks) for each in batch], segments_of(batch, draws_on_ranks)
     assert isinstance(ours, TreeSegments)
     for tiling in (Tiling(2, 2, 16), Tiling(2, 2, 16, fixed_part=16, longest=64)):
         shape = tight_shape(plain, tiling)

@@ -1,7 +1,5 @@
 """The draft service uses the time between two commits, and survives what goes wrong in it."""
 
-from dataclasses import replace
-
 from eyas.config import DraftAheadConfig, DraftingConfig
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
@@ -16,7 +14,7 @@ from tests.support.services.toy_drafting import INFO, ToyDrafter, context, event
 
 def sent(commit: DraftContext) -> Commit[TensorBytes]:
     assert commit.features is not None
-    return replace(commit, features=tensor_to_bytes(commit.features))  # type: ignore[arg-type]
+    return commit._replace(features=tensor_to_bytes(commit.features))  # type: ignore[arg-type]
 
 
 def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:

@@ -103,16 +103,16 @@ NARROW = TensorBytes("float32", (4, 2), bytes(32))
 @pytest.mark.parametrize(
     "bad",
     [
-        replace(GOOD, start_position=-1),
-        replace(GOOD, tokens=()),
-        replace(GOOD, tokens=(1, 2, 3, 4, 100)),
-        replace(GOOD, samples=(-1,)),
-        replace(GOOD, features=None),
-        replace(GOOD, features=NARROW),
-        replace(GOOD, features=TensorBytes("float32", (4, 4), b"short")),
-        replace(GOOD, features=TensorBytes("object", (4, 4), bytes(64))),
-        replace(GOOD, noise=replace(GOOD.noise, temperature=float("nan"))),
-        replace(GOOD, noise=replace(GOOD.noise, temperature=3.5e38)),
+        GOOD._replace(start_position=-1),
+        GOOD._replace(tokens=()),
+        GOOD._replace(tokens=(1, 2, 3, 4, 100)),
+        GOOD._replace(samples=(-1,)),
+        GOOD._replace(features=None),
+        GOOD._replace(features=NARROW),
+        GOOD._replace(features=TensorBytes("float32", (4, 4), b"short")),
+        GOOD._replace(features=TensorBytes("object", (4, 4), bytes(64))),
+        GOOD._replace(noise=replace(GOOD.noise, temperature=float("nan"))),
+        GOOD._replace(noise=replace(GOOD.noise, temperature=3.5e38)),
     ],
 )
 def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStub, bad: Commit[TensorBytes]) -> None:
@@ -121,7 +121,7 @@ def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStu
     assert [roots(reply) for reply in replies] == [{"b": 12}, {"a": 14}]
 
 
-@pytest.mark.parametrize("bad", [[GOOD, GOOD], [replace(GOOD, session="a" * 1000)]], ids=["twice", "long"])
+@pytest.mark.parametrize("bad", [[GOOD, GOOD], [GOOD._replace(session="a" * 1000)]], ids=["twice", "long"])
 def test_a_bad_name_of_a_session_ends_its_own_stream_only(
     stub: draft_pb2_grpc.DraftStub, bad: Sequence[Commit[TensorBytes]]
 ) -> None:
@@ -324,7 +324,7 @@ def test_malformed_commits_fill_the_queue_too(field: str) -> None:
     worker = DraftWorker(ToyDrafter(), INFO, queue=LIMITS)
     stream = worker.open(replies.append)
     for step in range(LIMITS.max_pending_tokens + 1):
-        worker.submit(stream, DraftRequest(step, (replace(commits("a")[0], **changes[field]),)))
+        worker.submit(stream, DraftRequest(step, (commits("a")[0]._replace(**changes[field]),)))
     assert refused(replies[-1]) == {"a": "overloaded"}
     with worker:
         eventually(lambda: stream.num_pending == 0)

@@ -13,7 +13,7 @@ from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, Eng
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_head import DraftHead
-from eyas.protocol.tree import DraftTree, PreparedTree, TreeArrays
+from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
@@ -44,7 +44,7 @@ class PreparingDrafter(ToyDrafter):
         for name, length in new:
             root = self.sessions[name][-1]
             chain = DraftTree.chain([root, *range(root + 1, root + 12), *([self.bad_token] if self.bad_token else [])])
-            found.append(PreparedTree(name, 0, length, TreeArrays.of(chain)))
+            found.append(PreparedTree(name, 0, length, chain))
         return found
 
 
@@ -59,7 +59,7 @@ def test_a_foreseen_commit_needs_no_answer_of_the_drafter() -> None:
             eventually(lambda: "a" in remote.prepared.by_session)
             free.clear()
             (found,) = remote.request([context("a", TOKENS[:7], base=5)])()
-            assert found == replace(DraftTree.chain([16, 17, 18, 19]), grown_ahead=True)
+            assert found == DraftTree.of((16, 17, 18, 19), (0, 0, 1, 2), (0.0,) * 4, grown_ahead=True)
             free.set()
             eventually(lambda: list(drafter.sessions.values()) == [list(TOKENS[:7])])
             eventually(lambda: "a" in remote.prepared.by_session)
@@ -102,7 +102,7 @@ def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
         with closing(RemoteDrafter(address, DrafterNeeds(features=True), config)) as remote:
             eventually(lambda: remote.connected)
             remote.request([context(name, TOKENS[:5]) for name in "abcdefgh"])()
-            valid, invalid = (TreeArrays.of(DraftTree.chain((14, token))) for token in (15, VOCAB))
+            valid, invalid = (DraftTree.chain((14, token)) for token in (15, VOCAB))
             trees = [PreparedTree(name, 0, 5, valid if name == "h" else invalid) for name in "abcdefgh"]
             for number in range(3):
                 assert remote.breaker.state == "closed", f"after {number} replies"
@@ -117,8 +117,8 @@ def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
 )  # fmt: skip
 def test_a_prepared_tree_serves_only_the_commit_after_its_root(change: dict[str, object], taken: bool) -> None:
     trees = PreparedTrees()
-    trees.put(PreparedTree("a", 0, 5, TreeArrays.of(DraftTree.chain(range(14, 30)))))
-    commit = replace(context("a", TOKENS[:6], base=5), **change)  # type: ignore[arg-type]
+    trees.put(PreparedTree("a", 0, 5, DraftTree.chain(range(14, 30))))
+    commit = context("a", TOKENS[:6], base=5)._replace(**change)  # type: ignore[arg-type]
     assert (trees.take(commit) is not None) == taken
     assert trees.take(commit) is None, "it is used up"
 
@@ -132,7 +132,7 @@ def test_a_step_waits_only_if_half_of_its_trees_are_missing() -> None:
         def step(prepared: str, missing: str) -> list[int]:
             """Commit a token of each session. Returns how many tokens the trees of `missing` have."""
             root = {name: tokens[sizes[name] - 1 : sizes[name] + 9] for name in prepared}
-            trees = [PreparedTree(name, 0, sizes[name], TreeArrays.of(DraftTree.chain(root[name]))) for name in prepared]
+            trees = [PreparedTree(name, 0, sizes[name], DraftTree.chain(root[name])) for name in prepared]
             remote.receive(DraftResponse(0, prepared=tuple(trees)))
             names, before = prepared + missing, dict(sizes)
             sizes.update({name: sizes.get(name, 4) + 1 for name in names})

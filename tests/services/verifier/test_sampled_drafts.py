@@ -35,9 +35,9 @@ def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixt
 
 
 def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
-    asked = replace(context("a", (10, 11, 12)), proposal="sampled")
+    asked = context("a", (10, 11, 12))._replace(proposal="sampled")
     assert asked.features is not None
-    sent = replace(asked, features=tensor_to_bytes(asked.features))
+    sent = asked._replace(features=tensor_to_bytes(asked.features))
     with pytest.raises(InvalidRequest, match="drafter toy cannot sample trees"):
         admit(sent, "1/a", INFO)
     assert admit(sent, "1/a", replace(INFO, can_sample=True)).proposal == "sampled"

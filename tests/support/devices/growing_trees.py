@@ -17,7 +17,7 @@ Out = TypeVar("Out")
 
 def batch_of_trees(prefixes: list[np.ndarray], nodes: int = 16, version: int = 0) -> TreeSegments:
     """A tree behind each prefix, its nodes in slots of their own."""
-    tree = DraftTree(tuple(range(nodes)), (0, *range(nodes - 1)), (0.0,) * nodes)
+    tree = DraftTree.of(tuple(range(nodes)), (0, *range(nodes - 1)), (0.0,) * nodes)
     packed = pack_trees([tree] * len(prefixes))
     positions = packed.depths + np.repeat([len(prefix) for prefix in prefixes], nodes)
     keys, tables = [NoiseKey(n, 1.0) for n in range(len(prefixes))], [(n, version) for n in range(len(prefixes))]

@@ -59,7 +59,7 @@ def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment
         own, prefix, slots = slots[:count], slots[count : count + length], slots[count + length :]
         if is_tree:
             parents = (0, *(int(rng.integers(node)) for node in range(1, count)))
-            tree = DraftTree(tuple(tokens.tolist()), parents, (0.0,) * count)
+            tree = DraftTree.of(tuple(tokens.tolist()), parents, (0.0,) * count)
             positions, visible, wanted = length + np.array(tree.depths), tree.ancestor_mask(), np.arange(count)
         else:
             positions, visible, wanted = length + np.arange(count), None, np.array([count - 1])
