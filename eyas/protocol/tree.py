@@ -272,21 +272,21 @@ class DraftTree:
         return slice(first, first + self.num_nodes)
 
     @property
-    def arrays(self) -> tuple[Ints, Ints, Floats]:
-        """Tokens, parents and scores of its nodes [N]."""
-        return self.trees.tokens[self._rows], self.trees.parents[self._rows], self.trees.log_probs[self._rows]
+    def alone(self) -> DraftTrees:
+        """Its nodes as arrays of their own."""
+        return DraftTrees.of([self])
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(self.arrays[0].tolist())
+        return tuple(self.trees.tokens[self._rows].tolist())
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        return tuple(self.arrays[1].tolist())
+        return tuple(self.trees.parents[self._rows].tolist())
 
     @cached_property
     def log_probs(self) -> tuple[float, ...]:
-        return tuple(self.arrays[2].tolist())
+        return tuple(self.trees.log_probs[self._rows].tolist())
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -345,15 +345,15 @@ class DraftTree:
         """
         is_kept = np.zeros(self.num_nodes, np.bool_)
         is_kept[list(nodes)] = True
-        return DraftTrees.of([self]).cut(is_kept)[0]
+        return self.alone.cut(is_kept)[0]
 
     def with_sources(self, sources: Sequence[int]) -> DraftTree:
         """Return the tree with the parts that proposed each node."""
-        return replace(DraftTrees.of([self]), sources=np.array(sources, np.int64))[0]
+        return replace(self.alone, sources=np.array(sources, np.int64))[0]
 
     def with_sampled(self, sampled: SampledProposal | None) -> DraftTree:
         """Return the tree with how its nodes were drawn."""
-        return replace(DraftTrees.of([self]), sampled=(sampled,))[0]
+        return replace(self.alone, sampled=(sampled,))[0]
 
     def ancestor_mask(self) -> Bools:
         """Return mask[i, j]: whether node j lies on the path from the root to node i, i itself included; [N, N]."""
@@ -375,7 +375,8 @@ class DraftTree:
             max_nodes: counts the new root.
             max_depth: levels below the new root.
         """
-        (tokens, parents, log_probs), root = self.arrays, 0
+        own, root = self.alone, 0
+        tokens, parents, log_probs = own.tokens, own.parents, own.log_probs
         for token in path:
             found = np.flatnonzero((tokens[root + 1 :] == token) & (parents[root + 1 :] == root))
             if not len(found):

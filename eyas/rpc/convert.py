@@ -362,14 +362,14 @@ def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResp
 
 
 def prepared_to_proto(value: PreparedTree) -> draft_pb2.PreparedTree:
-    tokens, parents, log_probs = value.tree.arrays
+    nodes = value.tree.alone
     return draft_pb2.PreparedTree(
         session=value.session,
         epoch=value.epoch,
         committed_length=value.committed_length,
-        tokens=tokens.astype("<i4").tobytes(),
-        parents=parents.astype("<i4").tobytes(),
-        log_probs=log_probs.astype("<f4").tobytes(),
+        tokens=nodes.tokens.astype("<i4").tobytes(),
+        parents=nodes.parents.astype("<i4").tobytes(),
+        log_probs=nodes.log_probs.astype("<f4").tobytes(),
     )
 
 

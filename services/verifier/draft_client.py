@@ -361,7 +361,7 @@ class RemoteDrafter:
         """Whether a prepared tree may be kept."""
         stream = self._stream
         assert stream is not None, "replies come from an open stream"
-        root, most, vocab_size = int(prepared.tree.arrays[0][0]), PreparedTree.MAX_NODES, stream.info.model.vocab_size
+        root, most, vocab_size = int(prepared.tree.alone.tokens[0]), PreparedTree.MAX_NODES, stream.info.model.vocab_size
         if are_valid_trees([prepared.tree], TreeLimits([root], [most], [most], vocab_size)):
             return True
         try:

@@ -15,7 +15,7 @@ from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
-from tests.strategies import accept
+from tests.support.strategies import accept
 
 VOCAB = 3
 TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)
