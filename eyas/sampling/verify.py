@@ -133,7 +133,7 @@ def _with_details(
     masks: TokenMasks,
     logprobs: npt.NDArray[np.float64],
 ) -> StepOutputs:
-    """Return the outputs with errors and log-probabilities. is_drawn: of which requests the logits are elsewhere [B]."""
+    """Return the outputs with errors and log-probabilities. is_drawn: whether the logits of a request are elsewhere [B]."""
     found, vocab_size = list(outputs), logits.values.shape[1]
     numbers = [number for number, drawn in enumerate(is_drawn) if not drawn]
     whole = [batch[number] for number in numbers]

@@ -234,7 +234,7 @@ def on_host(
 
 
 def rows_of(found: Sequence[DraftTree | None], positions: Sequence[int] = ()) -> DrawnRows:
-    """The drawn rows of requests with these trees. positions: of the tokens at the roots, of which they draw."""
+    """The drawn rows of requests with these trees. positions: at which roots draw."""
     packed = pack_trees([tree for tree in found if tree is not None])
     places = np.array([number for number, tree in enumerate(found) if tree is not None])
     at = packed.depths + np.repeat(positions or [1] * len(places), packed.trees.counts)
